@@ -92,9 +92,9 @@ def resume(
             new_data, new_model = (key == "new" and not own for key in (run.resume_data, run.resume_model))
             here = now if weights_only else as_of(trainer.get("step") or 0, now)
             meaning = refuse_other_model(trainer, here, candidate, weights_only=weights_only, meant=new_model)
-            notes = [] if weights_only else refuse_other_run(trainer, here, candidate, own=own,
-                                                                     other_data=new_data)  # fmt: skip
-
+            notes: list[str] = []
+            if not weights_only:
+                notes = refuse_other_run(trainer, here, candidate, own=own, other_data=new_data)
             with contextlib.closing(reader):
                 load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
         except DamagedCheckpoint as error:

@@ -8,7 +8,7 @@ import os
 from llmtrain.commands import completion
 from llmtrain.config.load import command_words, configs_in, parse, run_words
 from llmtrain.config.pinned import fetched
-from llmtrain.config.problems import stop
+from llmtrain.config.problems import COMMAND_LINE, stop
 from llmtrain.parity.small_run import usual_ranks, wanted
 
 DESCRIPTION = """\
@@ -64,7 +64,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, words = command_words(parser, argv)
     words = run_words(words)
     if not 1 <= args.steps <= 1000:
-        raise stop("--steps", args.steps, "must be from 1 to 1000", "write --steps 20", "command line")
+        raise stop("--steps", args.steps, "must be from 1 to 1000", "write --steps 20", COMMAND_LINE)
     return args, words
 
 
@@ -83,5 +83,5 @@ def _on_cpu(wish: str, ranks: int) -> bool:
     there = torch.cuda.device_count()
     if wish == "cuda" and there < ranks:
         rule = f"{ranks} ranks need a GPU each, and this machine has {there}"
-        raise stop("--device", wish, rule, "use --device cpu, or fewer --ranks", "command line")
+        raise stop("--device", wish, rule, "use --device cpu, or fewer --ranks", COMMAND_LINE)
     return there < ranks

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import llmtrain
 from llmtrain.base.errors import UserError
 from llmtrain.config import plugins
-from llmtrain.config.problems import stop
+from llmtrain.config.problems import COMMAND_LINE, stop
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.dist.local_ranks import RankError, Ranks
 from llmtrain.models.own_settings import trained_names
@@ -84,10 +84,10 @@ def packages_of(given: str) -> tuple[str, dict[str, str]]:
         is_new, packages = json.loads(answer)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         remedy = "give the folder of a virtual environment, or the path of its python"
-        raise stop("--against", given, f"no Python answers there: {error}", remedy, "command line") from None
+        raise stop("--against", given, f"no Python answers there: {error}", remedy, COMMAND_LINE) from None
     if lacks := [name for name in _NEEDED if name not in packages] or ["Python 3.11"] * (not is_new):
         rule = f"the environment has no {', '.join(lacks)}, and llmtrain needs it"
-        raise stop("--against", given, rule, "install it there, or give another environment", "command line")
+        raise stop("--against", given, rule, "install it there, or give another environment", COMMAND_LINE)
     return str(python), packages
 
 

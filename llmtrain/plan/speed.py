@@ -41,8 +41,8 @@ _LINKS = {"ib400": (400, True), "ib200": (200, True), "eth100": (100, False), "e
           "eth10": (10, False), "eth1": (1, False)}  # fmt: skip
 """Gbit/s in one direction, and whether each rank has a card of its own."""
 _OF_GLOO = {"reduce_scatter": 2, "allgather": 1.5}
-"""Factors on the bytes of a ring, measured on slow cables: gloo makes a reduce-scatter of an all-reduce, and sends all
-of an all-gather at once in both directions."""
+"""Factors on the bytes of a ring, measured on slow cables. gloo sends a reduce-scatter as an all-reduce, and fills both
+directions with an all-gather."""
 _HOST_MEMORY = 200 * _GB
 """Bytes a second of a host's memory, for all of its ranks: a guess."""
 _PAYLOAD = 0.95

@@ -123,9 +123,12 @@ class Recheck(Part):
         random numbers of the run stay."""
         objective, device = self._launch.session.objective, self._ranks.device
         trained = [parameter for parameter in self._engine.module.parameters() if parameter.requires_grad]
-        hooks = [each.register_hook(functools.partial(self._take, number)) for number, each in enumerate(trained)]
         found = [torch.zeros(0 if self._bound is None else (0, _BUCKETS), dtype=torch.int64)]
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), compiler.uncompiled():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            stack.enter_context(compiler.uncompiled())
+            for number, parameter in enumerate(trained):
+                stack.enter_context(parameter.register_hook(functools.partial(self._take, number)))
             if isinstance(objective, LooksAhead):
                 objective.look(micros, self._engine.evaluate)
             for micro in micros:
@@ -136,8 +139,6 @@ class Recheck(Part):
                 self._engine.own_gradient(micro, weight, objective)
                 found.append(torch.stack(self._parts).sum(0).unsqueeze(0).cpu())
                 heart.beat()
-        for hook in hooks:
-            hook.remove()
         return torch.cat(found)
 
     def _take(self, number: int, gradient: Tensor) -> Tensor:

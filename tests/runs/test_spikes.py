@@ -42,20 +42,24 @@ def prepare_text(folder: Path) -> Path:
     return folder / "set"
 
 
-@pytest.fixture(scope="module")
-def spiked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`run`: two launches of 2 ranks, in the second of which the garbage is read."""
-    folder = tmp_path_factory.mktemp("spiked")
+def recipe_with_garbage(folder: Path, max_steps: int) -> Path:
     data = prepare_text(folder)
-    path = write_run(
+    return write_run(
         folder,
         str(data),
         {"zero_optimization": {"stage": 1}, "gradient_clipping": 1.0},
-        {"global_batch": 8, "micro_batch": 2, "max_steps": 190, "log_every": 10, "eval": False, "export": False},
+        {"global_batch": 8, "micro_batch": 2, "max_steps": max_steps, "log_every": 10, "eval": False, "export": False},
         data={"path": str(data), "sequence_length": 64},
         optim={"lr": 1e-3},
         checkpoint={"every_steps": 20, "keep": 1},
     )
+
+
+@pytest.fixture(scope="module")
+def spiked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`run`: two launches of 2 ranks, in the second of which the garbage is read."""
+    folder = tmp_path_factory.mktemp("spiked")
+    path = recipe_with_garbage(folder, max_steps=190)
     forked.train(path, "--train.max_steps=120")
     (folder / "log").write_text(forked.train(path))
     return folder

@@ -18,8 +18,8 @@ from llmtrain import cli
 from llmtrain.commands.data import documents_of, spans
 from llmtrain.tracking.local import read_rows
 from tests.helpers import forked
-from tests.helpers.launching import environment, write_run
-from tests.runs.test_spikes import GARBAGE, content, event, prepare_text, steps_of
+from tests.helpers.launching import environment
+from tests.runs.test_spikes import GARBAGE, content, event, recipe_with_garbage, steps_of
 
 END = 400
 """The row comes again before."""
@@ -29,16 +29,7 @@ END = 400
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`run`, by `llmtrain launch`, has read the garbage."""
     made = tmp_path_factory.mktemp("undo")
-    data = prepare_text(made)
-    write_run(
-        made,
-        str(data),
-        {"zero_optimization": {"stage": 1}, "gradient_clipping": 1.0},
-        {"global_batch": 8, "micro_batch": 2, "max_steps": 180, "log_every": 10, "eval": False, "export": False},
-        data={"path": str(data), "sequence_length": 64},
-        optim={"lr": 1e-3},
-        checkpoint={"every_steps": 20, "keep": 1},
-    )
+    recipe_with_garbage(made, max_steps=180)
     (made / "hosts").write_text("localhost slots=2\n")
     words = ["launch", "--hostfile", str(made / "hosts"), "--", str(made / "recipe.yaml")]
     subprocess.run([sys.executable, "-m", "llmtrain", *words], env=environment(), check=True, stdout=subprocess.DEVNULL)

@@ -330,7 +330,8 @@ class Agent:
     def _check_folder(self) -> None:
         """Notice that something outside has removed the folder: open heartbeats stay readable, the rest is made
         again."""
-        self.about = read_json(self.folder / RUN) or self.about
+        if not self.about.get("run_id"):  # rank 0 writes them twice, the second time with the id
+            self.about = read_json(self.folder / RUN) or self.about
         removed = not os.fstat(self.lock).st_nlink
         if (removed or self.ranks.nameless()) and not self.warned_of_removal:
             self.warned_of_removal = True
