@@ -182,6 +182,12 @@ def leftovers(checkpoints: Path) -> Iterator[list[Path]]:
         yield [folder for folder in stale_folders(checkpoints) if lock(folder, locks)]
 
 
+def tidy(checkpoints: Path) -> None:
+    """Delete what failed saves and killed processes left. The caller is the only writer."""
+    with leftovers(checkpoints) as found:
+        remove(found)
+
+
 def lock(folder: Path, locks: contextlib.ExitStack) -> bool:
     """Take the lock of a folder until `locks` closes. False: another process has it."""
     try:

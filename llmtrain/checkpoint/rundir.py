@@ -17,7 +17,7 @@ import torch.distributed as dist
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.files import in_use, lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints
-from llmtrain.checkpoint.retain import leftovers, remove
+from llmtrain.checkpoint.retain import tidy
 from llmtrain.config.run import RunConfig
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
@@ -106,11 +106,6 @@ def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
         raise CheckpointError(in_use(folder, key)) from None
     except OSError as error:
         raise CheckpointError(f"{key}: {folder} cannot be used: {error.strerror}. Give another folder.") from error
-
-
-def tidy(checkpoints: Path) -> None:
-    with leftovers(checkpoints) as found:
-        remove(found)
 
 
 _APPEARS_S = 5.0

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from llmtrain.base.child import Parent, ending_with_parent
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_durably
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, FrozenSource, Manifest, Piece
-from llmtrain.checkpoint.retain import Best, keep_newest
+from llmtrain.checkpoint.retain import Best, keep_newest, tidy
 from llmtrain.storage.checksum import checksum_part_array
 
 _BLOCK = 16 << 20  # bytes hashed, summed and written at a time
@@ -104,6 +104,7 @@ def commit(
         remove_tree(final)
     partial.rename(final)
     sync(final.parent)
+    tidy(final.parent)  # a disk that was read-only, or a file server that was away, kept what a failed save left
     if keep is not None:
         keep_newest(final.parent, keep, best=None if best is None else Best(**best))
 

@@ -22,10 +22,18 @@ SCHEDULE = ("--schedule.name", "constant")
 EVER = ("--train.max_steps", "1000000")
 
 
-def mount(folder: Path, options: str, *more: str) -> None:
-    done = subprocess.run(["mount", *more, "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
+def mount(folder: Path, options: str) -> None:
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
     if done.returncode != 0:
         pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.decode().strip()}")
+
+
+def remount(folder: Path, options: str) -> None:
+    """At a moment in which no file there is open for writing: the kernel refuses others."""
+    command = ["mount", "-t", "tmpfs", "-o", f"remount,{options}", "tmpfs", folder]
+    deadline = time.monotonic() + 60
+    while (done := subprocess.run(command, capture_output=True)).returncode != 0:
+        assert time.monotonic() < deadline, done.stderr
 
 
 @pytest.fixture
@@ -88,10 +96,10 @@ def test_a_full_and_a_read_only_disk_cost_checkpoints_and_not_the_run(small_data
     ballast.unlink()
     saved = wait_for(launch, small_disk, "save", after=failed["step"])
 
-    mount(disk, "remount,ro")
+    remount(disk, "ro")
     failed = wait_for(launch, small_disk, "save_failed", after=saved["step"])
     assert "Read-only file system" in failed["error"]
-    mount(disk, "remount,rw")
+    remount(disk, "rw")
     wait_for(launch, small_disk, "save", after=failed["step"])
     stop_well(launch)
     assert all_intact(small_disk)

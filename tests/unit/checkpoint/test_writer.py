@@ -59,6 +59,8 @@ def test_a_commit_that_fails_leaves_nothing_and_one_that_works_a_checkpoint(tmp_
     assert "Input/output error" in commit()["error"]
     assert os.listdir(tmp_path) == []
     monkeypatch.undo()
+    (tmp_path / "step-00000002.bbbb.tmp").mkdir()  # a discard has failed before: the disk was read-only
+    (tmp_path / "step-00000001.trash").mkdir()
     assert commit() == {}
     assert (final / MANIFEST).is_file()
     manifest = Manifest.read(final)
