@@ -35,7 +35,6 @@ from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import CheckpointFolder, origin
 from llmtrain.checkpoint.verify import damaged_parts, wrong_frozen
 from llmtrain.config import plugins
-from llmtrain.config.plugins import CHANGED, FLAG
 from llmtrain.config.problems import show
 from llmtrain.config.reader import saved_stages, without_removed
 from llmtrain.config.run import FaultConfig, RunConfig
@@ -465,30 +464,16 @@ def refuse_other_run(
     for key, remedy in remedies.items():
         if saved.get(key) not in (None, now.get(key)):
             raise CheckpointError(f"{folder}: {key} is {saved[key]!r} there and {now[key]!r} in this run. {remedy}.")
-    _refuse_other_plugins(saved.get("plugins") or {}, now.get("plugins") or {}, folder)
+    other = plugins.difference(saved.get("plugins") or {}, now.get("plugins") or {})
+    if other and not plugins.changed_ok:
+        raise CheckpointError(f"{folder}: {other}; continue with the plugins as they were (--plugin FILE.py), or give "
+                              "--plugin-changed ok")  # fmt: skip
     if saved.get("data_fingerprint") is None:
         return [
             f"{folder} does not name its data: this run's data is assumed, from sequence "
             f"{saved.get('sample_index') or 0} on"
         ]
     return []
-
-
-def _refuse_other_plugins(saved: dict[str, str], now: dict[str, str], folder: Path) -> None:
-    if saved == now or plugins.changed_ok:
-        return
-    remedy = f"give {CHANGED} ok to continue with it, or continue with the code as it was"
-    for name in sorted(saved.keys() | now.keys()):
-        if name not in now:
-            raise CheckpointError(f"{folder}: the run used the plugin {name}, and this launch has none of that name. "
-                                  f"Give {FLAG} {name}.py, or {CHANGED} ok to continue without")  # fmt: skip
-        if name not in saved:
-            raise CheckpointError(f"{folder}: the run had no plugin {name} so far; {remedy}")
-        if saved[name] != now[name]:
-            was, is_now = saved[name][:12], now[name][:12]
-            raise CheckpointError(
-                f"{folder}: plugin {name} has changed since: its SHA-256 was {was} and is {is_now}; {remedy}"
-            )
 
 
 def compare_checksums(

@@ -20,10 +20,10 @@ from typing import Any
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped
 from llmtrain.base.files import refuse_if_in_use
-from llmtrain.checkpoint.format import complete_checkpoints, step_of
+from llmtrain.checkpoint.format import complete_checkpoints, read_trainer, step_of
 from llmtrain.checkpoint.listing import lines_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
-from llmtrain.config import strict_yaml
+from llmtrain.config import plugins, strict_yaml
 from llmtrain.config.reader import read_saved
 from llmtrain.config.stages import DataConfig, data_of
 from llmtrain.engine.dist.local_ranks import ending_on_sigterm
@@ -181,6 +181,8 @@ def _asked(args: argparse.Namespace) -> Asked:
         environment = untrusted.loads((args.run / "environment.json").read_bytes())
     except (OSError, ValueError):
         environment = {}
+    after = [each for each in complete if (step_of(each) or 0) >= last]
+    _refuse_other_plugins(args, read_trainer(after[-1]) if after else environment)
     out = args.out or args.run.resolve().with_name(f"{args.run.resolve().name}-replay-{first}-{last}")
     changed = _changed(args, settings, first, last) if args.write or args.without or args.skip else None
     if changed is not None:
@@ -191,6 +193,16 @@ def _asked(args: argparse.Namespace) -> Asked:
         within=[each for each in complete if first <= (step_of(each) or 0) <= last],
         environment=environment,
     )  # fmt: skip
+
+
+def _refuse_other_plugins(args: argparse.Namespace, saved: dict[str, Any]) -> None:
+    """Raises ConfigError. `saved`: the state that names the plugins of the steps."""
+    if args.plugin:
+        from llmtrain.config.plugin_import import use
+
+        use(args.plugin)
+    if other := plugins.difference(saved.get("plugins") or {}, plugins.hashes() if args.plugin else {}):
+        raise ConfigError(f"{args.run}: {other}; give the plugins as they were (--plugin FILE.py)")
 
 
 def _changed(args: argparse.Namespace, settings: dict[str, Any], first: int, last: int) -> dict[str, Any]:
@@ -302,7 +314,8 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
     words = [str(asked.run / "config.yaml")]
     for key, value in settings.items():
         words.append(f"--{key}={json.dumps(value) if isinstance(value, bool | list) else value}")
-    words += [word for plugin in args.plugin for word in ("--plugin", plugin)]
+    # They are those of the steps; the checkpoint before may be of others.
+    words += [*(word for plugin in args.plugin for word in (plugins.FLAG, plugin)), plugins.CHANGED, "ok"]
     program = [sys.executable, "-m", "llmtrain"]
     if args.launch is None and asked.ranks == 1:
         command = [*program, "train", *words]

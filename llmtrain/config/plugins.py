@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -85,3 +86,15 @@ def line_of(error: BaseException, path: Path) -> str:
         return f"line {error.lineno}: "
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"line {lines[-1]}: " if lines else ""
+
+
+def difference(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return the first difference of `hashes` as a clause; empty: none."""
+    for name in sorted({*saved, *now}):
+        if name not in now:
+            return f"the run used the plugin {name}, and this command has none of that name"
+        if name not in saved:
+            return f"the run had no plugin {name} so far"
+        if saved[name] != now[name]:
+            return f"plugin {name} has changed since: its SHA-256 was {saved[name][:12]} and is {now[name][:12]}"
+    return ""

@@ -13,22 +13,26 @@ import torch.distributed as dist
 from llmtrain.config.stages import Batch, Stage, Stages
 from llmtrain.data.stream.loader import Course, TrainLoader
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.engine.losses.function import LossFunction
+from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.engine.losses.named import loss_of
 from llmtrain.models.loss import IGNORE
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.schedules import Constant
+from llmtrain.training.output_columns import write_columns
 from tests.helpers.answers import answers_case
 from tests.helpers.families import FAMILIES
-from tests.helpers.preference import prepared_preferences
+from tests.helpers.preference import prepared_preferences, prepared_unpaired
 from tests.helpers.training import (
     GLOBAL_BATCH,
     Case,
     case_data,
     case_degrees,
+    checked,
+    joined,
     make_engine,
     plain_balance,
     plain_model,
+    resolved_run,
 )
 
 EXCLUDED = (0, 1, 2, 6, 7, 8, 11)
@@ -36,16 +40,20 @@ EXCLUDED = (0, 1, 2, 6, 7, 8, 11)
 BALANCED = {**FAMILIES["mixtral"], "output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-def stepped(case: Case, name: str) -> tuple[float, float]:
-    """(loss, gradient norm) of the first step."""
+def stepped(case: Case, trains: Objective, scale: float = 1.0) -> tuple[float, float]:
+    """(loss, gradient norm) of the first step, with parameters times `scale` since the reference."""
     engine, ranks = make_engine(case)
+    for parameter in engine.module.parameters():
+        parameter.data.mul_(scale)
     degrees, config = case_degrees(case, ranks.world_size), replace(case_data(case), exclude=EXCLUDED)
     batch = Batch(global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // degrees.data // case.accumulation,
                   accumulation=case.accumulation, data_parallel=degrees.data,
                   sequence_length=case.length)  # fmt: skip
     stage = Stage(first_step=0, data=config, batch=batch, schedule=Constant(), schedule_from=0)
     course, place = Course(Stages((stage,)), [TrainData(config)]), degrees.place(ranks.rank)
-    objective: LossFunction = loss_of(Objective.of(name))
+    objective: LossFunction = loss_of(trains)
+    if trains.reference == "column":
+        course.data[0].take_reference("fp32")
     with TrainLoader(course.data[0], global_batch=GLOBAL_BATCH, micro_batch=batch.micro_batch,
                      accumulation=case.accumulation, rank=place.data, data_parallel=degrees.data,
                      course=course) as loader:  # fmt: skip
@@ -53,6 +61,8 @@ def stepped(case: Case, name: str) -> tuple[float, float]:
     counted = torch.tensor([float(sum(map(objective.weight, micros.micro_batches)) if place.leads else 0)])
     dist.all_reduce(counted, group=ranks.control)
     weight = int(counted[0])
+    if isinstance(objective, LooksAhead):
+        objective.look(micros.micro_batches, engine.evaluate)
     losses = engine.forward_backward(micros.micro_batches, lambda: weight, objective)
     loss = engine.means(torch.stack(losses).sum(0), weight)[0]
     update = engine.update(1.0)
@@ -98,7 +108,14 @@ FORMS: list[dict[str, Any]] = [
 def test_excluded_rows_have_no_part_in_a_step(pools: Any, small_data: str, form: dict[str, Any]) -> None:
     """In fp32; 1e-5 is rounding."""
     case = Case(data=small_data, accumulation=2, **form)
-    assert pools(2).run(stepped, case, "next_token")[0] == pytest.approx(plain(case), rel=1e-5)
+    assert pools(2).run(stepped, case, Objective.of("next_token"))[0] == pytest.approx(plain(case), rel=1e-5)
+
+
+def kept_rows(case: Case) -> list[int]:
+    """The rows of the other sequences."""
+    data = TrainData(case_data(case))
+    windows = [data.window_at(index) for index in range(GLOBAL_BATCH) if index not in EXCLUDED]
+    return [int(row) for each in windows if each.rows is not None for row in each.rows]
 
 
 @pytest.mark.parametrize("form", [{"stage": 1}, {"stage": 3, "sequence": 2}, {"stage": 1, "pipeline": 2}],
@@ -109,10 +126,33 @@ def test_excluded_pairs_have_no_part_in_a_step(pools: Any, tmp_path_factory: Any
 
     folder = prepared_preferences(Path(tmp_path_factory.mktemp("pairs")))
     case = answers_case(folder, accumulation=2, **form)
-    data, model = TrainData(case_data(case)), plain_model(case)
-    windows = [data.window_at(index) for index in range(GLOBAL_BATCH) if index not in EXCLUDED]
-    loss = definition(model, folder, "simpo")(
-        [int(row) for each in windows if each.rows is not None for row in each.rows]
-    )
-    got = pools(2).run(stepped, case, "simpo")[0]
+    model = plain_model(case)
+    loss = definition(model, folder, "simpo")(kept_rows(case))
+    got = pools(2).run(stepped, case, Objective.of("simpo"))[0]
+    assert got == pytest.approx((float(loss), norm_of(model, loss)), rel=1e-4)
+
+
+def write_reference(case: Case) -> None:
+    ranks = joined()
+    write_columns(checked(resolved_run(case, ranks.world_size)), ranks)
+    dist.barrier(group=ranks.control)
+
+
+@pytest.mark.parametrize("form", [{"stage": 1}, {"stage": 1, "pipeline": 2}], ids=str)
+def test_excluded_judged_answers_have_no_part_in_a_step(
+    pools: Any, tmp_path_factory: Any, form: dict[str, Any]
+) -> None:
+    """Neither in the loss nor in kto's z: the mean log-ratio over the answers of other sequences."""
+    from tests.ranks.test_preference import definition
+
+    folder, scale = prepared_unpaired(Path(tmp_path_factory.mktemp("judged"))), 0.5
+    case = answers_case(folder, accumulation=2, **form)
+    model = plain_model(case)
+    loss_of_rows = definition(model, folder, "kto")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    loss, config = loss_of_rows(kept_rows(case)), Objective.of("kto", undesirable_weight=0.25)
+    pools(2).run(write_reference, case)
+    got = pools(2).run(stepped, case, config, scale)[0]
     assert got == pytest.approx((float(loss), norm_of(model, loss)), rel=1e-4)
