@@ -176,9 +176,12 @@ class Recheck(Part):
 
 
 def _serial(device: torch.device) -> str:
-    """Words with a GPU's serial number by nvidia-smi, else its UUID; empty for a processor."""
-    number = uuid = device_id(device)
-    asked = ("nvidia-smi", "-i", f"GPU-{uuid}", "--query-gpu=serial", "--format=csv,noheader")
+    """Return the serial number of a GPU by nvidia-smi, else its UUID; empty for a processor."""
+    if not (number := device_id(device)):
+        return ""
+    asked = ("nvidia-smi", "-i", f"GPU-{number}", "--query-gpu=serial", "--format=csv,noheader")
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        number = uuid and subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip()
-    return f", serial {number or uuid}" if uuid else ""
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
+        if said.returncode == 0 and said.stdout.strip().isalnum():  # else [N/A], or an error's text
+            number = said.stdout.strip()
+    return f", serial {number}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.helpers.families import FAMILIES
+from tests.helpers.processors import on_device
 from tests.helpers.training import LLAMA, Case, view_of
 from tests.helpers.wrong_machine import GUILTY, Machine, Wrong, compute_wrong, found
 
@@ -30,6 +32,7 @@ FORMS = [
     ({"stage": 2, "precision": "bf16", "accumulation": 2}, 3),
     ({"stage": 1, "precision": "bf16", "optimizer": "muon"}, 3),
     ({"stage": 1, "model": FAMILIES["mixtral"]}, 3),
+    ({"stage": 1, "precision": "fp16", "extra": {"fp16": {"enabled": True}}}, 3),
     ({"stage": 2, "recompute": {"layers": "all"}, "model": DROPOUT}, 3),
 ]
 
@@ -70,10 +73,10 @@ def test_in_each_form_a_check_changes_nothing_and_finds_the_rank(
     pools: Any, small_data: str, form: dict[str, Any], world: int
 ) -> None:
     case = Case(data=small_data, **form)
-    for answers, same, events in pools(world).run(untouched, case, 3):
+    for answers, same, events in pools(world).run(on_device, True, untouched, case, 3):
         assert [code for code, _, _ in answers] == [0] * 3 and events == []
         assert all(same.values()), same
-    for (check, text, _), *_ in pools(world).run(found, case, [2]):
+    for (check, text, _), *_ in pools(world).run(on_device, True, found, case, [2]):
         assert check == 1 and f"rank {GUILTY} on " in text, text
 
 
@@ -94,6 +97,21 @@ def test_of_two_replicas_both_are_named_and_launch_does_not_start_again(pools: A
     for (check, text, passing), *_ in pools(2).run(found, Case(data=small_data, stage=1), [0]):
         assert check == 1 and not passing
         assert "rank 0 on " in text and "rank 1 on " in text and "no majority decides" in text
+
+
+def failing(case: Case) -> bool:
+    """A gradient whose computation raises leaves the counts of the routers in place."""
+    machine = Machine(case)
+    engine, micro = machine.setup.engine, machine.loader.build(0).micro_batches[0]
+    routing, shut = engine.module.routing, RuntimeError("no memory")
+    with pytest.raises(RuntimeError, match="no memory"), mock.patch.object(torch.autograd, "grad", side_effect=shut):
+        engine.own_gradient(micro, 1, machine.launch.session.objective)
+    machine.close()
+    return routing is not None and engine.module.routing is routing
+
+
+def test_a_gradient_that_cannot_be_computed_leaves_the_routers_counting(pools: Any, small_data: str) -> None:
+    assert pools(1).run(failing, Case(data=small_data, stage=1, model=FAMILIES["mixtral"])) == [True]
 
 
 def passing(case: Case) -> tuple[list[int], list[str]]:

@@ -280,12 +280,13 @@ class ZeroEngine:
     def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Sequence[Tensor | None]:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         routing, self.module.routing = self.module.routing, None  # its counts are of steps
-        with self._attention([micro]):
-            # Of the module: DeepSpeed's forward pass would make the backward pass its own.
-            loss = self._sums(micro, objective, self.module)[0] / weight * self.loss_scale().get("cur_scale", 1.0)
-            gradient: Sequence[Tensor | None] = torch.autograd.grad(loss, trained, allow_unused=True)
-        self.module.routing = routing
-        return gradient
+        try:
+            with self._attention([micro]):
+                # Of the module: DeepSpeed's forward pass would make the backward pass its own.
+                loss = self._sums(micro, objective, self.module)[0] / weight * self.loss_scale().get("cur_scale", 1.0)
+                return torch.autograd.grad(loss, trained, allow_unused=True)
+        finally:
+            self.module.routing = routing
 
     @contextlib.contextmanager
     def _scale_of_the_gradients(self) -> Iterator[None]:

@@ -1,0 +1,40 @@
+"""The words with which a rank is named that computes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.training import recheck
+
+UUID = "8f4a1c2e-5b7d-4a39-9a51-6c0e2d4b7f10"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "words"),
+    [
+        ("1652222013456", 0, ", serial 1652222013456"),
+        ("[N/A]", 0, f", serial {UUID}"),  # no board of a data center
+        ("Failed to initialize NVML: Driver/library version mismatch", 18, f", serial {UUID}"),
+        ("Unable", 15, f", serial {UUID}"),
+    ],
+)
+def test_a_gpu_is_named_by_its_serial_number_else_by_its_uuid(
+    answer: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    asked = f'[ "$2" = GPU-{UUID} ] && [ "$3" = --query-gpu=serial ]'
+    tool.write_text(f'#!/bin/sh\n{asked} && echo "{answer}"\nexit {code}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(recheck, "device_id", lambda device: UUID)
+    assert recheck._serial(torch.device("cuda", 0)) == words
+
+
+def test_without_the_tool_a_gpu_has_its_uuid_and_a_processor_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert recheck._serial(torch.device("cpu")) == ""
+    monkeypatch.setattr(recheck, "device_id", lambda device: UUID)
+    assert recheck._serial(torch.device("cuda", 0)) == f", serial {UUID}"
