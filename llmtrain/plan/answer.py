@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base.units import counted, size
-from llmtrain.plan.device import DEVICES, MIB, Held, Machines, held_by_a_gpu
+from llmtrain.plan.device import DEVICES, MIB, Held, Machines, held_by_no_tensor
 from llmtrain.plan.ledger import HOST
 from llmtrain.plan.rehearsal import Rehearsed
 from llmtrain.plan.speed import StepTime
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def others(self) -> list[Held]:
-        return held_by_a_gpu(self.fullest.peak, self.machines.ranks) if self.machines.on_gpu else []
+        return held_by_no_tensor(self.fullest.peak, self.machines)
 
     def room(self, memory: int, peak: int | None = None) -> tuple[int, int]:
         """Bytes that are left of a device: at least, at most. Negative: they are missing."""
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """None: nothing is known of the machines, or the range of a GPU's other memory decides."""
+        """None: nothing is known of the machines, or the range of a device's other memory decides."""
         host = None if self.machines.host_memory is None else self.of_a_host <= self.machines.host_memory
         if host is False or self.machines.memory is None:
             return host
@@ -115,11 +115,11 @@ class Plan:
         for label, held in parts.items():
             bar = "#" * round(_BAR * held / longest)
             lines.append(f"  {label:<{widest}}  {size(held):>10}  {bar}".rstrip())
-        if self.others:
-            lines += ["", "a GPU holds more than tensors (estimates, not measured on a GPU):"]
-            wide = max(len(each.what) for each in self.others)
-            for each in self.others:
-                lines.append(f"  {each.what:<{wide}}  {size(each.low)} to {size(each.high)}  ({each.source})")
+        unmeasured = " (estimates, not measured on a GPU)" if self.machines.on_gpu else ""
+        lines += ["", f"a rank takes more than tensors{unmeasured}:"]
+        wide = max(len(each.what) for each in self.others)
+        for each in self.others:
+            lines.append(f"  {each.what:<{wide}}  {size(each.low)} to {size(each.high)}  ({each.source})")
         lines += ["", *self._verdict(), *self._on_host(), f"disk: {size(self.checkpoint)} for each checkpoint"]
         lines += ["", *self.time.text(), ""] if self.time else []
         lines.append(

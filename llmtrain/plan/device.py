@@ -25,31 +25,6 @@ DEVICES = {
 """MiB of memory, as nvidia-smi shows it."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """Memory of a GPU that no tensor holds."""
-
-    what: str
-    low: int
-    high: int
-    source: str
-
-
-# Estimates from the sources named; none has been measured.
-CONTEXT = Held("CUDA context and kernels", 300 * MIB, 700 * MIB, "nvidia-smi less torch's reserved bytes")
-WORKSPACES = Held("workspaces of cuBLAS", 9 * MIB, 65 * MIB, "CUBLAS_WORKSPACE_CONFIG: 8.1 MiB, on Hopper 32")
-NCCL = Held("buffers of NCCL", 100 * MIB, 1000 * MIB, "4 MiB (NCCL_BUFFSIZE) a channel, peer and direction")
-_FRAGMENTS = (0.01, 0.06)
-"""Share of the peak that torch's allocator reserves and does not use: blocks of 2 MiB, and gaps."""
-
-
-def held_by_a_gpu(peak: int, world_size: int) -> list[Held]:
-    """Memory of a rank's GPU that no tensor holds."""
-    low, high = (int(share * peak) for share in _FRAGMENTS)
-    fragments = Held("the allocator's unused blocks", low, high, "1 to 6 % with expandable segments")
-    return [CONTEXT, WORKSPACES, *([NCCL] if world_size > 1 else []), fragments]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Machines:
     hosts: int
@@ -72,6 +47,36 @@ class Machines:
     @property
     def ranks(self) -> int:
         return self.hosts * self.slots
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory of a device that no tensor holds."""
+
+    what: str
+    low: int
+    high: int
+    source: str
+
+
+# Estimates from the sources named; those of a GPU have not been measured.
+CONTEXT = Held("CUDA context and kernels", 300 * MIB, 700 * MIB, "nvidia-smi less torch's reserved bytes")
+WORKSPACES = Held("workspaces of cuBLAS", 9 * MIB, 65 * MIB, "CUBLAS_WORKSPACE_CONFIG: 8.1 MiB, on Hopper 32")
+NCCL = Held("buffers of NCCL", 100 * MIB, 1000 * MIB, "4 MiB (NCCL_BUFFSIZE) a channel, peer and direction")
+_FRAGMENTS = (0.01, 0.06)
+"""Share of the peak that torch's allocator reserves and does not use: blocks of 2 MiB, and gaps."""
+_PROCESS = Held("the process before the run", 160 * MIB, 300 * MIB, "Python, torch, DeepSpeed and transformers")
+_GAPS = (0.04, 0.35)
+"""Share of the peak that the C library keeps between long-lived tensors (docs/developers/benchmarks.md)."""
+
+
+def held_by_no_tensor(peak: int, machines: Machines) -> list[Held]:
+    """Further memory of a rank's device."""
+    low, high = (int(share * peak) for share in (_FRAGMENTS if machines.on_gpu else _GAPS))
+    if not machines.on_gpu:
+        return [_PROCESS, Held("gaps of the C library's heap", low, high, "4 to 35 % were measured")]
+    fragments = Held("the allocator's unused blocks", low, high, "1 to 6 % with expandable segments")
+    return [CONTEXT, WORKSPACES, *([NCCL] if machines.ranks > 1 else []), fragments]
 
 
 def memory_of(device: str | None, memory: str | None) -> int | None:

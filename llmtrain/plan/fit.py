@@ -21,7 +21,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.units import count, size
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.skeleton import load_config
-from llmtrain.plan.device import Machines, held_by_a_gpu
+from llmtrain.plan.device import Machines, held_by_no_tensor
 from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse_each
 from llmtrain.plan.speed import Speeds, StepTime, step_time
 
@@ -243,8 +243,7 @@ class Fitter:
     def _left(self, peak: float) -> int:
         if peak == math.inf:  # refused
             return -1
-        others = held_by_a_gpu(int(peak), self._machines.ranks) if self._machines.on_gpu else []
-        return int(self._memory - peak - sum(each.high for each in others))
+        return int(self._memory - peak - sum(each.high for each in held_by_no_tensor(int(peak), self._machines)))
 
     def _depths(self, form: Form) -> tuple[int, int]:
         """Depths for two shallow models: complete periods of unlike layers, as many for each stage."""
