@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -36,8 +37,9 @@ from llmtrain.checkpoint.rundir import CheckpointFolder, origin
 from llmtrain.checkpoint.verify import damaged_parts, wrong_frozen
 from llmtrain.config import plugins
 from llmtrain.config.problems import show
-from llmtrain.config.reader import saved_stages, without_removed
+from llmtrain.config.reader import read_saved, saved_stages, without_removed
 from llmtrain.config.run import FaultConfig, RunConfig
+from llmtrain.config.stages import DataConfig
 from llmtrain.data.stream.loader import RECORD
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, together
@@ -130,11 +132,10 @@ def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], no
     compared = [key for key in ("run", "deepspeed", "model_config", "versions", "layout") if saved.get(key) is not None]
     former = {key: saved[key] for key in compared}
     if "run" in former:
-        former["run"] = without_removed(former["run"])
-        if isinstance(limits := former["run"].get("fault"), dict):  # a checkpoint may be older than a limit
-            former["run"]["fault"] = {**asdict(FaultConfig()), **limits}
-        for stage in (former["run"].get("data") or {}).get("stages") or ():
-            stage.setdefault("exclude")
+        run = former["run"] = without_removed(former["run"])
+        for section, cls in (("fault", FaultConfig), ("data", DataConfig)):  # a checkpoint may lack newer fields
+            with contextlib.suppress(KeyError, TypeError, ConfigError):  # other tools made it
+                run[section] = json.loads(json.dumps(asdict(read_saved(cls, run[section]))))
     changed = differences(former, {key: now[key] for key in compared})
     return [
         f"resumed from {folder} at step {reader.manifest.step}",
