@@ -31,7 +31,7 @@ from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.control import AgreedError, StopAsked, StopRequests, from_all, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib, memory_of, use_deterministic_kernels
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.dist.rendezvous import describe, introduce, leave_all
+from llmtrain.engine.dist.rendezvous import introduce, leave_all
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.models.transformers_private import VARLEN
 from llmtrain.optim.optimizers import norm_of
@@ -108,14 +108,19 @@ def train(checked: Checked) -> int:
     return 0
 
 
-def _describe(resolved: ResolvedRun, ranks: Ranks, *, run_id: str = "", experts: bool = False) -> None:
-    """Give the agent the facts about the run, the first time before memory is taken."""
-    words: dict[str, str] = {}
+def _describe(resolved: ResolvedRun, ranks: Ranks) -> None:
+    """Give the agent the facts about the run, before memory is taken."""
+    tracking, mix, words = resolved.run.tracking, resolved.mix, dict[str, str]()
     if planned := stored(resolved, on_gpu=ranks.device.type == "cuda"):
         from llmtrain.training.out_of_memory import told
 
         words = {phase: told(planned, phase) for phase in planned.phases}
-    describe(resolved.run.tracking, resolved.mix, run_id, experts, words)
+    watch.describe(
+        tracking={"wandb": tracking.wandb, "project": tracking.project, "entity": tracking.entity},
+        zero_stage=mix.zero_stage,
+        alike=mix.degrees.pipeline == 1,
+        planned=words,
+    )
 
 
 def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, requests: StopRequests) -> None:
@@ -126,7 +131,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     setup.prove()
     environment = _write_files(setup, folder)
     experts = getattr(setup.engine.module, "routing", None) is not None
-    _describe(setup.resolved, ranks, run_id=start.trainer.wandb_id, experts=experts)
+    watch.describe(run_id=start.trainer.wandb_id, experts=experts)
     tracker, session = _tracker(setup, start, folder, environment), setup.session(start.position.step)
     parts: list[Part] = []
     status: Status = "failed"

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -77,6 +77,7 @@ class Watched:
     folder: Path
     stack_file: TextIO | None = None
     has_failed: bool = False
+    about_run: dict[str, Any] = field(default_factory=dict)
 
     def agent_address(self) -> dict[str, Any] | None:
         agent = None
@@ -102,7 +103,8 @@ class Watched:
         _write(self.folder / JOB, job)
 
     def describe(self, about_run: dict[str, Any]) -> None:
-        _write(self.folder / RUN, about_run)
+        self.about_run |= about_run
+        _write(self.folder / RUN, self.about_run)
 
     def tend(self, flight_recorder: Callable[[], Mapping[str, Any]]) -> None:
         stderr.mend()

@@ -31,13 +31,11 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact
 from llmtrain.base.threads import in_thread
 from llmtrain.base.trees import leaves
-from llmtrain.config.topology import Mix
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.device import device_id, device_name
 from llmtrain.engine.dist.ranks import Ranks, Seat
 from llmtrain.models.parallel.mesh import host_group, mesh_of
 from llmtrain.tracking.environment import versions
-from llmtrain.tracking.sink import TrackingConfig
 
 _COMPARED = ("python", "llmtrain", "torch", "deepspeed", "transformers")
 _TELL_S = 30.0
@@ -440,15 +438,3 @@ def introduce(ranks: Ranks) -> None:
     """Give the agents of all hosts the ranks of the run. All ranks call it together."""
     agents = from_all(ranks, watch.agent_address())
     watch.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])
-
-
-def describe(tracking: TrackingConfig, mix: Mix, run_id: str, experts: bool, planned: dict[str, str]) -> None:
-    """Give the agent the facts about the run for fault reports. `run_id`: of W&B."""
-    watch.describe(
-        run_id=run_id,
-        tracking={"wandb": tracking.wandb, "project": tracking.project, "entity": tracking.entity},
-        experts=experts,
-        zero_stage=mix.zero_stage,
-        alike=mix.degrees.pipeline == 1,
-        planned=planned,
-    )
