@@ -13,6 +13,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,13 @@ class HeldFile:
         return True
 
 
-class JsonLines:
-    """Append rows to a file. A failure is reported once and never raised: training continues."""
+class AppendedFile:
+    """A file that grows by complete rows. A failure is reported once and never raised: training continues."""
 
-    def __init__(self, path: Path) -> None:
+    lost = "its rows are lost until there is room"
+
+    def __init__(self, path: Path, repair: Callable[[Path], None]) -> None:
+        """`repair`: cuts off what an earlier launch has left; raises OSError."""
         self._path = path
         self._file: HeldFile | None = None
         try:
@@ -150,20 +154,19 @@ class JsonLines:
 
     def _warn(self, error: OSError) -> None:
         log.warn_once(
-            f"{self._path} cannot be written ({error.strerror}): training continues, its rows are lost until "
-            "there is room. Free disk space or check the permissions."
+            f"{self._path} cannot be written ({error.strerror}): training continues, {self.lost}. Free disk space or "
+            "check the permissions."
         )
 
-    def write(self, row: dict[str, Any]) -> None:
+    def add(self, rows: bytes) -> None:
         if self._file is None:
             return
-        line = json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         try:
             if self._file.put_back():
                 log.warn_once(f"{self._path} was removed by something outside the run, and is written again")
-            written = os.write(self._file.fd, line)
-            if written < len(line):
-                # The disk filled up within the line: take the half back, so that the next line starts clean.
+            written = os.write(self._file.fd, rows)
+            if written < len(rows):
+                # The disk filled up within a row: take the half back, so that the next one starts clean.
                 os.ftruncate(self._file.fd, os.fstat(self._file.fd).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -182,6 +185,14 @@ class JsonLines:
                 self._warn(error)
         finally:
             os.close(fd)
+
+
+class JsonLines(AppendedFile):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, repair)
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.add(json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).encode() + b"\n")
 
 
 def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:

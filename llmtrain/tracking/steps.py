@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.base import log
-from llmtrain.tracking.local import HeldFile
+from llmtrain.tracking.local import AppendedFile
 
 STEPS = "steps.bin"
 _HEAD = struct.Struct("<QQIIddd")
@@ -62,40 +61,23 @@ def read_steps(path: Path, first: int = 0) -> Iterator[StepRow]:
                           shares=tuple(array("f", body)))  # fmt: skip
 
 
-class StepFile:
-    """Appends rows. A failure is reported once and never raised: training continues."""
+class StepFile(AppendedFile):
+    lost = "and a replay has nothing to compare with"
 
     def __init__(self, path: Path, *, start_step: int) -> None:
         """Cut off the rows of later steps than `start_step`: the launch trains them again."""
-        self.path = path
-        self._file: HeldFile | None = None
-        try:
-            self._file = HeldFile(path)
+
+        def repair(path: Path) -> None:
+            if not path.exists():
+                return
             size = 0
             for row in read_steps(path):
                 if row.step > start_step:
                     break
-                size += _HEAD.size + 4 * len(row.shares)
-            os.ftruncate(self._file.fd, size)
-        except OSError as error:
-            self._warn(error)
+                size += len(row.pack())
+            os.truncate(path, size)
 
-    def _warn(self, error: OSError) -> None:
-        log.warn_once(f"{self.path} cannot be written ({error.strerror}): training continues, and a replay has nothing "
-                      "to compare with. Free disk space or check the permissions.")  # fmt: skip
+        super().__init__(path, repair)
 
     def append(self, rows: Sequence[StepRow]) -> None:
-        if self._file is None:
-            return
-        text = b"".join(row.pack() for row in rows)
-        try:
-            self._file.put_back()
-            if (written := os.write(self._file.fd, text)) < len(text):
-                os.ftruncate(self._file.fd, os.fstat(self._file.fd).st_size - written)
-        except OSError as error:
-            self._warn(error)
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file.fd)
-            self._file = None
+        self.add(b"".join(row.pack() for row in rows))
