@@ -278,13 +278,7 @@ def table(found: Sequence[Row]) -> list[str]:
                 str(row.path),
             )
         )
-    return lines_of(lines)
-
-
-def lines_of(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns, two blanks apart."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return units.lines_of(lines)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.base import log, untrusted
+from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
-from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, lines_of
+from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
 from llmtrain.commands import completion
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import JsonLines
@@ -137,7 +137,7 @@ def table(scores: dict[str, dict[str, float]]) -> list[str]:
                 continue
             error = metrics.get(f"{metric}_stderr")
             lines.append((task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}"))
-    return lines_of(lines)
+    return units.lines_of(lines)
 
 
 def record(target: Target, scores: dict[str, dict[str, float]], about: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped
 from llmtrain.base.files import refuse_if_in_use
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer, step_of
-from llmtrain.checkpoint.listing import lines_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
+from llmtrain.commands.replay_page import lines_for, page_of
 from llmtrain.config import plugins, strict_yaml
 from llmtrain.config.reader import read_saved
 from llmtrain.config.stages import DataConfig, data_of
 from llmtrain.engine.dist.local_ranks import ending_on_sigterm
-from llmtrain.tracking.local import read_rows, to_json
+from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.steps import STEPS, StepRow, read_steps
 
 MARK = ".replay"
@@ -65,7 +64,8 @@ class Asked:
     """The checkpoint before the first step; None: the run's beginning."""
     within: list[Path]
     """The run's checkpoints of these steps."""
-    environment: dict[str, Any]
+    devices: list[str]
+    """Of each rank."""
     changed: dict[str, Any] | None
     """Settings of the new run that `--write` makes, in addition to those of the run; None: a replay."""
 
@@ -76,7 +76,7 @@ class Asked:
 
     @property
     def ranks(self) -> int:
-        return max(1, len(self.environment.get("ranks") or []))
+        return max(1, len(self.devices))
 
 
 def main(argv: list[str]) -> int:
@@ -91,15 +91,10 @@ def main(argv: list[str]) -> int:
         return _finish(asked, args)
     answer = answer_of(asked)
     (asked.out / "answer.json").write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
-    from llmtrain.commands.replay_page import page_of
-
     (asked.out / "replay.html").write_text(page_of(answer), encoding="utf-8")
-    if args.json:
-        print(json.dumps(answer))
-    else:
-        for line in lines_for(answer):
-            print(untrusted.shown(line))
-        print(f"page {asked.out / 'replay.html'}")
+    for line in lines_for(answer):
+        print(untrusted.shown(line))
+    print(f"page {asked.out / 'replay.html'}")
     return 0 if answer["equal"] else 1
 
 
@@ -123,7 +118,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--write", action="store_true", help="train the steps without them, and make --out a run that continues there")
     parser.add_argument("--rows", type=int, default=_ROWS, metavar="N", help="rows with a gradient norm (default 32)")
     parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="as in the run")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     return parser.parse_args(argv)
 
 
@@ -142,6 +136,12 @@ def _checkpoints(run: Path) -> Path:
         raise ConfigError(f"{run}: has no config.yaml and deepspeed.json of a run; give the folder of a run, such as "
                           "runs/NAME")  # fmt: skip
     return run / "checkpoints"
+
+
+def _settings(run: Path) -> dict[str, Any]:
+    """Content of the run's config.yaml, which has all fields."""
+    found: Any = strict_yaml.parse((run / "config.yaml").read_text(encoding="utf-8"), "config.yaml").tree
+    return found
 
 
 def _asked(args: argparse.Namespace) -> Asked:
@@ -165,14 +165,13 @@ def _asked(args: argparse.Namespace) -> Asked:
             f"--steps {args.steps}: the run has recorded steps up to {max(record, default=0)}; give steps that it has "
             "done"
         )
-    settings = strict_yaml.parse((args.run / "config.yaml").read_text(), "config.yaml").tree
-    if isinstance(settings, dict) and (settings.get("sites") or {}).get("name"):
+    settings = _settings(args.run)
+    if settings["sites"]["name"]:
         raise ConfigError(f"{args.run}: sites.name is set, and the steps of a site depend on messages of other sites, "
                           "which are not kept; replay a run without sites")  # fmt: skip
     complete = [each for each in complete_checkpoints(folder) if looks_good(each)]
     before = [each for each in complete if (step_of(each) or 0) < first]
-    given = str(settings.get("resume", "auto")) if isinstance(settings, dict) else "auto"
-    if not before and complete and given == "auto" and min(record) > 1:
+    if not before and complete and settings["resume"] == "auto" and min(record) > 1:
         raise CheckpointError(
             f"--steps {args.steps}: no checkpoint before step {first} is left; the first step that can be replayed is "
             f"{(step_of(complete[-1]) or 0) + 1}"
@@ -191,7 +190,7 @@ def _asked(args: argparse.Namespace) -> Asked:
         run=args.run, out=out, first=first, last=last, rows=args.rows, record=record, changed=changed,
         begins=before[0] if before else None,
         within=[each for each in complete if first <= (step_of(each) or 0) <= last],
-        environment=environment,
+        devices=[rank["device"] for rank in environment.get("ranks") or []],
     )  # fmt: skip
 
 
@@ -217,7 +216,7 @@ def _changed(args: argparse.Namespace, settings: dict[str, Any], first: int, las
         raise ConfigError(f"--skip {wrong[0]}: is none of the steps {first}:{last}; give some of them")
     data = settings["data"]
     # A new run from the beginning has checkpoints when it continues.
-    changed: dict[str, Any] = {"resume": "auto"} if settings.get("resume") == "none" else {}
+    changed: dict[str, Any] = {"resume": "auto"} if settings["resume"] == "none" else {}
     if steps:
         changed["data.skip_steps"] = sorted({*(data.get("skip_steps") or ()), *steps})
     for row in rows:
@@ -260,10 +259,9 @@ def _finish(asked: Asked, args: argparse.Namespace) -> int:
     if newest != asked.last:
         raise TrainingStopped(f"the new run has ended at step {newest}, not {asked.last}, by its own settings; all "
                               f"output: {asked.out / 'replay.log'}")  # fmt: skip
-    config = asked.again / "config.yaml"
-    tree: Any = strict_yaml.parse(config.read_text(encoding="utf-8"), "config.yaml").tree
-    tree["train"]["run_dir"] = str(args.out)
-    config.write_text(strict_yaml.dump(tree), encoding="utf-8")
+    settings = _settings(asked.again)
+    settings["train"]["run_dir"] = str(args.out)
+    (asked.again / "config.yaml").write_text(strict_yaml.dump(settings), encoding="utf-8")
     (asked.out / "replay.log").rename(asked.again / "replay.log")
     asked.again.rename(args.out)
     shutil.rmtree(asked.out)
@@ -271,19 +269,13 @@ def _finish(asked: Asked, args: argparse.Namespace) -> int:
     command = ["llmtrain", *(["train"] if asked.ranks == 1 and args.launch is None else
                ["launch", "--hostfile", str(args.launch or "HOSTS"), "--"]), str(args.out / "config.yaml")]  # fmt: skip
     command += [word for plugin in args.plugin for word in ("--plugin", plugin)]
-    answer = {"run": str(asked.run), "folder": str(args.out), "step": asked.last, "changed": asked.changed,
-              "steps": [{"step": each.step, "loss": each.loss, "norm": each.norm} for each in steps],
-              "command": shlex.join(command)}  # fmt: skip
-    if args.json:
-        print(json.dumps(to_json(answer)))
-        return 0
     was = {step: f"{row.loss:.4f}" for step, row in asked.record.items()}
-    for line in lines_of([
+    for line in units.lines_of([
         ("STEP", "LOSS", "NORM", "LOSS SO FAR"),
         *((str(each.step), f"{each.loss:.4f}", f"{each.norm:.4g}", was.get(each.step, "")) for each in steps),
     ]):  # fmt: skip
         print(line)
-    print(f"{args.out} is a run at step {asked.last}, which continues with: {answer['command']}")
+    print(f"{args.out} is a run at step {asked.last}, which continues with: {shlex.join(command)}")
     return 0
 
 
@@ -390,9 +382,7 @@ def _exact(asked: Asked) -> tuple[bool, str]:
         return False, "the DeepSpeed JSON has changed since"
     if "offload_optimizer" in untrusted.loads(now.encode()).get("zero_optimization", {}):
         return False, "DeepSpeed's optimizer on the host rounds by the number of steps since its start"
-    devices = {str(rank.get("device")) for rank in asked.environment.get("ranks") or [] if isinstance(rank, dict)}
-    settings = strict_yaml.parse((asked.run / "config.yaml").read_text(), "config.yaml").tree
-    if devices == {"cpu"} or (isinstance(settings, dict) and settings["train"].get("deterministic")):
+    if set(asked.devices) == {"cpu"} or _settings(asked.run)["train"]["deterministic"]:
         return True, ""
     return False, "train.deterministic is off"
 
@@ -468,32 +458,3 @@ def _name_documents(run: Path, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         span = next(each for each in known if each.after < row["step"] <= (each.until or row["step"]))
         row["documents"] = documents_of(span, row["sequence"])
-
-
-def lines_for(answer: dict[str, Any]) -> Iterator[str]:
-    steps, rows = answer["steps"], answer["rows"]
-    worst = max((each["apart"] for each in steps if not math.isnan(each["apart"])), default=0.0)
-    how = "to the bit" if answer["exact"] else f"within {answer['bound']:.1e} ({answer['why']})"
-    if answer["equal"]:
-        yield f"the steps are equal to the run's record {how}"
-    else:
-        first = next((each["step"] for each in steps if not each["equal"]), None)
-        yield (f"the steps are not equal to the run's record {how}: first at step {first}, largest relative difference "
-               f"{worst:.1e}")  # fmt: skip
-    for each in answer["checkpoints"]:
-        yield f"checkpoint of step {each['step']}: " + ("; ".join(each["lines"]) or "equal")
-    yield from lines_of([
-        ("STEP", "LOSS", "NORM", "RATE", "STAGE", "RECORD"),
-        *((str(each["step"]), f"{each['loss']:.4f}", f"{each['norm']:.4g}", f"{each['lr'] or 0:.3g}",
-           str(each.get("data/stage", 0)), "equal" if each["equal"] else f"differs by {each['apart']:.1e}")
-          for each in steps),
-    ])  # fmt: skip
-    for each in answer["modules"]:
-        yield (f"step {each['step']}: {each['what']} of {each['module']} is {each['value']:.3g}, at most "
-               f"{each['others']:.3g} in the other steps")  # fmt: skip
-    has_norms = any(row.get("norm") is not None for row in rows)
-    yield "rows by the norm of their gradient, and its share of the step's:" if has_norms else "rows by their loss:"
-    for row in rows[:10]:
-        norm = "" if row.get("norm") is None else f", norm {row['norm']:.3g}, share {float(row['share']):.1%}"
-        yield f"step {row['step']} sequence {row['sequence']}: loss {float(row['loss']):.4f}{norm}"
-        yield from (f"  {text}" for text in row.get("documents", [])[:4])

@@ -1,64 +1,74 @@
-"""The page of a replay: HTML without scripts, its charts drawn by matplotlib, all text of the data escaped."""
+"""The answer of a replay, in lines and as a page."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from llmtrain.base import untrusted
-from llmtrain.commands.report import CSS
-from llmtrain.tracking.charts import svg
+from llmtrain.base import units
+from llmtrain.commands.report import html_page, table
+
+
+def lines_for(answer: dict[str, Any]) -> Iterator[str]:
+    steps, rows = answer["steps"], answer["rows"]
+    worst = max((each["apart"] for each in steps if not math.isnan(each["apart"])), default=0.0)
+    how = "to the bit" if answer["exact"] else f"within {answer['bound']:.1e} ({answer['why']})"
+    if answer["equal"]:
+        yield f"the steps are equal to the run's record {how}"
+    else:
+        first = next((each["step"] for each in steps if not each["equal"]), None)
+        yield (f"the steps are not equal to the run's record {how}: first at step {first}, largest relative difference "
+               f"{worst:.1e}")  # fmt: skip
+    for each in answer["checkpoints"]:
+        yield f"checkpoint of step {each['step']}: " + ("; ".join(each["lines"]) or "equal")
+    yield from units.lines_of(_steps(answer))
+    for each in answer["modules"]:
+        yield (f"step {each['step']}: {each['what']} of {each['module']} is {each['value']:.3g}, at most "
+               f"{each['others']:.3g} in the other steps")  # fmt: skip
+    has_norms = any(row.get("norm") is not None for row in rows)
+    yield "rows by the norm of their gradient, and its share of the step's:" if has_norms else "rows by their loss:"
+    for row in rows[:10]:
+        norm = "" if row.get("norm") is None else f", norm {row['norm']:.3g}, share {float(row['share']):.1%}"
+        yield f"step {row['step']} sequence {row['sequence']}: loss {float(row['loss']):.4f}{norm}"
+        yield from (f"  {text}" for text in row.get("documents", [])[:4])
+
+
+def _steps(answer: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows under a heading."""
+    return [
+        ("STEP", "LOSS", "NORM", "RATE", "STAGE", "RECORD"),
+        *((str(each["step"]), f"{each['loss']:.4f}", f"{each['norm']:.4g}", f"{each['lr'] or 0:.3g}",
+           str(each.get("data/stage", 0)), "equal" if each["equal"] else f"differs by {each['apart']:.1e}")
+          for each in answer["steps"]),
+    ]  # fmt: skip
 
 
 def page_of(answer: dict[str, Any]) -> str:
-    steps, title = answer["steps"], f"Steps {answer['first']} to {answer['last']} of {answer['run']}"
-    how = "to the bit" if answer["exact"] else f"within {answer['bound']:.1e}, as {answer['why']}"
-    verdict = f"{'Equal' if answer['equal'] else 'Not equal'} to the run's record {how}."
-    charts = "".join(_chart(steps, key, name) for key, name in (("loss", "Loss"), ("norm", "Gradient norm")))
+    """HTML without scripts."""
     rows = [
-        (
-            row["step"], row["sequence"], f"{float(row['loss']):.4f}",
-            "" if row.get("norm") is None else f"{row['norm']:.3g}",
-            "" if row.get("share") is None else f"{float(row['share']):.1%}",
-            "\n".join(row.get("documents", [])),
-        )
+        (str(row["step"]), str(row["sequence"]), f"{float(row['loss']):.4f}",
+         *(("", "") if row.get("norm") is None else (f"{row['norm']:.3g}", f"{float(row['share']):.1%}")),
+         "\n".join(row.get("documents", [])))
         for row in answer["rows"]
     ]  # fmt: skip
-    modules = [(each["step"], each["module"], each["what"], f"{each['value']:.3g}", f"{each['others']:.3g}")
+    modules = [(str(each["step"]), each["module"], each["what"], f"{each['value']:.3g}", f"{each['others']:.3g}")
                for each in answer["modules"]]  # fmt: skip
-    compared = [(each["step"], f"{each['loss']:.6f}", f"{each['norm']:.6g}", "equal" if each["equal"] else "differs")
-                for each in steps]  # fmt: skip
-    body = (
-        f"<h1>{_text(title)}</h1><p>{_text(verdict)}</p>{charts}"
-        f"<h2>Rows by the norm of their gradient</h2>"
-        f"{_table(('Step', 'Sequence', 'Loss', 'Norm', 'Share', 'Documents'), rows)}"
-        f"<h2>Modules out of the range of the other steps</h2>"
-        f"{_table(('Step', 'Module', 'What', 'Largest', 'In other steps'), modules)}"
-        f"<h2>Steps</h2>{_table(('Step', 'Loss', 'Norm', 'Record'), compared)}"
-    )
-    head = f"<title>{_text(title)}</title><style>{CSS}td {{ white-space: pre-wrap; }}</style>"
-    page = f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">{head}</head>'
-    return f"{page}<body><main>{body}</main></body></html>\n"
+    head, *steps = _steps(answer)
+    tables = [
+        ("Rows by the norm of their gradient", table(("STEP", "SEQUENCE", "LOSS", "NORM", "SHARE", "DOCUMENTS"), rows)),
+        ("Modules out of the range of the other steps",
+         table(("STEP", "MODULE", "WHAT", "LARGEST", "IN OTHER STEPS"), modules)),
+        ("Steps", table(head, steps)),
+    ]  # fmt: skip
+    charts = [_chart(answer["steps"], key, name) for key, name in (("loss", "Loss"), ("norm", "Gradient norm"))]
+    title = f"Steps {answer['first']} to {answer['last']} of {answer['run']}"
+    return html_page(title, next(lines_for(answer)), tables, [chart for chart in charts if chart["series"]])
 
 
-def _text(value: Any) -> str:
-    return html.escape(untrusted.shown(str(value), lines=True))
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    if not rows:
-        return "<p>none</p>"
-    head = "".join(f"<th>{_text(each)}</th>" for each in heads)
-    body = "".join("<tr>" + "".join(f"<td>{_text(each)}</td>" for each in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _chart(steps: list[dict[str, Any]], key: str, title: str) -> str:
-    points = [(each["step"], each[key]) for each in steps if abs(each[key]) < float("inf")]
-    if not points:
-        return ""
-    x, y = (list(column) for column in zip(*points, strict=True))
+def _chart(steps: list[dict[str, Any]], key: str, title: str) -> dict[str, Any]:
+    shown = [each for each in steps if math.isfinite(each[key])]
+    x, y = [each["step"] for each in shown], [each[key] for each in shown]
     series = {"name": title, "color": 0, "x": x, "y": y, "dash": False, "dots": True}
-    return svg({"id": key, "file": key, "title": title, "unit": "", "zero": False, "series": [series], "levels": [],
-                "marks": [], "borders": {}})  # fmt: skip
+    return {"id": key, "file": key, "title": title, "unit": "", "zero": False, "series": [series] if shown else [],
+            "levels": [], "marks": [], "borders": {}}  # fmt: skip

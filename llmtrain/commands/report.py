@@ -367,7 +367,7 @@ def _events(run: Run) -> tuple[str, str]:
         text = detail if len(detail) <= 500 else detail[:500] + "…"
         rows.append((_clock(event.get("time_unix_s")), at, str(event.get("kind", "")), text))
     note = f" (the last {_EVENTS_SHOWN} of {len(told)})" if len(told) > len(shown) else ""
-    return f"Events of {run.name}{note}", _table(("Time (UTC)", "Step", "Event", "Details"), rows)
+    return f"Events of {run.name}{note}", table(("Time (UTC)", "Step", "Event", "Details"), rows)
 
 
 def _samples(run: Run) -> tuple[str, str]:
@@ -378,7 +378,7 @@ def _samples(run: Run) -> tuple[str, str]:
             step = _finite(event.get("step"))
             at = "" if step is None else f"{step:,.0f}"
             rows += [(at, str(prompt), str(text)) for prompt, text in zip(prompts, texts, strict=False)]
-    return f"Samples of {run.name}", _table(("Step", "Prompt", "Continuation"), rows[:_EVENTS_SHOWN])
+    return f"Samples of {run.name}", table(("Step", "Prompt", "Continuation"), rows[:_EVENTS_SHOWN])
 
 
 def why_slow(run: Run, curves: Curves) -> str:
@@ -420,7 +420,7 @@ _REMEDIES = {
 def _side_by_side(runs: list[Run], columns: list[dict[str, str]], *, mark: bool) -> str:
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, *(column.get(key, "") for column in columns)) for key in keys]
-    return _table(("", *(run.name for run in runs)) if len(runs) > 1 else (), rows, mark=mark)
+    return table(("", *(run.name for run in runs)) if len(runs) > 1 else (), rows, mark=mark)
 
 
 def page_of(runs: list[Run], charts: list[dict[str, Any]]) -> str:
@@ -428,11 +428,11 @@ def page_of(runs: list[Run], charts: list[dict[str, Any]]) -> str:
     settings = _side_by_side(runs, [run.shown_settings() for run in runs], mark=True)
     tables = [("Figures", _side_by_side(runs, facts, mark=False)), ("Settings", settings)]
     slow = {run.name: why_slow(run, curves_of(run)) for run in runs}
-    tables += [(f"Why is {name} slow?", f"<p>{html.escape(text)}</p>") for name, text in slow.items() if text]
+    tables += [(f"Why is {name} slow?", f"<p>{_escaped(text)}</p>") for name, text in slow.items() if text]
     tables += [_samples(run) for run in runs if run.of_kind("samples")]
     tables += [_events(run) for run in runs if run.events]
     names = ", ".join(run.name for run in runs)
-    return _page(names, "; ".join(dict.fromkeys(_period(run) for run in runs)), tables, charts)
+    return html_page(names, "; ".join(dict.fromkeys(_period(run) for run in runs)), tables, charts)
 
 
 CSS = """
@@ -453,7 +453,7 @@ svg text { font-family: system-ui, sans-serif !important; }
 table { border-collapse: collapse; width: 100%; font-size: .87rem; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .7rem; border-bottom: 1px solid var(--edge); }
 tr:last-child td { border-bottom: 0; }
-td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; white-space: pre-wrap; }
 td:first-child { color: var(--soft); min-width: 11rem; }
 .differs td { font-weight: 600; }
 .wide { overflow-x: auto; }
@@ -461,26 +461,32 @@ summary { cursor: pointer; margin-top: 1rem; }
 """
 
 
-def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, mark: bool = False) -> str:
+def _escaped(text: str) -> str:
+    return html.escape(untrusted.shown(text, lines=True))
+
+
+def table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, mark: bool = False) -> str:
     """Return an HTML table of plain text. `mark`: highlight rows whose columns after the first differ."""
+    if not rows:
+        return "<p>none</p>"
     lines = []
     for row in rows:
         differs = ' class="differs"' if mark and len(set(row[1:])) > 1 else ""
-        lines.append(f"<tr{differs}>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>")
-    top = "".join(f"<th>{html.escape(text)}</th>" for text in head)
+        lines.append(f"<tr{differs}>" + "".join(f"<td>{_escaped(text)}</td>" for text in row) + "</tr>")
+    top = "".join(f"<th>{_escaped(text)}</th>" for text in head)
     above = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
     return f'<div class="wide"><table>{above}<tbody>{"".join(lines)}</tbody></table></div>'
 
 
-def _page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: Sequence[dict[str, Any]]) -> str:
+def html_page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: Sequence[dict[str, Any]]) -> str:
     """`tables`: headings and tables; the first is above the curves, the others below."""
     figures = "".join(f'<figure id="{chart["id"]}">{svg(chart)}</figure>' for chart in charts)
-    first, *others = [f"<h2>{html.escape(heading)}</h2>{body}" for heading, body in tables]
+    first, *others = [f"<h2>{_escaped(heading)}</h2>{body}" for heading, body in tables]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)} · llmtrain report</title><style>{CSS}</style></head><body><main>"
-        f'<h1>{html.escape(title)}</h1><p class="sub">{html.escape(subtitle)}</p>{first}<h2>Curves</h2>{figures}'
+        f"<title>{_escaped(title)} · llmtrain report</title><style>{CSS}</style></head><body><main>"
+        f'<h1>{_escaped(title)}</h1><p class="sub">{_escaped(subtitle)}</p>{first}<h2>Curves</h2>{figures}'
         f"{''.join(others)}</main></body></html>\n"
     )
 

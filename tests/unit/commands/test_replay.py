@@ -3,8 +3,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from llmtrain.commands.replay import lines_for, modules_of
-from llmtrain.commands.replay_page import page_of
+from llmtrain.commands.replay import modules_of
+from llmtrain.commands.replay_page import lines_for, page_of
 
 
 def looked(values: dict[int, tuple[float, float]]) -> dict[int, dict[str, Any]]:
