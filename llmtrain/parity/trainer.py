@@ -62,7 +62,7 @@ def train_watched(resolved: ResolvedRun, steps: int, ranks: Ranks, start: Path) 
     setup.write(source)
     ema = ema_of(setup)
     for step in range(steps):
-        with watched(setup.engine.module) as kept:
+        with watched(setup.engine.module.hf) as kept:
             trace = train_steps(setup, step, step + 1, ema)
         moments = whole_tensors(setup.engine, ranks, "exp_avg")
         if ranks.rank == 0:

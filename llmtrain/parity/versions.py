@@ -33,6 +33,7 @@ from llmtrain.engine.dist.local_ranks import RankError, Ranks
 from llmtrain.models.own_settings import trained_names
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.models.structure.small_copy import tensors_of
 from llmtrain.parity.compare import MOVEMENT, NORM, SPREADS, Difference, share
 from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.small import noise
@@ -187,16 +188,14 @@ def _relative(got: Summary, want: Summary) -> float:
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[Kept]:
+def watched(root: nn.Module) -> Iterator[Kept]:
     """Keep what modules get and give, and the gradients of their outputs and parameters."""
-    stage: Any = getattr(model, "stage", model)  # of a pipeline
-    root: nn.Module = getattr(stage, "hf", stage)
     kept: Kept = {}
     numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
 
     def take(kind: str, name: str, by: nn.Module | str, value: Any) -> None:
         code = by if isinstance(by, str) else f"{type(by).__name__} of {type(by).__module__}"
-        for tensor in _tensors(value):
+        for tensor in filter(torch.is_floating_point, tensors_of(value)):
             kept[kind, name, next(numbers[kind, name])] = code, summary(tensor)
             if kind == "output" and tensor.requires_grad:
                 tensor.register_hook(partial(take, "gradient of output", name, "what follows it"))
@@ -218,11 +217,3 @@ def watched(model: nn.Module) -> Iterator[Kept]:
                 if parameter.requires_grad:
                     hooks.enter_context(parameter.register_hook(partial(take, "gradient", own, module)))
         yield kept
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)

@@ -7,12 +7,15 @@ run.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +27,7 @@ from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.models import compiler
 from llmtrain.models.head import Head
-from llmtrain.models.parallel.pipeline import PipelineLanguageModel
+from llmtrain.models.structure.small_copy import tensors_of
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.local import to_json
 from llmtrain.training.parts import Done, Launch, Part
@@ -93,12 +96,12 @@ class Replay(Part):
         if not weight:
             return {"rows": [], "largest": {}, "norm": math.nan}
         scale = engine.loss_scale()
-        norm, largest = math.nan, Largest(engine.module)
+        norm, largest = math.nan, dict[str, list[Tensor]]()
         if self._has_gradients:
             if isinstance(objective, LooksAhead):
                 objective.look(batch.micro_batches, engine.evaluate)
             session.seed()
-            with compiler.uncompiled(), largest:
+            with compiler.uncompiled(), largest_values(engine.module.hf) as largest:
                 norm, _ = engine.gradient_norm(batch.micro_batches, weight, objective, keep=True)
         rows = range(batch.first_index, batch.first_index + batch.sequences)
         mine = [index for micro in batch.micro_batches for index in micro.sample_indices]
@@ -121,11 +124,10 @@ class Replay(Part):
             self._largest = sorted([*self._largest, row["loss"]], reverse=True)
         engine.set_loss_scale(scale)
         engine.routing()  # what was looked at is not of the step
-        merged: dict[str, list[float]] = {}
-        for share in from_all(self._ranks, largest.found()):
+        merged: dict[str, Any] = {}
+        for share in from_all(self._ranks, {name: list(map(float, values)) for name, values in largest.items()}):
             for name, values in share.items():
-                before = merged.setdefault(name, values)
-                merged[name] = [_larger(*each) for each in zip(before, values, strict=True)]
+                merged[name] = np.maximum(merged.get(name, values), values).tolist()  # NaN stays
         return {"norm": norm, "rows": found, "largest": merged}
 
     def _losses(self, rows: range, mine: list[int], objective: LossFunction) -> list[list[float]]:
@@ -151,53 +153,27 @@ class Replay(Part):
         return values
 
 
-def _larger(one: float, other: float) -> float:
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+@contextlib.contextmanager
+def largest_values(hf: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Measure the largest absolute output and its gradient, for each module with parameters in the forward order."""
+    found: dict[str, list[Tensor]] = {}
 
-
-class Largest:
-    """Measures the largest absolute output and its gradient, for each module with parameters in the forward order."""
-
-    def __init__(self, model: nn.Module) -> None:
-        pipeline = model.stage if isinstance(model, PipelineLanguageModel) else model
-        root: nn.Module = getattr(pipeline, "hf", pipeline)
-        named = [(name, m) for name, m in root.named_modules() if any(True for _ in m.parameters(recurse=False))]
-        # The head gives the loss; shared experts give rows that no token has, with whatever was in that memory.
-        left = [(name, module) for name, module in named if not isinstance(module, Head)]
-        self._modules = [(name, module) for name, module in left if not name.endswith("experts")]
-        self._found: dict[str, list[Tensor]] = {}
-
-    def __enter__(self) -> Largest:
-        self._hooks = [module.register_forward_hook(self._hook(name)) for name, module in self._modules]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _hook(self, name: str) -> Any:
-        def take(_module: nn.Module, _given: Any, output: Any) -> None:
-            for tensor in (each for each in _tensors(output) if each.is_floating_point() and each.numel()):
-                self._take(name, 0, tensor.detach())
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._take(name, 1, gradient.detach()))
-
-        return take
-
-    def _take(self, name: str, kind: int, tensor: Tensor) -> None:
-        largest = tensor.abs().amax().float()
-        zero = torch.zeros_like(largest)
-        values = self._found.setdefault(name, [zero, zero])
+    def take(name: str, kind: int, tensor: Tensor) -> None:
+        largest = tensor.detach().abs().amax().float()
+        values = found.setdefault(name, [torch.zeros_like(largest)] * 2)
         values[kind] = torch.maximum(values[kind], largest)  # NaN stays
 
-    def found(self) -> dict[str, list[float]]:
-        """{module: [largest output, largest gradient]}."""
-        return {name: [float(value) for value in values] for name, values in self._found.items()}
+    def after(name: str, _module: nn.Module, _given: Any, output: Any) -> None:
+        for tensor in tensors_of(output):
+            if tensor.is_floating_point() and tensor.numel():
+                take(name, 0, tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(take, name, 1))
 
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, tuple | list):
-        for each in output:
-            yield from _tensors(each)
+    with contextlib.ExitStack() as hooks:
+        for name, module in hf.named_modules():
+            # The head gives the loss; shared experts give rows that no token has, with whatever was in that memory.
+            left_out = isinstance(module, Head) or name.endswith("experts")
+            if not left_out and any(True for _ in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_hook(functools.partial(after, name)))
+        yield found

@@ -305,10 +305,10 @@ class Call:
         return self.result is not None and other.result is not None and torch.equal(self.result, other.result)
 
     def inputs(self) -> list[Tensor]:
-        return list(_tensors([self.args, self.kwargs]))
+        return list(tensors_of([self.args, self.kwargs]))
 
     def outputs(self) -> list[Tensor]:
-        return list(_tensors(self.output))
+        return list(tensors_of(self.output))
 
     def other_tensors(self) -> list[Tensor]:
         return [tensor for tensor in self.inputs() if tensor is not self.hidden]
@@ -357,7 +357,9 @@ class Watch:
                 args, kwargs = with_hidden(args, kwargs, self._replace)
             call = Call(path=path, begin=self._tick(), args=args, kwargs=kwargs)
             named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
-            grown = [name for name, value in named for t in _tensors(value) if t.requires_grad and t is not call.hidden]
+            grown = [
+                name for name, value in named for t in tensors_of(value) if t.requires_grad and t is not call.hidden
+            ]
             call.grown = grown[0] if grown else ""
             self.calls.append(call)
             return args, kwargs
@@ -378,15 +380,16 @@ def with_hidden(
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Tensors in maps, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
