@@ -9,7 +9,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from llmtrain.commands import completion
 from llmtrain.commands.config import ways_of
 from llmtrain.config.chosen import with_chosen
 from llmtrain.config.deepspeed.read import read_json
-from llmtrain.config.load import COMMAND_LINE, Parsed, command_words, configs_in, parse, run_words
+from llmtrain.config.load import COMMAND_LINE, command_words, configs_in, parse, run_words
 from llmtrain.config.on_disk import check_teacher_folder, model_config
 from llmtrain.config.pinned import fetched
 from llmtrain.config.planned import Planned, store
@@ -30,7 +30,7 @@ from llmtrain.config.problems import Problems, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun, autos
 from llmtrain.engine.dist.local_ranks import ending_on_sigterm
-from llmtrain.plan.device import Machines, memory_of, parse_size
+from llmtrain.plan.device import Machines, memory_of, needs, parse_size
 
 if TYPE_CHECKING:
     from llmtrain.plan.answer import Plan
@@ -66,22 +66,26 @@ def main(argv: list[str]) -> int:
         if given is not None and bool(args.fit) is not with_fit:
             raise stop(flag, given, f"says nothing {'with' if args.fit else 'without'} --fit",
                        f"remove {flag}, or {'--fit' if args.fit else 'add --fit'}", COMMAND_LINE)  # fmt: skip
-    if args.fit:
-        with ending_on_sigterm():
-            return _fit(words, machines, args)
     with ending_on_sigterm():
+        if args.fit:
+            return _fit(words, machines, args)
         plan = make_plan(words, machines, args.imbalance, f"{', '.join(configs_in(words))} on {where}")
     print(json.dumps(plan.as_json()) if args.json else plan.text())
     if args.png:
         drawn = io.BytesIO()
         plan.figure().savefig(drawn, format="png", dpi=150)
-        try:
-            replace_file(Path(args.png), drawn.getvalue())
-        except OSError as error:
-            raise stop("--png", args.png, f"cannot be written: {error.strerror}", "name a file in a folder that exists",
-                       COMMAND_LINE) from error  # fmt: skip
+        _write("--png", args.png, drawn.getvalue())
     asked = machines.memory is not None or machines.host_memory is not None
     return 0 if plan.fits or not asked else 1
+
+
+def _write(flag: str, path: str, content: bytes) -> None:
+    """Raises ConfigError."""
+    try:
+        replace_file(Path(path), content)
+    except OSError as error:
+        raise stop(flag, path, f"cannot be written: {error.strerror}", "name a file in a folder that exists",
+                   COMMAND_LINE) from error  # fmt: skip
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -117,10 +121,9 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
     """Return (hosts, ranks of a host, a note on their source). Raises ConfigError."""
-    if not 1 <= args.imbalance < math.inf:
-        raise stop("--imbalance", args.imbalance, "must be at least 1", "write --imbalance 2", COMMAND_LINE)
-    if args.price is not None and not 0 <= args.price < math.inf:
-        raise stop("--price", args.price, "must be a number from 0", "write --price 2.5", COMMAND_LINE)
+    for name, least in (("imbalance", 1), ("price", 0), ("hosts", 1), ("slots", 1)):
+        if (number := getattr(args, name)) is not None and not least <= number < math.inf:
+            raise stop(f"--{name}", number, f"must be at least {least}", f"write --{name} 2", COMMAND_LINE)
     if args.hostfile is not None and (args.hosts or args.slots):
         raise stop("--hostfile", args.hostfile, "says both --hosts and --slots", "remove these", COMMAND_LINE)
     if args.hostfile is not None:
@@ -130,9 +133,6 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
             raise stop("--hostfile", args.hostfile, "has hosts of unequal slots, for which a plan has no answer",
                        "give --hosts and --slots", COMMAND_LINE)  # fmt: skip
         return len(hosts), slots.pop(), ""
-    for flag in ("hosts", "slots"):
-        if (number := getattr(args, flag)) is not None and number < 1:
-            raise stop(f"--{flag}", number, "must be at least 1", f"write --{flag} 1", COMMAND_LINE)
     assumed = "" if args.hosts or args.slots else " (--hosts and --slots, or --hostfile, ask about more)"
     return args.hosts or 1, args.slots or 1, assumed
 
@@ -141,7 +141,7 @@ def _fit(words: list[str], machines: Machines, args: argparse.Namespace) -> int:
     """Print the fastest mixes that fit, and the YAML of the first, whose JSON --out gets. Raises UserError."""
     if machines.memory is None:
         raise stop("--fit", True, "asks for a device's speeds and memory", "write --device h100-80", COMMAND_LINE)
-    run = _resolved(words, machines.ranks)[1]
+    run = _resolved(words, machines.ranks)
     os.environ["DS_ACCELERATOR"] = "cpu"
     from llmtrain.plan.fit import Fitter, Form
     from llmtrain.plan.speed import speeds_for
@@ -158,50 +158,39 @@ def _fit(words: list[str], machines: Machines, args: argparse.Namespace) -> int:
             path.write_text(json.dumps(form.json(tree)))
             more = {"deepspeed": str(path), "train.global_batch": run.batch.global_batch, **values}
             asked = [f"--{key}={'null' if value is None else value}" for key, value in more.items()]
-            return _resolved([*words, *asked], machines.ranks)[1]
+            return _resolved([*words, *asked], machines.ranks)
 
         found = Fitter(run, machines, speeds, resolved).fit()
     first = found.best[0]
     if args.out:
-        try:
-            replace_file(Path(args.out), (json.dumps(first.choice.form.json(tree), indent=2) + "\n").encode())
-        except OSError as error:
-            raise stop("--out", args.out, f"cannot be written: {error.strerror}", "name a file in a folder that exists",
-                       COMMAND_LINE) from error  # fmt: skip
+        _write("--out", args.out, (json.dumps(first.choice.form.json(tree), indent=2) + "\n").encode())
     values = {"deepspeed": args.out or "FILE of --out", "train.global_batch": run.batch.global_batch}
     lines = [f"  {key}: {json.dumps(value)}" for key, value in (values | first.choice.values).items()]
-    print(
-        json.dumps(found.as_json(), indent=1)
-        if args.json
-        else "\n".join([*found.text(), "", "in the YAML of the first:", *lines])
-    )
+    text = "\n".join([*found.text(), "", "in the YAML of the first:", *lines])
+    print(json.dumps(found.as_json()) if args.json else text)
     return 0
 
 
 def make_plan(words: list[str], machines: Machines, imbalance: float, title: str) -> Plan:
     """Rehearse the run, and the changes that would make it fit. Raises UserError."""
-    parsed, resolved = _resolved(words, machines.ranks)  # a mistake needs no torch
-    if "train.micro_batch" in autos(resolved.run) and machines.memory is None:
+    asked = _resolved(words, machines.ranks)  # a mistake needs no torch
+    if "train.micro_batch" in autos(asked.run) and machines.memory is None:
         raise stop("train.micro_batch", "auto", "is decided by the memory of a device", "add --memory 80GiB")
     os.environ["DS_ACCELERATOR"] = "cpu"
-    from llmtrain.plan.answer import Change, Kind, Plan, name_of
+    from llmtrain.plan.answer import Kind, Plan, name_of
     from llmtrain.plan.decide import decide
     from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse
     from llmtrain.plan.speed import speeds_for, step_time
 
-    speeds = speeds_for(resolved, machines)
+    speeds = speeds_for(asked, machines)
 
-    def rehearsed(run: ResolvedRun, ranks: list[int]) -> dict[int, Rehearsed]:
+    def rehearsed(run: ResolvedRun, ranks: Iterable[int]) -> dict[int, Rehearsed]:
         on_gpu = machines.on_gpu
-        found = rehearse(prepared(run, on_gpu=on_gpu), ranks, machines.slots, imbalance=imbalance, on_gpu=on_gpu)
+        found = rehearse(prepared(run, on_gpu=on_gpu), [*ranks], machines.slots, imbalance=imbalance, on_gpu=on_gpu)
         return {each.rank: each for each in found}
 
-    def peak(run: ResolvedRun, rank: int) -> int:
-        found = rehearsed(run, [rank])[rank]
-        return found.peak + found.ahead
-
-    asked, degrees, chosen = resolved, resolved.degrees, kinds(resolved.degrees)
-    resolved, found = decide(asked, machines.memory, lambda run: rehearsed(run, list(chosen)))
+    degrees, chosen = asked.degrees, kinds(asked.degrees)
+    resolved, found = decide(asked, machines.memory, lambda run: rehearsed(run, chosen))
     alike = degrees.world_size // degrees.pipeline
     micro_batch, again = resolved.batch.micro_batch, resolved.run.model.recompute
     plan = Plan(
@@ -223,12 +212,11 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
     if plan.lacks_room:
         fullest = plan.fullest.rehearsed.rank
         with tempfile.TemporaryDirectory() as folder:
-            for said, more in changes(parsed, resolved, Path(folder)):
+            for said, more in changes(resolved, Path(folder)):
                 try:
                     with contextlib.suppress(UserError):  # the change goes with another value of the run
-                        _, other = _resolved([*words, *more], machines.ranks)
-                        other = with_chosen(other, micro_batch, again)
-                        plan.changes.append(Change(words=said, peak=peak(other, fullest)))
+                        other = with_chosen(_resolved([*words, *more], machines.ranks), micro_batch, again)
+                        plan.changes[said] = needs(rehearsed(other, [fullest]).values())
                 except RuntimeError as error:  # a bug there takes nothing from the answer
                     log.warn(f"{said} could not be rehearsed: {str(error).splitlines()[-1]}")
     if imbalance == 1:  # a run is compared with balanced experts
@@ -251,7 +239,7 @@ def keep(plan: Plan, resolved: ResolvedRun) -> None:
             phase: {label: held for label, held in parts.items() if plan.on_device(label)}
             for phase, parts in plan.fullest.rehearsed.phases.items()
         },
-        changes={change.words: change.peak for change in plan.changes},
+        changes=plan.changes,
         sent=max(each for each, _ in messages),
         sent_to_other_hosts=max(each for _, each in messages),
         step_s={} if plan.time is None else plan.time.parts,
@@ -262,17 +250,17 @@ def keep(plan: Plan, resolved: ResolvedRun) -> None:
         store(resolved, answer, on_gpu=plan.machines.on_gpu)
 
 
-def _resolved(words: list[str], world_size: int) -> tuple[Parsed, ResolvedRun]:
+def _resolved(words: list[str], world_size: int) -> ResolvedRun:
     parsed = parse(words, check_paths=False)
     run = fetched(parsed.run, parsed.places)[0]
     problems = Problems(parsed.places)
     check_teacher_folder(run, problems)
     model_config(run, problems)
     problems.raise_if_any()
-    return parsed, resolve(run, world_size, "--hosts and --slots", places=parsed.places, epoch=lambda _: _EPOCH)
+    return resolve(run, world_size, "--hosts and --slots", places=parsed.places, epoch=lambda _: _EPOCH)
 
 
-def changes(parsed: Parsed, resolved: ResolvedRun, folder: Path) -> Iterator[tuple[str, list[str]]]:
+def changes(resolved: ResolvedRun, folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Ways to take less memory, those that cost least time first: (the change in words, more words of the run).
 
     `folder`: for JSONs with another value.
@@ -284,10 +272,9 @@ def changes(parsed: Parsed, resolved: ResolvedRun, folder: Path) -> Iterator[tup
         more = {"stage": zero.get("stage", 0) + 1}
         yield f"zero_optimization.stage {more['stage']}", ["--deepspeed", _other_json(resolved, more, folder)]
     if batch.micro_batch > 1:
-        half = [f"--train.micro_batch={batch.micro_batch // 2}"]
-        if parsed.run.train.accumulation is not None:
-            half.append(f"--train.accumulation={2 * batch.accumulation}")
-        yield f"train.micro_batch: {batch.micro_batch // 2}", half
+        half = batch.micro_batch // 2
+        same = [f"--train.global_batch={batch.global_batch}", "--train.accumulation=null"]
+        yield f"train.micro_batch: {half}", [f"--train.micro_batch={half}", *same]
     if zero.get("stage", 0) > 0 and not resolved.mix.offload_optimizer:
         more = {"offload_optimizer": {"device": "cpu"}}
         yield "zero_optimization.offload_optimizer on the CPU", ["--deepspeed", _other_json(resolved, more, folder)]

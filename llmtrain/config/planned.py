@@ -74,8 +74,7 @@ def refuse_without_room(resolved: ResolvedRun, memory: int, *, on_gpu: bool) -> 
     """Compare the plan with `memory` bytes of a rank's device. Raises ConfigError: train.memory_margin is not left, or
     there is no plan."""
     margin, planned = resolved.run.train.memory_margin, stored(resolved, on_gpu=on_gpu)
-    if margin is None:
-        return
+    assert margin is not None
     key = f"train.memory_margin = {margin:g}"
     if planned is None:
         raise ConfigError(f"{key}: this host's cache has no plan of the run; make one with `llmtrain plan`")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.base.units import counted, size
-from llmtrain.plan.device import DEVICES, MIB, Held, Machines, held_by_no_tensor
+from llmtrain.base.units import bars, counted, lines_of, size
+from llmtrain.plan.device import DEVICES, MIB, Held, Machines
 from llmtrain.plan.ledger import HOST
 from llmtrain.plan.rehearsal import Rehearsed
 from llmtrain.plan.speed import StepTime
@@ -16,8 +15,6 @@ from llmtrain.plan.work import Operator, sent
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_BAR = 24
-"""Characters of the longest bar."""
 _PHASES = {"setup": "when the engine is built", "data": "between steps", "forward": "in the forward pass",
            "backward": "in the backward pass", "step": "in the optimizer's update",
            "save": "in a save", "evaluate": "in an evaluation"}  # fmt: skip
@@ -37,14 +34,6 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """A change of the run, and the peak of its fullest rank then."""
-
-    words: str
-    peak: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     title: str
     machines: Machines
@@ -55,7 +44,8 @@ class Plan:
     """CPU-seconds of the rehearsal."""
     time: StepTime | None = None
     """None: no device is named whose speeds are known."""
-    changes: list[Change] = field(default_factory=list)
+    changes: dict[str, int] = field(default_factory=dict)
+    """Change of the run, in words -> peak of its fullest rank then."""
     chosen: dict[str, Any] | None = None
     """Values for auto in the run."""
 
@@ -65,42 +55,36 @@ class Plan:
 
     @property
     def others(self) -> list[Held]:
-        return held_by_no_tensor(self.fullest.peak, self.machines)
-
-    def room(self, memory: int, peak: int | None = None) -> tuple[int, int]:
-        """Bytes that are left of a device: at least, at most. Negative: they are missing."""
-        left = memory - (self.fullest.peak if peak is None else peak)
-        return left - sum(each.high for each in self.others), left - sum(each.low for each in self.others)
+        return self.machines.others(self.fullest.peak)
 
     @property
-    def of_a_host(self) -> int:
-        """Bytes of tensors in a host's memory: of its fullest ranks."""
-        on_gpu = self.machines.on_gpu
-        return self.machines.slots * max(kind.rehearsed.host if on_gpu else kind.peak for kind in self.kinds)
+    def on_host(self) -> int:
+        return self.machines.on_host(kind.rehearsed for kind in self.kinds)
 
     @property
     def fits(self) -> bool | None:
-        """None: nothing is known of the machines, or the range of a device's other memory decides."""
-        host = None if self.machines.host_memory is None else self.of_a_host <= self.machines.host_memory
+        """None: nothing is known of the machines, or the range of a GPU's other memory decides."""
+        host = None if self.machines.host_memory is None else self.on_host <= self.machines.host_memory
         if host is False or self.machines.memory is None:
             return host
-        least, most = self.room(self.machines.memory)
+        least, most = self.machines.room(self.fullest.peak, self.machines.memory)
         return True if least >= 0 else False if most < 0 else None
 
     @property
     def lacks_room(self) -> bool:
         """True if the device that the user has named is, or may be, too small."""
-        return self.machines.memory is not None and self.room(self.machines.memory)[0] < 0
+        return self.machines.memory is not None and self.machines.room(self.fullest.peak, self.machines.memory)[0] < 0
 
     def as_json(self) -> dict[str, Any]:
-        short = [replace(kind, rehearsed=replace(kind.rehearsed, step=Counter())) for kind in self.kinds]
-        found = asdict(replace(self, kinds=short))
-        for kind, shown in zip(self.kinds, found["kinds"], strict=True):
+        kinds = []
+        for kind in self.kinds:
             flops = sum(each.flops * count for each, count in kind.rehearsed.step.items() if isinstance(each, Operator))
             everywhere, elsewhere = sent(kind.rehearsed.step, self.machines.slots)
-            shown["rehearsed"]["step"] = {"flops": flops, "sent": everywhere, "sent_to_other_hosts": elsewhere}
-        return {**found, "time": self.time and self.time.as_json(), "fits": self.fits, "peak": self.fullest.peak,
-                "other": [asdict(each) for each in self.others]}  # fmt: skip
+            step = {"flops": flops, "sent": everywhere, "sent_to_other_hosts": elsewhere}
+            kinds.append(vars(kind) | {"rehearsed": vars(kind.rehearsed) | {"step": step}})
+        more = {"kinds": kinds, "machines": vars(self.machines), "time": self.time and vars(self.time)}
+        others = [vars(each) for each in self.others]
+        return vars(self) | more | {"fits": self.fits, "peak": self.fullest.peak, "other": others}
 
     def text(self) -> str:
         lines = [self.title, ""]
@@ -110,16 +94,15 @@ class Plan:
             lines.append(f"{kind.name:<{width}}  {counted(kind.ranks, 'rank'):>9}  peak {size(kind.peak):>10}  {when}; "
                          f"{size(kind.rehearsed.kept)} between steps")  # fmt: skip
         lines += ["", f"the peak of {self.fullest.name}, {size(self.fullest.peak)}:"]
-        parts = dict(sorted(self.parts().items(), key=lambda part: -part[1]))
-        longest, widest = max(parts.values()), max(map(len, parts))
-        for label, held in parts.items():
-            bar = "#" * round(_BAR * held / longest)
-            lines.append(f"  {label:<{widest}}  {size(held):>10}  {bar}".rstrip())
-        unmeasured = " (estimates, not measured on a GPU)" if self.machines.on_gpu else ""
-        lines += ["", f"a rank takes more than tensors{unmeasured}:"]
-        wide = max(len(each.what) for each in self.others)
-        for each in self.others:
-            lines.append(f"  {each.what:<{wide}}  {size(each.low)} to {size(each.high)}  ({each.source})")
+        lines += bars(dict(sorted(self.parts().items(), key=lambda part: -part[1])), size)
+        if self.others:
+            lines += ["", "a GPU holds more than tensors (estimates, not measured on a GPU):"]
+            lines += lines_of(
+                [
+                    (f"  {each.what}", f"{size(each.low)} to {size(each.high)}", f"({each.source})")
+                    for each in self.others
+                ]
+            )
         lines += ["", *self._verdict(), *self._on_host(), f"disk: {size(self.checkpoint)} for each checkpoint"]
         lines += ["", *self.time.text(), ""] if self.time else []
         lines.append(
@@ -139,31 +122,31 @@ class Plan:
         return not (self.machines.on_gpu and label.endswith(HOST))
 
     def _on_host(self) -> list[str]:
-        if not self.of_a_host:
+        if not self.on_host:
             return []
         room = "" if self.machines.host_memory is None else f", of {size(self.machines.host_memory)}"
-        room += "; that does not fit" if room and self.of_a_host > (self.machines.host_memory or 0) else ""
-        return [f"host: {size(self.of_a_host)} of tensors in the memory of each host{room}"]
+        room += "; that does not fit" if room and self.on_host > (self.machines.host_memory or 0) else ""
+        return [f"host: {size(self.on_host)} of tensors in the memory of each host{room}"]
 
     def _verdict(self) -> list[str]:
         memory, device = self.machines.memory, self.machines.device
         if memory is None and not self.machines.on_gpu:
             return []
         if memory is None:
-            said = {name: self.room(mib * MIB) for name, mib in DEVICES.items()}
+            said = {name: self.machines.room(self.fullest.peak, mib * MIB) for name, mib in DEVICES.items()}
             fitting = ", ".join(name for name, (least, _) in said.items() if least >= 0)
             maybe = ", ".join(name for name, (least, most) in said.items() if least < 0 <= most)
             perhaps = f"; perhaps {maybe}" if maybe else ""
             return [f"fits {fitting or 'none of the devices that are known here'}{perhaps} (--device asks about one)"]
-        least, most = self.room(memory)
+        least, most = self.machines.room(self.fullest.peak, memory)
         if least >= 0:
             left = f"{size(least)} to {size(most)}" if most > least else size(least)
             return [f"fits {device}, {size(memory)}: {left} are left ({least / memory:.0%} at least)"]
         short = f"{size(-least)} are missing" if most < 0 else f"between {size(-least)} missing and {size(most)} left"
         lines = [f"{'does not fit' if most < 0 else 'may not fit'} {device}, {size(memory)}: {short}"]
-        for change in self.changes:
-            does = "fits" if self.room(memory, change.peak)[0] >= 0 else "not enough alone"
-            lines.append(f"  {change.words}: peak {size(change.peak)}, {does}")
+        for change, peak in self.changes.items():
+            does = "fits" if self.machines.room(peak, memory)[0] >= 0 else "not enough alone"
+            lines.append(f"  {change}: peak {size(peak)}, {does}")
         return lines
 
     def figure(self) -> Figure:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.chosen import with_chosen
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
 from llmtrain.models.spec import ModelSpec
+from llmtrain.plan.device import needs
 from llmtrain.plan.rehearsal import Rehearsed
 
 MARGIN = 0.1
 """Share of the memory that stays free: fragments, the communication library's buffers, kernels' working memory."""
 
-Found = dict[int, Rehearsed]
+Found = Mapping[int, Rehearsed]
 Keep = Literal["attention"] | None
 Peak = Callable[[RecomputeConfig], float]
 
@@ -38,7 +39,7 @@ def decide(
     def peak(count: int, again: RecomputeConfig) -> float:
         if (count, again) not in tried:
             tried[count, again] = rehearsed(with_chosen(asked, count, again))
-        return max(each.peak + each.ahead for each in tried[count, again].values())
+        return needs(tried[count, again].values())
 
     counts, again = micro_batches(asked), asked.run.model.recompute
     if again.layers == "auto":

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from llmtrain.base.choice import either
 from llmtrain.config.load import COMMAND_LINE
 from llmtrain.config.problems import stop
 from llmtrain.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from llmtrain.plan.rehearsal import Rehearsed
 
 MIB = 1024**2
 DEVICES = {
@@ -23,6 +28,16 @@ DEVICES = {
     "b200-180": 183_359,
 }
 """MiB of memory, as nvidia-smi shows it."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory of a GPU that no tensor holds."""
+
+    what: str
+    low: int
+    high: int
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,35 +63,32 @@ class Machines:
     def ranks(self) -> int:
         return self.hosts * self.slots
 
+    def others(self, peak: int) -> list[Held]:
+        """Estimates from the sources named; none has been measured. `peak`: bytes of tensors."""
+        if not self.on_gpu:
+            return []
+        nccl = Held("buffers of NCCL", 100 * MIB, 1000 * MIB, "4 MiB (NCCL_BUFFSIZE) a channel, peer and direction")
+        return [
+            Held("CUDA context and kernels", 300 * MIB, 700 * MIB, "nvidia-smi less torch's reserved bytes"),
+            Held("workspaces of cuBLAS", 9 * MIB, 65 * MIB, "CUBLAS_WORKSPACE_CONFIG: 8.1 MiB, on Hopper 32"),
+            *([nccl] if self.ranks > 1 else []),
+            # Blocks of 2 MiB, and gaps.
+            Held("the allocator's unused blocks", peak // 100, 6 * peak // 100, "1 to 6 % with expandable segments"),
+        ]
 
-@dataclass(frozen=True)
-class Held:
-    """Memory of a device that no tensor holds."""
+    def room(self, peak: int, memory: int) -> tuple[int, int]:
+        """Bytes that are left of a device's memory: at least, at most. Negative: they are missing."""
+        left, others = memory - peak, self.others(peak)
+        return left - sum(each.high for each in others), left - sum(each.low for each in others)
 
-    what: str
-    low: int
-    high: int
-    source: str
-
-
-# Estimates from the sources named; those of a GPU have not been measured.
-CONTEXT = Held("CUDA context and kernels", 300 * MIB, 700 * MIB, "nvidia-smi less torch's reserved bytes")
-WORKSPACES = Held("workspaces of cuBLAS", 9 * MIB, 65 * MIB, "CUBLAS_WORKSPACE_CONFIG: 8.1 MiB, on Hopper 32")
-NCCL = Held("buffers of NCCL", 100 * MIB, 1000 * MIB, "4 MiB (NCCL_BUFFSIZE) a channel, peer and direction")
-_FRAGMENTS = (0.01, 0.06)
-"""Share of the peak that torch's allocator reserves and does not use: blocks of 2 MiB, and gaps."""
-_PROCESS = Held("the process before the run", 160 * MIB, 300 * MIB, "Python, torch, DeepSpeed and transformers")
-_GAPS = (0.04, 0.35)
-"""Share of the peak that the C library keeps between long-lived tensors (docs/developers/benchmarks.md)."""
+    def on_host(self, ranks: Iterable[Rehearsed]) -> int:
+        """Bytes of tensors in a host's memory: of its fullest ranks."""
+        return self.slots * max(each.host if self.on_gpu else each.peak for each in ranks)
 
 
-def held_by_no_tensor(peak: int, machines: Machines) -> list[Held]:
-    """Further memory of a rank's device."""
-    low, high = (int(share * peak) for share in (_FRAGMENTS if machines.on_gpu else _GAPS))
-    if not machines.on_gpu:
-        return [_PROCESS, Held("gaps of the C library's heap", low, high, "4 to 35 % were measured")]
-    fragments = Held("the allocator's unused blocks", low, high, "1 to 6 % with expandable segments")
-    return [CONTEXT, WORKSPACES, *([NCCL] if machines.ranks > 1 else []), fragments]
+def needs(ranks: Iterable[Rehearsed]) -> int:
+    """Bytes of the fullest rank's device."""
+    return max(each.peak + each.ahead for each in ranks)
 
 
 def memory_of(device: str | None, memory: str | None) -> int | None:

@@ -8,22 +8,22 @@ that estimate are rehearsed as they are, and these alone are proposed.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
-from llmtrain.base.units import count, size
+from llmtrain.base.units import count, lines_of, size
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.skeleton import load_config
-from llmtrain.plan.device import Machines, held_by_no_tensor
+from llmtrain.plan.device import Machines, needs
 from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse_each
 from llmtrain.plan.speed import Speeds, StepTime, step_time
+from llmtrain.training.examine import Checked
 
 BEST = 5
 _EXPLORED = 3
@@ -32,9 +32,12 @@ _TRIED = 8
 """Most complete rehearsals."""
 _LONG, _TILE = 32_768, 4096
 """Tokens: of a row for which sequence parallelism and MLPs in tiles are tried, and of a tile."""
+_OF_A_FORM = ("tensor_parallel", "pipeline", "sequence_parallel_size", "expert_parallel", "activation_checkpointing")
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Form:
     """A way to share the work."""
 
@@ -49,18 +52,8 @@ class Form:
         """The run's JSON with this form, whose batch and recomputation the YAML has."""
         zero = {key: value for key, value in (tree.get("zero_optimization") or {}).items() if "offload" not in key}
         zero |= {"stage": self.stage, **{f"offload_{name}": {"device": "cpu"} for name in self.offload}}
-        theirs = (
-            "tensor_parallel",
-            "pipeline",
-            "sequence_parallel_size",
-            "expert_parallel",
-            "activation_checkpointing",
-        )
-        made = {key: copy.deepcopy(value) for key, value in tree.items() if key not in theirs}
-        made |= dict.fromkeys(
-            ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
-        )
-        made["zero_optimization"] = zero
+        made = {key: value for key, value in tree.items() if key not in _OF_A_FORM}
+        made |= {**dict.fromkeys(_BATCH, "auto"), "zero_optimization": zero}
         if self.tensor > 1:
             made["tensor_parallel"] = {"autotp_size": self.tensor}
         if self.pipeline > 1:
@@ -77,7 +70,7 @@ class Form:
         return ", ".join([*words, *(f"{name} on the host" for name in self.offload)])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Choice:
     form: Form
     micro_batch: int
@@ -120,7 +113,7 @@ class Fit:
     """Choices that were rehearsed as they are."""
 
     def as_json(self) -> dict[str, Any]:
-        best = [{**asdict(each), "mix": str(each.choice.form), "time": each.time.as_json()} for each in self.best]
+        best = [{**asdict(each), "mix": str(each.choice.form)} for each in self.best]
         return {"best": best, "counted": self.counted, "rehearsed": self.rehearsed}
 
     def text(self) -> list[str]:
@@ -129,14 +122,11 @@ class Fit:
             rows.append((str(number), str(each.choice.form), f"{each.choice.micro_batch} x {each.accumulation}",
                          each.choice.again, size(each.peak), size(each.left),
                          f"{each.time.seconds:.3g} s", count(each.time.tokens_per_s)))  # fmt: skip
-        wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip() for row in rows]
         told = f"{self.counted} choices counted, {self.rehearsed} rehearsed completely; each of these fits"
-        return [*table, "", told, *(f"  assumed: {note}" for note in self.best[0].time.notes)]
+        return [*lines_of(rows), "", told, *(f"  assumed: {note}" for note in self.best[0].time.assumed)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Point:
+class _Point(NamedTuple):
     peak: float
     seconds: float
     floor: float
@@ -144,8 +134,7 @@ class _Point:
 
     def between(self, other: _Point, share: float) -> _Point:
         """The point at 0: this one, at 1: `other`, on a straight line through both."""
-        mine, theirs = asdict(self), asdict(other)
-        return _Point(**{name: mine[name] + share * (theirs[name] - mine[name]) for name in mine})
+        return _Point(*(mine + share * (its - mine) for mine, its in zip(self, other, strict=True)))
 
 
 class Fitter:
@@ -167,28 +156,24 @@ class Fitter:
         tiles = [("all", _TILE)] if self._long and run.run.model.mlp_tile_tokens is None else []
         self._again: list[tuple[str | None, int | None]] = [(None, None), ("all", None), *tiles]
         """Values of model.recompute.layers and model.mlp_tile_tokens that are rehearsed, the least memory last."""
-        self._points: dict[tuple[Choice, int], _Point] = {}
+        self._points: dict[tuple[Choice, int | None], _Point] = {}
 
     def fit(self) -> Fit:
         """Raises UserError: nothing fits."""
         legal, forms = list(self._legal()), list[Form]()
         for some in ([each for each in legal if not each.offload], [each for each in legal if each.offload]):
             if len(forms) < 2:  # offload is slow: for what fits in no other form
-                least = [[self._choice(form, 1, again) for again in self._again[1:]] for form in some]
-                self._estimate([choice for choices in least for choice in choices])
+                least = [[Choice(form, 1, *again) for again in self._again[1:]] for form in some]
+                self._estimate(choice for choices in least for choice in choices)
                 known = {each[0].form: [self._point(choice) for choice in each] for each in least}
                 fitting = [form for form in some if any(self._left(point.peak) >= 0 for point in known[form])]
                 forms += sorted(fitting, key=lambda form: known[form][0].floor)
         del forms[_EXPLORED:]
-        wanted = product(forms, (1, 2), self._again)
-        self._estimate([self._choice(*each) for each in wanted if each[1] in self._rows(each[0])])
-        half = (self._facts.layers // 2, None)
-        estimated = [self._choice(form, rows, again)
-                     for form in forms for rows in self._rows(form) for again in (*self._again, half)]  # fmt: skip
-        points = {each: self._point(each) for each in estimated}
-        likely = sorted(
-            (each for each in estimated if self._left(points[each].peak) >= 0), key=lambda each: points[each].seconds
-        )
+        ways = (*self._again, (self._facts.layers // 2, None))
+        estimated = [Choice(form, rows, *again) for form in forms for rows in self._rows(form) for again in ways]
+        self._estimate(each for each in estimated if each.micro_batch <= 2 and not isinstance(each.recomputed, int))
+        likely = [each for each in estimated if self._left(self._point(each).peak) >= 0]
+        likely.sort(key=lambda each: self._point(each).seconds)
         best: list[Fitted] = []
         tried = 0
         while len(best) < BEST and tried < min(_TRIED, len(likely)):
@@ -201,38 +186,29 @@ class Fitter:
         best.sort(key=lambda each: each.time.seconds)
         return Fit(best=best, counted=len(legal) + len(estimated), rehearsed=tried)
 
-    @staticmethod
-    def _choice(form: Form, rows: int, again: tuple[int | str | None, int | None]) -> Choice:
-        return Choice(form=form, micro_batch=rows, recomputed=again[0], tile=again[1])
-
     def _legal(self) -> Iterator[Form]:
         """Forms that the configuration takes and whose states fit."""
         machines = self._machines
         experts = next((each for key in _EXPERTS if (each := getattr(self._config, key, None))), 1)
         powers = [1 << power for power in range(10)]
         within = [each for each in powers if machines.slots % each == 0]
-        for stage, tensor, pipeline, sequence, expert, offload in product(
-            range(4),
-            within,
-            [each for each in powers if machines.hosts % each == 0],
-            within if self._long else [1],
-            [each for each in within if experts % each == 0],
-            [(), ("optimizer",), ("optimizer", "param")],
-        ):
-            form = Form(
-                stage=stage, tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert, offload=offload
-            )
-            ranks = machines.ranks // (tensor * pipeline)
-            if (tensor > 1 and offload) or ranks < 1:
+        between = [each for each in powers if machines.hosts % each == 0]
+        among = [each for each in within if experts % each == 0]
+        offloads = [(), ("optimizer",), ("optimizer", "param")]
+        for form in starmap(Form, product(range(4), within, between, within if self._long else [1], among, offloads)):
+            shares = form.tensor * form.pipeline
+            ranks = machines.ranks // shares
+            if (form.tensor > 1 and form.offload) or ranks < 1:
                 continue
-            whole, shared = self._facts.parameters / (tensor * pipeline), self._facts.trained / (tensor * pipeline)
-            states = whole * self._precision / (ranks if stage == 3 else 1) * ("param" not in offload)
-            states += shared * self._precision / (ranks if stage >= 2 else 1) * ("optimizer" not in offload)
-            states += shared * 12 / (ranks if stage else 1) * ("optimizer" not in offload)
-            if expert == 1 and self._left(states) < 0:
+            weights, trained = self._facts.parameters / shares, self._facts.trained / shares
+            states = weights * self._precision / (ranks if form.stage == 3 else 1) * ("param" not in form.offload)
+            if not form.offload:
+                states += trained * self._precision / (ranks if form.stage >= 2 else 1)
+                states += trained * 12 / (ranks if form.stage else 1)
+            if form.expert == 1 and self._left(states) < 0:
                 continue
             with contextlib.suppress(UserError):
-                self._resolve(form, Choice(form=form, micro_batch=1, recomputed="all").values)
+                self._resolve(form, Choice(form, 1, "all").values)
                 yield form
 
     def _rows(self, form: Form) -> list[int]:
@@ -241,9 +217,7 @@ class Fitter:
         return [1 << power for power in range(8) if self._batch.global_batch % (ranks << power) == 0]
 
     def _left(self, peak: float) -> int:
-        if peak == math.inf:  # refused
-            return -1
-        return int(self._memory - peak - sum(each.high for each in held_by_no_tensor(int(peak), self._machines)))
+        return -1 if peak == math.inf else self._machines.room(int(peak), self._memory)[0]  # infinite: refused
 
     def _depths(self, form: Form) -> tuple[int, int]:
         """Depths for two shallow models: complete periods of unlike layers, as many for each stage."""
@@ -252,34 +226,36 @@ class Fitter:
         depth = max(2, period * form.pipeline)
         return min(depth, self._facts.layers), min(2 * depth, self._facts.layers)
 
-    def _estimate(self, wanted: Sequence[Choice]) -> None:
-        """Rehearse shallow models; what a model or an engine refuses is left out."""
-        runs: dict[tuple[Choice, int], ResolvedRun] = {}
-        for choice in wanted:
-            for depth in self._depths(choice.form):
-                if (choice, depth) not in self._points:
-                    with contextlib.suppress(UserError):
-                        runs[choice, depth] = self._shallow(self._resolve(choice.form, choice.values), depth)
-        self._points |= {key: self._of(runs[key], found) for key, found in self._rehearse(runs)}
+    def _estimate(self, choices: Iterable[Choice]) -> None:
+        """Rehearse shallow models."""
+        wanted = [(choice, depth) for choice in choices for depth in self._depths(choice.form)]
+        for key, run, ranks in self._rehearse(each for each in wanted if each not in self._points):
+            time = step_time(run, self._machines, self._speeds, ranks)
+            floor = time.seconds - time.parts.get("recomputing", 0.0)
+            self._points[key] = _Point(peak=needs(ranks.values()), seconds=time.seconds, floor=floor)
 
-    def _rehearse(self, runs: Mapping[Any, ResolvedRun]) -> Iterator[tuple[Any, dict[int, Rehearsed]]]:
-        """Yield each run's key and one rank of each kind; a run that is refused on one of them is left out."""
-        on_gpu, jobs, owners = self._machines.on_gpu, list[tuple[Any, int]](), list[Any]()
-        for key, run in runs.items():
+    def _rehearse(
+        self, wanted: Iterable[tuple[Choice, int | None]]
+    ) -> Iterator[tuple[tuple[Choice, int | None], ResolvedRun, dict[int, Rehearsed]]]:
+        """Rehearse one rank of each kind of runs with a number of layers; None: all. Yields (one of `wanted`, the run,
+        its ranks); what is refused, by a model or an engine, is left out."""
+        on_gpu, jobs, owners = self._machines.on_gpu, list[tuple[Checked, int]](), list[Any]()
+        runs: dict[Any, ResolvedRun] = {}
+        for key in dict.fromkeys(wanted):
+            choice, layers = key
             with contextlib.suppress(UserError):
-                checked = prepared(run, on_gpu=on_gpu)
+                run = self._resolve(choice.form, choice.values)
+                run = run if layers is None else self._shallow(run, layers)
+                checked, runs[key] = prepared(run, on_gpu=on_gpu), run
                 jobs += [(checked, rank) for rank in kinds(run.degrees)]
                 owners += [key] * len(kinds(run.degrees))
         found: dict[Any, dict[int, Rehearsed]] = {key: {} for key in owners}
         for number, rehearsed in rehearse_each(jobs, self._machines.slots, on_gpu=on_gpu):
             if isinstance(rehearsed, Rehearsed):
                 found[owners[number]][rehearsed.rank] = rehearsed
-        yield from ((key, ranks) for key, ranks in found.items() if len(ranks) == len(kinds(runs[key].degrees)))
-
-    def _of(self, run: ResolvedRun, found: Mapping[int, Rehearsed]) -> _Point:
-        time = step_time(run, self._machines, self._speeds, found)
-        peak = max(each.peak + each.ahead for each in found.values())
-        return _Point(peak=peak, seconds=time.seconds, floor=time.seconds - time.parts.get("recomputing", 0.0))
+        for key, ranks in found.items():
+            if len(ranks) == len(kinds(runs[key].degrees)):
+                yield key, runs[key], ranks
 
     def _shallow(self, run: ResolvedRun, layers: int) -> ResolvedRun:
         config, model = self._config, run.run.model
@@ -315,22 +291,17 @@ class Fitter:
         one, two = few[0].between(few[1], share), many[0].between(many[1], share)
         # Seconds of a step are linear in its number of micro-batches.
         slower = one.between(two, 2 * (1 - 1 / rows))
-        return replace(slower, peak=one.between(two, rows - 1).peak)
+        return slower._replace(peak=one.between(two, rows - 1).peak)
 
     def _complete(self, choices: Sequence[Choice]) -> Iterator[Fitted]:
         """Rehearse the complete model in each way. Yields what fits."""
-        machines, runs = self._machines, dict[Choice, ResolvedRun]()
-        for choice in choices:
-            with contextlib.suppress(UserError):
-                runs[choice] = self._resolve(choice.form, choice.values)
-        for choice, ranks in self._rehearse(runs):
-            peak = max(each.peak + each.ahead for each in ranks.values())
-            on_host = machines.slots * max(each.host + peak * (not machines.on_gpu) for each in ranks.values())
-            if self._left(peak) < 0 or (machines.host_memory is not None and on_host > machines.host_memory):
+        machines = self._machines
+        for (choice, _), run, ranks in self._rehearse((choice, None) for choice in choices):
+            peak = needs(ranks.values())
+            host = math.inf if machines.host_memory is None else machines.host_memory
+            if self._left(peak) < 0 or machines.on_host(ranks.values()) > host:
                 continue
-            time = step_time(runs[choice], machines, self._speeds, ranks)
-            yield Fitted(choice=choice, accumulation=runs[choice].batch.accumulation, peak=peak,
-                         left=self._left(peak), time=time)  # fmt: skip
-
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+            time = step_time(run, machines, self._speeds, ranks)
+            yield Fitted(
+                choice=choice, accumulation=run.batch.accumulation, peak=peak, left=self._left(peak), time=time
+            )

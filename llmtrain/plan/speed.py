@@ -7,8 +7,9 @@ import multiprocessing
 import re
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.base.choice import either
 from llmtrain.base.threads import usable_cores
-from llmtrain.base.units import count
+from llmtrain.base.units import bars, count
 from llmtrain.config.load import COMMAND_LINE
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ResolvedRun
@@ -77,48 +78,32 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
+    seconds: float
     parts: dict[str, float]
     """Seconds of each part of a step."""
-    hidden: float
+    hidden_messages: float
     """Seconds of messages that travel while a rank computes."""
-    tokens: int
+    tokens_per_s: float
     """All ranks' together."""
-    ranks: int
     mfu: float | None
     steps: int | None
     """Optimizer steps of the run."""
+    days: float | None
     price: float | None
     """A device's hour costs this."""
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-    def as_json(self) -> dict[str, Any]:
-        days = None if self.steps is None else self.steps * self.seconds / 86400
-        cost = None if days is None or self.price is None else days * 24 * self.ranks * self.price
-        return {"seconds": self.seconds, "parts": self.parts, "hidden_messages": self.hidden, "mfu": self.mfu,
-                "tokens_per_s": self.tokens_per_s, "days": days, "cost": cost, "assumed": self.notes}  # fmt: skip
+    cost: float | None
+    assumed: tuple[str, ...]
 
     def text(self) -> list[str]:
-        told = self.as_json()
         mfu = "" if self.mfu is None else f", MFU {self.mfu:.0%}"
         lines = [f"a step: {self.seconds:.3g} s, {count(self.tokens_per_s)} tokens/s of all ranks{mfu} (an estimate)"]
-        widest = max(map(len, self.parts))
-        for part, took in self.parts.items():
-            bar = "#" * round(24 * took / max(self.parts.values()))
-            lines.append(f"  {part:<{widest}}  {took:>8.3g} s  {bar}".rstrip())
-        if self.hidden:
-            lines.append(f"  {self.hidden:.3g} s of messages travel while the ranks compute")
-        if self.steps is not None:
-            cost = "" if told["cost"] is None else f", {told['cost']:,.0f} at {self.price:g} for a device's hour"
-            lines.append(f"the run: {self.steps:,} steps, {told['days']:.3g} days{cost}")
-        return [*lines, *(f"  assumed: {note}" for note in self.notes)]
+        lines += bars(self.parts, lambda took: f"{took:.3g} s")
+        if self.hidden_messages:
+            lines.append(f"  {self.hidden_messages:.3g} s of messages travel while the ranks compute")
+        if self.days is not None:
+            cost = "" if self.cost is None else f", {self.cost:,.0f} at {self.price:g} for a device's hour"
+            lines.append(f"the run: {self.steps:,} steps, {self.days:.3g} days{cost}")
+        return [*lines, *(f"  assumed: {note}" for note in self.assumed)]
 
 
 def _link(machines: Machines) -> tuple[float, float, list[str]]:
@@ -213,46 +198,44 @@ def step_time(resolved: ResolvedRun, machines: Machines, speeds: Speeds, found: 
     longest: dict[str, float] = {}
     hidden_s = useful = 0.0
     for rank, number in kinds(degrees).items():
-        step = found[rank].step
-        computing, hidden = dict[str, float](), dict[str, float]()
+        computing, hidden = defaultdict[str, float](float), defaultdict[str, float](float)
         parts = dict.fromkeys(("computing", "recomputing", "messages", "update", "offload"), 0.0)
-        for each, times in step.items():
+        passing = 0.0  # messages without which the next stage cannot begin
+        for each, times in found[rank].step.items():
             if isinstance(each, Message):
                 took = times * message_s(each, slots, speeds)
                 if hides(each):
-                    hidden[each.phase] = hidden.get(each.phase, 0.0) + took
+                    hidden[each.phase] += took
                 else:
                     parts["messages"] += took
-                continue
-            took = times * operator_s(each)
-            part = {"recompute": "recomputing", "step": "update"}.get(each.phase, "computing")
-            parts[part] += took
-            computing[each.phase] = computing.get(each.phase, 0.0) + took
-            useful += (each.flops * times * number) if each.phase != "recompute" else 0
-        for phase, took in hidden.items():
-            parts["messages"] += max(0.0, took - computing.get(phase, 0.0))
+                passing += took if each.kind in ("send", "recv") or of_a_layer(each) else 0.0
+            else:
+                took = times * operator_s(each)
+                parts[{"recompute": "recomputing", "step": "update"}.get(each.phase, "computing")] += took
+                computing[each.phase] += took
+                useful += each.flops * times * number if each.phase != "recompute" else 0
+        parts["messages"] += sum(max(0.0, took - computing[phase]) for phase, took in hidden.items())
         # Weights or gradients, once: 2 bytes a parameter for 12 of masters and moments; 4 in fp32.
         part_s = found[rank].saved / (3 if mix.precision == "fp32" else 6) / speeds.to_host
         parts["offload"] = 2 * part_s * mix.offload_optimizer + 2 * part_s * batch.accumulation * mix.offload_param
-        passes = parts["computing"] + parts["recomputing"]
-        for each, times in step.items():
-            if isinstance(each, Message) and (each.kind in ("send", "recv") or of_a_layer(each)):
-                passes += times * message_s(each, slots, speeds)
+        passes = parts["computing"] + parts["recomputing"] + passing
         parts["bubble"] = passes / batch.accumulation * (degrees.pipeline - 1)
         parts["saves"] = saves_s
         if sum(parts.values()) > sum(longest.values()):
             longest, hidden_s = parts, sum(hidden.values())
-    seconds = sum(longest.values())
-    mfu = useful / degrees.pipeline / (seconds * speeds.peak)
+    seconds, steps, price = sum(longest.values()), resolved.max_steps, machines.price
+    days = None if steps is None else steps * seconds / 86400
     return StepTime(
+        seconds=seconds,
         parts={part: took for part, took in longest.items() if took},
-        hidden=hidden_s,
-        tokens=batch.tokens,
-        ranks=degrees.world_size,
-        mfu=mfu or None,
-        steps=resolved.max_steps,
-        price=machines.price,
-        notes=speeds.notes,
+        hidden_messages=hidden_s,
+        tokens_per_s=batch.tokens / seconds,
+        mfu=useful / degrees.pipeline / (seconds * speeds.peak) or None,
+        steps=steps,
+        days=days,
+        price=price,
+        cost=None if days is None or price is None else days * 24 * degrees.world_size * price,
+        assumed=speeds.notes,
     )
 
 

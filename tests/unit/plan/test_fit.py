@@ -85,7 +85,7 @@ def resolved(form: Form, values: dict[str, Any], ranks: int = 4, batch: int = 32
     path.write_text(json.dumps(form.json(json.loads(Path("ds.json").read_text()))))
     more = {"deepspeed": str(path), "train.global_batch": batch, **values}
     words = [f"--{key}={'null' if value is None else value}" for key, value in more.items()]
-    return command._resolved(["run.yaml", *words], ranks)[1]
+    return command._resolved(["run.yaml", *words], ranks)
 
 
 @pytest.mark.usefixtures("formula")
@@ -158,7 +158,7 @@ def test_the_json_can_be_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  mix " in said.splitlines()[0] and "choices counted" in said
     lines = said.partition("in the YAML of the first:")[2]
     words = [f"--{key}={'null' if value is None else value}" for key, value in yaml.safe_load(lines).items()]
-    run = command._resolved(["run.yaml", *words], 4)[1]
+    run = command._resolved(["run.yaml", *words], 4)
     assert run.run.deepspeed == "mine.json" and run.batch.global_batch == 16
 
 
