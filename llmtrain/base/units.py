@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 GIB = 1024**3
 
@@ -69,12 +69,3 @@ def lines_of(cells: Sequence[Sequence[str]]) -> list[str]:
     """Align columns, two blanks apart."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-
-
-def bars(parts: Mapping[str, float], text: Callable[[float], str]) -> list[str]:
-    """Align labels and numbers, each with a bar."""
-    longest, widest = max(parts.values()), max(map(len, parts))
-    return [
-        f"  {label:<{widest}}  {text(number):>10}  {'#' * round(24 * number / longest)}".rstrip()
-        for label, number in parts.items()
-    ]

@@ -30,7 +30,7 @@ from llmtrain.config.problems import Problems, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun, autos
 from llmtrain.engine.dist.local_ranks import ending_on_sigterm
-from llmtrain.plan.device import Machines, memory_of, needs, parse_size
+from llmtrain.plan.device import Machines, memory_of, parse_size
 
 if TYPE_CHECKING:
     from llmtrain.plan.answer import Plan
@@ -178,7 +178,7 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         raise stop("train.micro_batch", "auto", "is decided by the memory of a device", "add --memory 80GiB")
     os.environ["DS_ACCELERATOR"] = "cpu"
     from llmtrain.plan.answer import Kind, Plan, name_of
-    from llmtrain.plan.decide import decide
+    from llmtrain.plan.decide import decide, needs
     from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse
     from llmtrain.plan.speed import speeds_for, step_time
 

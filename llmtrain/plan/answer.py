@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.base.units import bars, counted, lines_of, size
+from llmtrain.base.units import counted, lines_of, size
+from llmtrain.plan.decide import on_host
 from llmtrain.plan.device import DEVICES, MIB, Held, Machines
 from llmtrain.plan.ledger import HOST
 from llmtrain.plan.rehearsal import Rehearsed
-from llmtrain.plan.speed import StepTime
+from llmtrain.plan.speed import StepTime, bars
 from llmtrain.plan.work import Operator, sent
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Plan:
 
     @property
     def on_host(self) -> int:
-        return self.machines.on_host(kind.rehearsed for kind in self.kinds)
+        return on_host(self.machines, [kind.rehearsed for kind in self.kinds])
 
     @property
     def fits(self) -> bool | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.chosen import with_chosen
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
 from llmtrain.models.spec import ModelSpec
-from llmtrain.plan.device import needs
+from llmtrain.plan.device import Machines
 from llmtrain.plan.rehearsal import Rehearsed
 
 MARGIN = 0.1
@@ -50,6 +50,16 @@ def decide(
     count = counts[max(0, fitting - 1)]
     peak(count, again)
     return with_chosen(asked, count, again), tried[count, again]
+
+
+def needs(ranks: Iterable[Rehearsed]) -> int:
+    """Bytes of the fullest rank's device."""
+    return max(each.peak + each.ahead for each in ranks)
+
+
+def on_host(machines: Machines, ranks: Iterable[Rehearsed]) -> int:
+    """Bytes of tensors in a host's memory: of its fullest ranks."""
+    return machines.slots * max(each.host if machines.on_gpu else each.peak for each in ranks)
 
 
 def micro_batches(asked: ResolvedRun) -> list[int]:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from llmtrain.base.choice import either
 from llmtrain.config.load import COMMAND_LINE
 from llmtrain.config.problems import stop
 from llmtrain.config.run import RunConfig
-
-if TYPE_CHECKING:
-    from llmtrain.plan.rehearsal import Rehearsed
 
 MIB = 1024**2
 DEVICES = {
@@ -80,15 +75,6 @@ class Machines:
         """Bytes that are left of a device's memory: at least, at most. Negative: they are missing."""
         left, others = memory - peak, self.others(peak)
         return left - sum(each.high for each in others), left - sum(each.low for each in others)
-
-    def on_host(self, ranks: Iterable[Rehearsed]) -> int:
-        """Bytes of tensors in a host's memory: of its fullest ranks."""
-        return self.slots * max(each.host if self.on_gpu else each.peak for each in ranks)
-
-
-def needs(ranks: Iterable[Rehearsed]) -> int:
-    """Bytes of the fullest rank's device."""
-    return max(each.peak + each.ahead for each in ranks)
 
 
 def memory_of(device: str | None, memory: str | None) -> int | None:

@@ -20,7 +20,8 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.units import count, lines_of, size
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.skeleton import load_config
-from llmtrain.plan.device import Machines, needs
+from llmtrain.plan.decide import needs, on_host
+from llmtrain.plan.device import Machines
 from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse_each
 from llmtrain.plan.speed import Speeds, StepTime, step_time
 from llmtrain.training.examine import Checked
@@ -299,7 +300,7 @@ class Fitter:
         for (choice, _), run, ranks in self._rehearse((choice, None) for choice in choices):
             peak = needs(ranks.values())
             host = math.inf if machines.host_memory is None else machines.host_memory
-            if self._left(peak) < 0 or machines.on_host(ranks.values()) > host:
+            if self._left(peak) < 0 or on_host(machines, ranks.values()) > host:
                 continue
             time = step_time(run, machines, self._speeds, ranks)
             yield Fitted(

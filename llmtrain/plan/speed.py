@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,7 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.base.choice import either
 from llmtrain.base.threads import usable_cores
-from llmtrain.base.units import bars, count
+from llmtrain.base.units import count
 from llmtrain.config.load import COMMAND_LINE
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ResolvedRun
@@ -104,6 +104,15 @@ class StepTime:
             cost = "" if self.cost is None else f", {self.cost:,.0f} at {self.price:g} for a device's hour"
             lines.append(f"the run: {self.steps:,} steps, {self.days:.3g} days{cost}")
         return [*lines, *(f"  assumed: {note}" for note in self.assumed)]
+
+
+def bars(parts: Mapping[str, float], text: Callable[[float], str]) -> list[str]:
+    """Align labels and numbers, each with a bar."""
+    longest, widest = max(parts.values()), max(map(len, parts))
+    return [
+        f"  {label:<{widest}}  {text(number):>10}  {'#' * round(24 * number / longest)}".rstrip()
+        for label, number in parts.items()
+    ]
 
 
 def _link(machines: Machines) -> tuple[float, float, list[str]]:
