@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """None: nothing is known of the machines, or the range of a GPU's other memory decides."""
+        """None: nothing is known of the machines, or the range of a device's other memory decides."""
         host = None if self.machines.host_memory is None else self.on_host <= self.machines.host_memory
         if host is False or self.machines.memory is None:
             return host
@@ -96,14 +96,10 @@ class Plan:
                          f"{size(kind.rehearsed.kept)} between steps")  # fmt: skip
         lines += ["", f"the peak of {self.fullest.name}, {size(self.fullest.peak)}:"]
         lines += bars(dict(sorted(self.parts().items(), key=lambda part: -part[1])), size)
-        if self.others:
-            lines += ["", "a GPU holds more than tensors (estimates, not measured on a GPU):"]
-            lines += lines_of(
-                [
-                    (f"  {each.what}", f"{size(each.low)} to {size(each.high)}", f"({each.source})")
-                    for each in self.others
-                ]
-            )
+        unmeasured = " (estimates, not measured on a GPU)" if self.machines.on_gpu else ""
+        lines += ["", f"a rank takes more than tensors{unmeasured}:"]
+        lines += lines_of([(f"  {each.what}", f"{size(each.low)} to {size(each.high)}", f"({each.source})")
+                           for each in self.others])  # fmt: skip
         lines += ["", *self._verdict(), *self._on_host(), f"disk: {size(self.checkpoint)} for each checkpoint"]
         lines += ["", *self.time.text(), ""] if self.time else []
         lines.append(

@@ -49,7 +49,7 @@ def facts(run: ResolvedRun, **_: Any) -> Any:
 def formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "prepared", facts)
     monkeypatch.setattr(fit, "rehearse_each", by_formula)
-    monkeypatch.setattr(fit, "held_by_no_tensor", lambda *_: [])
+    monkeypatch.setattr(Machines, "others", lambda *_: [])
 
 
 def by_formula(jobs: Sequence[tuple[Checked, int]], *_: Any, **__: Any) -> Iterator[tuple[int, Rehearsed]]:

@@ -232,7 +232,7 @@ def test_layers_and_micro_batch_for_a_memory(
 ) -> None:
     """auto: a tenth of the memory is left. The choice is stored for the run as it is written, and with its numbers."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
-    monkeypatch.setattr("llmtrain.plan.answer.held_by_no_tensor", lambda *_: [])  # more than these megabytes
+    monkeypatch.setattr("llmtrain.plan.device.Machines.others", lambda *_: [])  # more than these megabytes
     layers = ["--model.recompute.layers=auto"]
     all_kept = plan(capsys, f"--slots 2 --device cpu {layers[0]}")["peak"]
     tight = plan(capsys, f"--slots 2 --device cpu {layers[0]} --memory {all_kept}")
