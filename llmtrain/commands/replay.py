@@ -330,14 +330,21 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
             child.wait()
     made = asked.again / (_FOUND if asked.changed is None else STEPS)
     if code not in (0, _STOPPED) or not made.is_file():
-        said = (asked.out / "replay.log").read_text(errors="replace")
-        error = re.findall(r"^error: (.*(?:\n {4}.*)*)", said, re.MULTILINE) or said.splitlines()[-1:] or ["no output"]
+        error = reason_of((asked.out / "replay.log").read_text(errors="replace"))
         if code == ConfigError.exit_code:  # a refusal, before the first step
             shutil.rmtree(asked.out)
-            raise ConfigError(error[-1])
+            raise ConfigError(error)
         raise TrainingStopped(
-            f"the replay has ended with exit code {code}: {error[-1]}\nall output: {asked.out / 'replay.log'}"
+            f"the replay has ended with exit code {code}: {error}\nall output: {asked.out / 'replay.log'}"
         )
+
+
+def reason_of(said: str) -> str:
+    """Return the findings of the doctor that have kept a launch from its start, else the last error."""
+    said = re.sub(r"^[\w.-]+: (?=error: | {4})", "", said, flags=re.MULTILINE)  # pdsh names the host
+    findings = re.findall(r"^red +(.*(?:\n {7}.*)*)", said, re.MULTILINE)
+    errors = re.findall(r"^error: (.*(?:\n {4}.*)*)", said, re.MULTILINE)
+    return "\n".join(findings) or (errors or said.splitlines() or ["no output"])[-1]
 
 
 def answer_of(asked: Asked) -> dict[str, Any]:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from llmtrain.commands.replay import modules_of
+import pytest
+
+from llmtrain.commands.replay import modules_of, reason_of
 from llmtrain.commands.replay_page import lines_for, page_of
 
 
@@ -39,3 +41,33 @@ def test_an_answer_without_equal_steps_says_where_they_part() -> None:
     assert "step 5 sequence 40: loss 9.0000, norm 3, share 90.0%" in lines
     page = page_of(answer)
     assert "&lt;b&gt;&amp;" in page and "<b>" not in page
+
+
+REFUSED = """\
+ node-2     ok    ok    FAIL
+red    config: node-2: /tmp/run/config.yaml cannot be read (No such file or directory)
+       fix: copy it: scp /tmp/run/config.yaml node-2:/tmp/run/config.yaml
+2 hosts, 2.2s: 1 to fix, 0 to know
+error: nothing was started: fix what is marked FAIL, and check with `llmtrain doctor`
+"""
+OF_A_HOST = """\
+node-1: network between the 2 hosts: eth0
+node-1: error: data.path: data/x has changed
+node-1:     since the run
+pdsh@node-1: node-2: ssh exited with exit code 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (REFUSED, "config: node-2: /tmp/run/config.yaml cannot be read (No such file or directory)\n"
+                  "       fix: copy it: scp /tmp/run/config.yaml node-2:/tmp/run/config.yaml"),
+        (OF_A_HOST, "data.path: data/x has changed\n    since the run"),
+        ("error: one\nerror: two\nlast line\n", "two"),
+        ("Killed\n", "Killed"),
+        ("", "no output"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_the_launch_s_own(said: str, reason: str) -> None:
+    assert reason_of(said) == reason
