@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,10 @@ from llmtrain.config.reader import read_saved
 from llmtrain.config.stages import DataConfig, data_of
 from llmtrain.engine.dist.local_ranks import ending_on_sigterm
 from llmtrain.tracking.local import read_rows
-from llmtrain.tracking.steps import STEPS, StepRow, read_steps
+from llmtrain.tracking.steps import LOOKS, REPLAYED, STEPS, StepRow, read_steps
 
 MARK = ".replay"
 """File in the folder of a replay: the next one may delete that folder."""
-_FOUND = "replay.jsonl"
 _ROWS = 32
 _STOPPED = 75
 """Exit code of a launch that was asked to stop."""
@@ -314,13 +314,13 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
     else:
         hosts = asked.out / "hosts"
         hosts.write_text(f"localhost slots={asked.ranks}\n")
-        (asked.out / "env").write_text(f"LLMTRAIN_REPLAY='{task}'\n")
+        (asked.out / "env").write_text(f"{REPLAYED}='{task}'\n")
         command = [*program, "launch", "--hostfile", str(args.launch or hosts), "--max-restarts", "0",
                    "--env-file", str(asked.out / "env"), "--", *words]  # fmt: skip
     begins = "its beginning" if asked.begins is None else asked.begins.name
     log.info(f"steps {asked.first}:{asked.last} of {asked.run} are trained again from {begins}, by "
              f"{units.counted(asked.ranks, 'rank')}; the ranks' output: {asked.out / 'replay.log'}")  # fmt: skip
-    environment = {**os.environ, "LLMTRAIN_REPLAY": task}
+    environment = {**os.environ, REPLAYED: task}
     with open(asked.out / "replay.log", "wb") as output, ending_on_sigterm():
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -328,7 +328,7 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
         finally:
             child.terminate()  # if we are interrupted: the launch ends its ranks
             child.wait()
-    made = asked.again / (_FOUND if asked.changed is None else STEPS)
+    made = asked.again / (LOOKS if asked.changed is None else STEPS)
     if code not in (0, _STOPPED) or not made.is_file():
         error = reason_of((asked.out / "replay.log").read_text(errors="replace"))
         if code == ConfigError.exit_code:  # a refusal, before the first step
@@ -351,7 +351,7 @@ def answer_of(asked: Asked) -> dict[str, Any]:
     """Compare and collect. Raises UserError."""
     now = {row.step: row for row in read_steps(asked.again / STEPS)}
     metrics = {row["step"]: row for row in read_rows(asked.again / "metrics.jsonl")[0] if "loss" in row}
-    looked = {row["step"]: row for row in read_rows(asked.again / _FOUND)[0]}
+    looked = {row["step"]: row for row in read_rows(asked.again / LOOKS)[0]}
     exact, why = _exact(asked)
     bound = 0.0 if exact else _bound(now, looked)
     steps = []
@@ -437,20 +437,16 @@ def _compare(asked: Asked, theirs: Path, *, exact: bool) -> dict[str, Any]:
 def modules_of(looked: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     """The modules whose largest output or gradient at a step is more than twice that of all other steps, the largest
     factor first; and the first that was not finite."""
-    found = []
-    for kind, what in enumerate(("output", "gradient of the output")):
-        names = dict.fromkeys(name for row in looked.values() for name in row["largest"])
-        for step, row in looked.items():
-            for order, name in enumerate(names):
-                value = float(row["largest"].get(name, (0.0, 0.0))[kind])
-                others = [
-                    float(other["largest"].get(name, (0.0, 0.0))[kind]) for at, other in looked.items() if at != step
-                ]
-                usual = max((each for each in others if math.isfinite(each)), default=math.nan)
-                if not math.isfinite(value) or value > 2 * usual:
-                    factor = value / usual if usual else math.inf
-                    found.append({"step": step, "module": name, "what": what, "value": value, "others": usual,
-                                  "factor": factor, "order": order})  # fmt: skip
+    found, names = [], dict.fromkeys(name for row in looked.values() for name in row["largest"])
+    for (kind, what), (order, name) in product(enumerate(("output", "gradient of the output")), enumerate(names)):
+        values = {step: float(row["largest"].get(name, (0.0, 0.0))[kind]) for step, row in looked.items()}
+        for step, value in values.items():
+            others = [other for at, other in values.items() if at != step and math.isfinite(other)]
+            usual = max(others, default=math.nan)
+            if not math.isfinite(value) or value > 2 * usual:
+                factor = value / usual if usual else math.inf
+                found.append({"step": step, "module": name, "what": what, "value": value, "others": usual,
+                              "factor": factor, "order": order})  # fmt: skip
     bad = [each for each in found if not math.isfinite(each["value"])]
     bad.sort(key=lambda each: (each["step"], each["what"] != "output", each["order"]))
     return bad[:1] + sorted((each for each in found if each not in bad), key=lambda each: -each["factor"])[:10]

@@ -16,6 +16,10 @@ from pathlib import Path
 from llmtrain.tracking.local import AppendedFile
 
 STEPS = "steps.bin"
+LOOKS = "replay.jsonl"
+"""File of a replay with a line for each step."""
+REPLAYED = "LLMTRAIN_REPLAY"
+"""Environment variable with the task of a replay's ranks, as JSON."""
 _HEAD = struct.Struct("<QQIIddd")
 _SKIPPED, _LEFT_OUT = 1, 2
 

@@ -30,13 +30,9 @@ from llmtrain.models.head import Head
 from llmtrain.models.structure.small_copy import tensors_of
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.local import to_json
+from llmtrain.tracking.steps import LOOKS, REPLAYED
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Request
-
-ASKED = "LLMTRAIN_REPLAY"
-"""Environment variable of the ranks: the task as JSON."""
-FOUND = "replay.jsonl"
-"""A line for each step of the replay, in its folder."""
 
 
 class Collected:
@@ -59,7 +55,7 @@ class Replay(Part):
     """All ranks look together."""
 
     def __init__(self, launch: Launch) -> None:
-        task = untrusted.loads(os.environ[ASKED].encode())
+        task = untrusted.loads(os.environ[REPLAYED].encode())
         self._first, self._last = task["first"], task["last"]
         self._most = task["rows"]
         """Rows with a gradient norm at each step; 0: the steps are trained without a look."""
@@ -79,7 +75,7 @@ class Replay(Part):
             with heart.during("evaluate"):
                 found = self._look()
             if self._ranks.rank == 0:
-                with open(self._launch.folder.path / FOUND, "a", encoding="utf-8") as file:
+                with open(self._launch.folder.path / LOOKS, "a", encoding="utf-8") as file:
                     file.write(json.dumps(to_json({"step": step, **found})) + "\n")
         if step == self._last:
             self._launch.requests.stop_reason = "the replay is done"

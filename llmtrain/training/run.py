@@ -36,6 +36,7 @@ from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.models.transformers_private import VARLEN
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
+from llmtrain.tracking.steps import REPLAYED
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.examine import Checked
 from llmtrain.training.guards import DataCheck, Limits, SkippedSteps
@@ -219,7 +220,7 @@ def _parts(launch: Launch) -> Iterator[Part]:
         from llmtrain.training.profile import Profile
 
         yield Profile(launch)
-    if "LLMTRAIN_REPLAY" in os.environ:  # of `llmtrain replay`
+    if REPLAYED in os.environ:
         from llmtrain.training.replay import Replay
 
         yield Replay(launch)
