@@ -83,28 +83,28 @@ class Record(Part):
         assert self._limit is not None
         if self._setup.course.at(self._session.step_number).stage != self._stage:
             return None
-        loss, limit = torch.stack(list(sums)).sum(0)[0].double().cpu(), self._limit
-        if self._degrees.place(self._ranks.rank).tensor > 0:
-            loss.zero_()
-        dist.all_reduce(loss, group=self._ranks.control)
-        mean = float(loss) / weight
+        limit, mean = self._limit, math.fsum(self._shares(sums, 1)[0]) / weight
         return lambda norm: self.detector.outlier(mean, norm, limit) is not None
+
+    def _shares(self, sums: Sequence[Tensor], count: int) -> list[list[float]]:
+        """Return the losses of `count` steps, summed in each data-parallel group. Waits for the device."""
+        place = self._degrees.place(self._ranks.rank)
+        shares = torch.zeros(count, self._degrees.data, dtype=torch.float64)
+        if place.tensor == 0:  # the ranks of a tensor-parallel group have the same loss
+            shares[:, place.data] = torch.stack(list(sums)).unflatten(0, (count, -1)).sum(1)[:, 0].cpu()
+        dist.all_reduce(shares, group=self._ranks.control)
+        found: list[list[float]] = shares.tolist()
+        return found
 
     def read(self) -> None:
         """Write the steps of the ring. Waits for the device. All ranks call it together."""
         if not self._steps:
             return
-        count, place = len(self._steps), self._degrees.place(self._ranks.rank)
-        sums = torch.stack(self._sums).unflatten(0, (count, -1)).sum(1)[:, 0].cpu()
-        norms = [float(norm) for norm in self._norms]
-        shares = torch.zeros(count, self._degrees.data, dtype=torch.float64)
-        if place.tensor == 0:  # the ranks of a tensor-parallel group have the same loss
-            shares[:, place.data] = sums
-        dist.all_reduce(shares, group=self._ranks.control)
         rows = []
-        for step, of_groups, norm in zip(self._steps, shares.tolist(), norms, strict=True):
+        shares = self._shares(self._sums, len(self._steps))
+        for step, of_groups, norm in zip(self._steps, shares, self._norms, strict=True):
             loss = math.fsum(of_groups) / (step.weight or math.nan)
-            rows.append(replace(step, loss=loss, norm=norm, shares=tuple(of_groups)))
+            rows.append(replace(step, loss=loss, norm=float(norm), shares=tuple(of_groups)))
         self._steps, self._sums, self._norms = [], [], []
         if self._file is not None:
             self._file.append(rows)
