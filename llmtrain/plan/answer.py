@@ -152,15 +152,12 @@ class Plan:
 
         figure = Figure(figsize=(9, 3 + 0.35 * len(self.kinds)), layout="constrained")
         bars, step = figure.subplots(2, 1, height_ratios=[1 + len(self.kinds), 4])
-        every = [label for kind in self.kinds for label in kind.rehearsed.parts if self.on_device(label)]
-        labels = list(dict.fromkeys(every))
-        for place, kind in enumerate(self.kinds):
-            left = 0.0
-            for number, label in enumerate(labels):
-                wide = kind.rehearsed.parts.get(label, 0) / 2**30
-                bars.barh(place, wide, left=left, color=f"C{number % 10}", label=label if place == 0 else None)
-                left += wide
-        bars.set_yticks(range(len(self.kinds)), [kind.name for kind in self.kinds])
+        names, left = [kind.name for kind in self.kinds], [0.0] * len(self.kinds)
+        for label in dict.fromkeys(label for kind in self.kinds for label in kind.rehearsed.parts):
+            if self.on_device(label):
+                wide = [kind.rehearsed.parts.get(label, 0) / 2**30 for kind in self.kinds]
+                bars.barh(names, wide, left=left, label=label)
+                left = [sum(both) for both in zip(left, wide, strict=True)]
         bars.invert_yaxis()
         bars.set_xlabel("GiB at the peak")
         bars.legend(fontsize=7, ncols=2)

@@ -117,12 +117,11 @@ def bars(parts: Mapping[str, float], text: Callable[[float], str]) -> list[str]:
 
 def _link(machines: Machines) -> tuple[float, float, list[str]]:
     """(bytes a second from a host, seconds of a trip, notes)."""
-    link, hosts, slots = machines.link, machines.hosts, machines.slots
-    gigabits = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mg])bit", (link or "").lower())
-    if gigabits is not None:
-        rate = float(gigabits[1]) * {"m": 1e6, "g": 1e9}[gigabits[2]] / 8
-        return _PAYLOAD * rate, 10e-6, [f"a host sends {_PAYLOAD:.0%} of {link}/s"] * (hosts > 1)
-    if link is not None and link.endswith(".json"):
+    link, several = machines.link or "ib400", machines.hosts > 1
+    if bits := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mg])bit", link.lower()):
+        rate = float(bits[1]) * {"m": 1e6, "g": 1e9}[bits[2]] / 8
+        return _PAYLOAD * rate, 10e-6, [f"a host sends {_PAYLOAD:.0%} of {link}/s"] * several
+    if link.endswith(".json"):
         try:
             pairs = untrusted.loads(Path(link).read_bytes())["fabric"]["pairs"]
             good = [pair for pair in pairs if pair["error"] is None]
@@ -131,17 +130,14 @@ def _link(machines: Machines) -> tuple[float, float, list[str]]:
             raise stop("--link", link, "has no rates between hosts", "write `llmtrain doctor --json > fabric.json`",
                        COMMAND_LINE) from error  # fmt: skip
         return rate / 8, trip_s / 2, [f"a host sends {rate / 1e9:.3g} Gbit/s, the median of doctor's pairs"]
-    if link is not None and link not in _LINKS:
+    if link not in _LINKS:
         raise stop("--link", link, "is no link", f"write {either([*_LINKS])}, 40Gbit, or a file of `llmtrain doctor "
                    "--json`", COMMAND_LINE)  # fmt: skip
-    each, own = _LINKS[link or "ib400"]
+    each, own = _LINKS[link]
     said = f"{_CARRIED:.0%} of {each} Gbit/s for each {'rank' if own else 'host'}"
-    guess = "" if link else "; --link says another network"
-    return (
-        _CARRIED * each * _GB / 8 * (slots if own else 1),
-        10e-6,
-        [f"hosts send {said} (a guess{guess})"] * (hosts > 1),
-    )
+    guess = "" if machines.link else "; --link says another network"
+    rate = _CARRIED * each * _GB / 8 * (machines.slots if own else 1)
+    return rate, 10e-6, [f"hosts send {said} (a guess{guess})"] * several
 
 
 def speeds_for(resolved: ResolvedRun, machines: Machines) -> Speeds | None:
