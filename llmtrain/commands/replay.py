@@ -17,13 +17,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from llmtrain.base import log, units, untrusted
+from llmtrain.base import units, untrusted
 from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped
 from llmtrain.base.files import refuse_if_in_use
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer, step_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
 from llmtrain.commands.replay_page import lines_for, page_of
 from llmtrain.config import plugins, strict_yaml
+from llmtrain.config.deepspeed.join import DEGREE_KEYS
+from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.reader import read_saved
 from llmtrain.config.stages import DataConfig, data_of
 from llmtrain.engine.dist.local_ranks import ending_on_sigterm
@@ -68,6 +70,7 @@ class Asked:
     """Of each rank."""
     changed: dict[str, Any] | None
     """Settings of the new run that `--write` makes, in addition to those of the run; None: a replay."""
+    one_rank: bool
 
     @property
     def again(self) -> Path:
@@ -76,7 +79,7 @@ class Asked:
 
     @property
     def ranks(self) -> int:
-        return max(1, len(self.devices))
+        return 1 if self.one_rank else max(1, len(self.devices))
 
 
 def main(argv: list[str]) -> int:
@@ -92,9 +95,9 @@ def main(argv: list[str]) -> int:
     answer = answer_of(asked)
     (asked.out / "answer.json").write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
     (asked.out / "replay.html").write_text(page_of(answer), encoding="utf-8")
-    for line in lines_for(answer):
-        print(untrusted.shown(line))
-    print(f"page {asked.out / 'replay.html'}")
+    lines = [*lines_for(answer), f"page {asked.out / 'replay.html'}"]
+    for line in [json.dumps(answer)] if args.json else map(untrusted.shown, lines):
+        print(line)
     return 0 if answer["equal"] else 1
 
 
@@ -110,7 +113,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--steps", metavar="FIRST:LAST", help="optimizer steps, both included")
     asked.add_argument("--done", action="store_true", help="let go of the checkpoints that spikes have kept")
-    parser.add_argument("--launch", metavar="HOSTS", help="a hostfile for `llmtrain launch` (default: this machine)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--launch", metavar="HOSTS", help="a hostfile for `llmtrain launch` (default: this machine)")
+    where.add_argument("--one-rank", action="store_true", help="train in one process, without any parallelism")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="(default: RUN-replay-FIRST-LAST next to the run)")
     add = parser.add_argument
     add("--without", metavar="SEQUENCE,...", help="with --write: sequences of these steps that the new run leaves out")
@@ -118,6 +123,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--write", action="store_true", help="train the steps without them, and make --out a run that continues there")
     parser.add_argument("--rows", type=int, default=_ROWS, metavar="N", help="rows with a gradient norm (default 32)")
     parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="as in the run")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     return parser.parse_args(argv)
 
 
@@ -185,12 +191,14 @@ def _asked(args: argparse.Namespace) -> Asked:
     out = args.out or args.run.resolve().with_name(f"{args.run.resolve().name}-replay-{first}-{last}")
     changed = _changed(args, settings, first, last) if args.write or args.without or args.skip else None
     if changed is not None:
+        if args.one_rank:
+            raise ConfigError("--one-rank: goes without --write, whose run has the ranks of the old one; remove it")
         out = out.with_name(f"{out.name}-replay")
     return Asked(
         run=args.run, out=out, first=first, last=last, rows=args.rows, record=record, changed=changed,
         begins=before[0] if before else None,
         within=[each for each in complete if first <= (step_of(each) or 0) <= last],
-        devices=[rank["device"] for rank in environment.get("ranks") or []],
+        devices=[rank["device"] for rank in environment.get("ranks") or []], one_rank=args.one_rank,
     )  # fmt: skip
 
 
@@ -270,12 +278,13 @@ def _finish(asked: Asked, args: argparse.Namespace) -> int:
                ["launch", "--hostfile", str(args.launch or "HOSTS"), "--"]), str(args.out / "config.yaml")]  # fmt: skip
     command += [word for plugin in args.plugin for word in ("--plugin", plugin)]
     was = {step: f"{row.loss:.4f}" for step, row in asked.record.items()}
-    for line in units.lines_of([
+    lines = units.lines_of([
         ("STEP", "LOSS", "NORM", "LOSS SO FAR"),
         *((str(each.step), f"{each.loss:.4f}", f"{each.norm:.4g}", was.get(each.step, "")) for each in steps),
-    ]):  # fmt: skip
-        print(line)
-    print(f"{args.out} is a run at step {asked.last}, which continues with: {shlex.join(command)}")
+    ])  # fmt: skip
+    lines.append(f"{args.out} is a run at step {asked.last}, which continues with: {shlex.join(command)}")
+    answer = {"folder": str(args.out), "step": asked.last, "changed": asked.changed, "command": shlex.join(command)}
+    print(json.dumps(answer) if args.json else "\n".join(lines))
     return 0
 
 
@@ -302,6 +311,7 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
         "train.run_dir": asked.again,
         **(_QUIET if asked.changed is None else {**_APART, **asked.changed}),
         **({} if asked.begins is None else {"resume": asked.begins.resolve(), **_WHOLE}),
+        **(on_one_rank(asked) if asked.one_rank else {}),
     }
     words = [str(asked.run / "config.yaml")]
     for key, value in settings.items():
@@ -318,8 +328,9 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
         command = [*program, "launch", "--hostfile", str(args.launch or hosts), "--max-restarts", "0",
                    "--env-file", str(asked.out / "env"), "--", *words]  # fmt: skip
     begins = "its beginning" if asked.begins is None else asked.begins.name
-    log.info(f"steps {asked.first}:{asked.last} of {asked.run} are trained again from {begins}, by "
-             f"{units.counted(asked.ranks, 'rank')}; the ranks' output: {asked.out / 'replay.log'}")  # fmt: skip
+    told = (f"steps {asked.first}:{asked.last} of {asked.run} are trained again from {begins}, by "
+            f"{units.counted(asked.ranks, 'rank')}; the ranks' output: {asked.out / 'replay.log'}")  # fmt: skip
+    print(told, file=sys.stderr if args.json else sys.stdout, flush=True)
     environment = {**os.environ, REPLAYED: task}
     with open(asked.out / "replay.log", "wb") as output, ending_on_sigterm():
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -345,6 +356,18 @@ def reason_of(said: str) -> str:
     findings = re.findall(r"^red +(.*(?:\n {7}.*)*)", said, re.MULTILINE)
     errors = re.findall(r"^error: (.*(?:\n {4}.*)*)", said, re.MULTILINE)
     return "\n".join(findings) or (errors or said.splitlines() or ["no output"])[-1]
+
+
+def on_one_rank(asked: Asked) -> dict[str, Any]:
+    """Return settings for equal steps of one rank, which takes all micro-batches. Raises ConfigError."""
+    settings = _settings(asked.run)
+    stages = [{**each, "train": {**each["train"], "accumulation": None}} for each in settings["data"]["stages"]]
+    parallel = {key.split(".")[0] for key in DEGREE_KEYS.values()}
+    tree = {key: value for key, value in read_json(settings["deepspeed"]).items() if key not in parallel}
+    tree |= dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    path = asked.out / "one-rank.json"
+    path.write_text(json.dumps(tree))
+    return {"deepspeed": path.resolve(), "train.accumulation": "null", "data.stages": stages, "fault.recheck_every": 0}
 
 
 def answer_of(asked: Asked) -> dict[str, Any]:

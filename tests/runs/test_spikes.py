@@ -176,6 +176,19 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "give the folder of a run" in capsys.readouterr().err
 
 
+def test_one_rank_trains_the_steps_of_two(
+    spiked: Path, replayed: tuple[dict[str, Any], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = f"{replayed[0]['first']}:{replayed[0]['last']}"
+    words = ["replay", str(spiked / "run"), "--steps", steps, "--one-rank", "--json", "--out", str(tmp_path / "one")]
+    assert cli.main(words) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (
+        answer["equal"] and not answer["exact"] and answer["rows"][0]["sequence"] == replayed[0]["rows"][0]["sequence"]
+    )
+    assert 0 < max(each["apart"] for each in answer["steps"]) < 1e-4  # another order of sums
+
+
 def test_done_lets_go_of_the_checkpoint(spiked: Path, replayed: object, capsys: pytest.CaptureFixture[str]) -> None:
     step = event(spiked / "run")["step"]
     assert cli.main(["replay", str(spiked / "run"), "--done"]) == 0
