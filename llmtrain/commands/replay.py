@@ -393,8 +393,13 @@ def answer_of(asked: Asked) -> dict[str, Any]:
     rows = [{"step": step, **row} for step, each in looked.items() for row in each["rows"]]
     rows.sort(key=lambda row: (-(_number(row.get("norm"), -1.0)), -_number(row["loss"], math.inf)))
     known = [row for row in rows if row.get("norm") is not None][: asked.rows] or rows[: asked.rows]
-    with contextlib.suppress(DataError):
-        _name_documents(asked.run, known)
+    with contextlib.suppress(DataError):  # the data is gone, changed, or keeps no origins
+        from llmtrain.commands.data import documents_of, spans
+
+        read = spans(asked.run)
+        for row in known:
+            span = next(each for each in read if each.after < row["step"] <= (each.until or row["step"]))
+            row["documents"] = documents_of(span, row["sequence"])
     return {
         "run": str(asked.run), "folder": str(asked.out), "first": asked.first, "last": asked.last,
         "from": None if asked.begins is None else str(asked.begins), "exact": exact, "why": why, "bound": bound,
@@ -473,14 +478,3 @@ def modules_of(looked: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     bad = [each for each in found if not math.isfinite(each["value"])]
     bad.sort(key=lambda each: (each["step"], each["what"] != "output", each["order"]))
     return bad[:1] + sorted((each for each in found if each not in bad), key=lambda each: -each["factor"])[:10]
-
-
-def _name_documents(run: Path, rows: list[dict[str, Any]]) -> None:
-    """Add `documents` to rows: file, record and first tokens. Raises DataError: the data is gone, changed, or keeps no
-    origins."""
-    from llmtrain.commands.data import documents_of, spans
-
-    known = spans(run)
-    for row in rows:
-        span = next(each for each in known if each.after < row["step"] <= (each.until or row["step"]))
-        row["documents"] = documents_of(span, row["sequence"])

@@ -108,16 +108,12 @@ class Record(Part):
         self._steps, self._sums, self._norms = [], [], []
         if self._file is not None:
             self._file.append(rows)
-        for row in rows:
-            if spike := self._detect(row):
+        in_fp16 = self._setup.resolved.precision == "fp16"
+        for row in (row for row in rows if row.weight):
+            # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
+            scaling = in_fp16 and math.isfinite(row.loss) and not math.isfinite(row.norm)
+            if spike := self.detector.take(row.step, row.loss, math.nan if scaling else row.norm):
                 self._report(spike)
-
-    def _detect(self, row: StepRow) -> Spike | None:
-        if not row.weight:
-            return None
-        # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
-        scaling = self._setup.resolved.precision == "fp16" and math.isfinite(row.loss) and not math.isfinite(row.norm)
-        return self.detector.take(row.step, row.loss, math.nan if scaling else row.norm)
 
     def _report(self, spike: Spike) -> None:
         first, last = max(1, spike.step - BEFORE), spike.step + AFTER
