@@ -41,9 +41,6 @@ and ranks that do not exist. Says for each kind of rank how much memory it takes
 Needs no GPU, no data and no weights. Exit code 0: it fits, or no device is named; 1: it does not fit, or may not;
 2: a mistake in the run."""
 
-_EPOCH = 1 << 30
-"""Sequences: the length of an epoch decides nothing here."""
-
 
 def main(argv: list[str]) -> int:
     """Returns the exit code. Raises UserError."""
@@ -209,7 +206,7 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         time=None if speeds is None else step_time(resolved, machines, speeds, found),
         chosen={"micro_batch": micro_batch, "recompute": asdict(again)} if autos(asked.run) else None,
     )
-    if plan.lacks_room:
+    if machines.memory is not None and machines.room(plan.fullest.peak, machines.memory)[0] < 0:
         fullest = plan.fullest.rehearsed.rank
         with tempfile.TemporaryDirectory() as folder:
             for said, more in changes(resolved, Path(folder)):
@@ -257,7 +254,8 @@ def _resolved(words: list[str], world_size: int) -> ResolvedRun:
     check_teacher_folder(run, problems)
     model_config(run, problems)
     problems.raise_if_any()
-    return resolve(run, world_size, "--hosts and --slots", places=parsed.places, epoch=lambda _: _EPOCH)
+    # The length of an epoch in sequences decides nothing here.
+    return resolve(run, world_size, "--hosts and --slots", places=parsed.places, epoch=lambda _: 1 << 30)
 
 
 def changes(resolved: ResolvedRun, folder: Path) -> Iterator[tuple[str, list[str]]]:

@@ -71,11 +71,6 @@ class Plan:
         least, most = self.machines.room(self.fullest.peak, self.machines.memory)
         return True if least >= 0 else False if most < 0 else None
 
-    @property
-    def lacks_room(self) -> bool:
-        """True if the device that the user has named is, or may be, too small."""
-        return self.machines.memory is not None and self.machines.room(self.fullest.peak, self.machines.memory)[0] < 0
-
     def as_json(self) -> dict[str, Any]:
         kinds = []
         for kind in self.kinds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import weakref
@@ -228,13 +229,9 @@ class Ledger(OperatorMode):
         return label + offloaded if label in ("optimizer", "ema") else label
 
 
-_found: dict[str, str | None] = {}
-
-
+@functools.cache
 def _made_in(file: str) -> str | None:
-    if file not in _found:
-        _found[file] = next((label for pattern, label in _MADE_IN if re.search(pattern, file)), None)
-    return _found[file]
+    return next((label for pattern, label in _MADE_IN if re.search(pattern, file)), None)
 
 
 def _kind(name: str) -> str:

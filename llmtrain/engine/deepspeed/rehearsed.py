@@ -37,12 +37,12 @@ def rehearsed_ranks(rank: int, world_size: int, slots: int, imbalance: float = 1
     # What ZeRO 3 compares over the ranks are numbers of one rank here.
     auto_ep._gate_activation_matches = with_values()(auto_ep._gate_activation_matches)
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda *_: None
-    apply, nn.Module._apply = nn.Module._apply, _apply  # type: ignore[method-assign]
+    nn.Module._apply = _apply  # type: ignore[method-assign]
     everyone = dist.new_group(list(range(world_size)))
     try:
         yield Ranks(rank=rank, world_size=world_size, device=torch.device("cpu"), control=everyone, rehearsed=True)
     finally:
-        nn.Module._apply = apply  # type: ignore[method-assign]
+        nn.Module._apply = _torchs_apply  # type: ignore[method-assign]
         dist.destroy_process_group()
 
 
