@@ -16,7 +16,8 @@ from llmtrain.plan.work import Operator, sent
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PHASES = {"setup": "when the engine is built", "data": "between steps", "forward": "in the forward pass",
+_PHASES = {"setup": "when the engine is built", "data": "between steps",
+           "reference": "in the forward pass of the reference", "forward": "in the forward pass",
            "backward": "in the backward pass", "step": "in the optimizer's update",
            "save": "in a save", "evaluate": "in an evaluation"}  # fmt: skip
 

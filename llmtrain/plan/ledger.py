@@ -130,6 +130,7 @@ class Ledger(OperatorMode):
         self.work.begin_step()
         self.kept, self.curve, self._in_steps = self._now, [], True
         self.highest = Counter(self.bytes)
+        self.peaks["data"] = self._now, dict(self.bytes)
 
     def mark(self, held: Iterable[tuple[str, bool, Tensor]]) -> None:
         """Give storages another label, and count those that were made outside: (label, in host memory, tensor)."""
@@ -213,7 +214,7 @@ class Ledger(OperatorMode):
             if frame.f_back is None:
                 break
             frame = frame.f_back
-        if self._running and phase in ("forward", "backward", "evaluate"):
+        if self._running and phase in ("reference", "forward", "backward", "evaluate"):
             return f"activations of {self._running[-1]}"
         return "gradients of activations" if phase == "backward" else phase
 

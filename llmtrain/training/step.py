@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.loader import MicroBatch, StepBatch
 from llmtrain.engine.api import Engine, Update
@@ -112,7 +113,8 @@ class Session:
     ) -> Step:
         """Raises TrainingStopped, on all ranks: fp16 has no smaller loss scale left."""
         if isinstance(self.objective, LooksAhead):
-            self.objective.look(batch.micro_batches, self.engine.evaluate)
+            with heart.during("reference"):
+                self.objective.look(batch.micro_batches, self.engine.evaluate)
         counted = sum(map(self.objective.weight, batch.micro_batches))
         agreement = self._agree.start(
             weight=counted if self._leads else 0,

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -269,17 +270,51 @@ def test_seeded_faults_are_told_apart(small_data, tmp_path, fault, cause, ranks,
     assert words in event["text"]
 
 
+def with_dev_shm(size: str, small_data: str, folder: Path, warm: WarmCommands, *more: str) -> tuple[int, str]:
+    """(exit code, output) of a launch whose /dev/shm has this size and a file of 20 kB."""
+    recipe = write_recipe(folder, small_data)
+    (folder / "hosts").write_text("localhost slots=2\n")
+    full = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && head -c 20000 /dev/zero > /dev/shm/full"
+    run = shlex.join(["llmtrain", "launch", "--hostfile", "hosts", "--max-restarts", "0", str(recipe), *more])
+    words = ["unshare", "-m", "bash", "-c", f"({full}) 2> /dev/null; df -T /dev/shm; exec {run} --train.max_steps 3"]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    job = subprocess.Popen(words, cwd=folder, env=warm.environment(), start_new_session=True, **streams)
+    code, output = finish(job)
+    if not re.search(r"tmpfs +tmpfs +\d{2,4} ", output):
+        pytest.skip(f"needs the right to mount a tmpfs: {output[:200]}")
+    return code, output
+
+
 def test_a_full_dev_shm_is_named_before_the_start(small_data: str, tmp_path: Path, warm: WarmCommands) -> None:
     """The ranks were killed by SIGBUS at their first heartbeat, and nothing was said of a cause."""
-    recipe = write_recipe(tmp_path, small_data)
-    (tmp_path / "hosts").write_text("localhost slots=2\n")
-    full = "mount -t tmpfs -o size=16k tmpfs /dev/shm && head -c 20000 /dev/zero > /dev/shm/full"
-    run = f"llmtrain launch --hostfile hosts --max-restarts 0 {recipe} --train.max_steps 3"
-    words = ["unshare", "-m", "bash", "-c", f"({full}) 2> /dev/null; df -T /dev/shm; exec {run}"]
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    job = subprocess.Popen(words, cwd=tmp_path, env=warm.environment(), start_new_session=True, **streams)
-    code, output = finish(job)
-    if "100%" not in output.partition("rank 0")[0]:
-        pytest.skip(f"needs the right to mount a tmpfs: {output[:200]}")
+    code, output = with_dev_shm("16k", small_data, tmp_path, warm)
     assert code == 0 and losses(tmp_path / "run").keys() == {1, 2, 3}, output
     assert output.count("is full (0 B free)") == 1 and "mount -o remount" in output, output
+
+
+WRITES = """
+from dataclasses import dataclass
+import mmap
+from llmtrain import Part
+
+@dataclass(kw_only=True)
+class Writes(Part, entry="writes"):
+    def open(self, launch):
+        self.rank = launch.setup.ranks.rank
+
+    def after_step(self, done):
+        if done.position.step == 2 and self.rank == 1:
+            with open("/dev/shm/of_a_plugin", "w+b") as file:
+                file.truncate(1 << 22)
+                mmap.mmap(file.fileno(), 1 << 22)[:] = bytes(1 << 22)
+"""
+
+
+def test_a_dev_shm_that_fills_up_is_named(small_data: str, tmp_path: Path, warm: WarmCommands) -> None:
+    """A rank was said to be killed by something outside the job: its stack found no room there."""
+    (tmp_path / "plugin.py").write_text(WRITES)
+    more = ("--plugin", str(tmp_path / "plugin.py"), "--parts.writes")
+    code, output = with_dev_shm("1200k", small_data, tmp_path, warm, *more)
+    assert code == 1, output
+    assert re.search(r"rank 1 on .* was ended by SIGBUS in parts.writes: after_step at .*plugin.py:15 ", output), output
+    assert re.search(r"/dev/shm of .* is full \(0 B free\).*mount -o remount,size=50%", output), output

@@ -27,7 +27,7 @@ RECORD_WANTED = "record.wanted"
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its Python stacks into its file."""
 _STALE_S = 600.0
-_LEAST_FREE = 1 << 20
+LEAST_FREE = 1 << 20
 """Free bytes in /dev/shm below which another folder is taken; heartbeats need 4 KiB a rank."""
 _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
@@ -43,7 +43,7 @@ def make_folder() -> Path:
     base = Path("/dev/shm")
     if not os.access(base, os.W_OK | os.X_OK):
         base = Path(tempfile.gettempdir())
-    elif not (base / name).exists() and (free := shutil.disk_usage(base).free) < _LEAST_FREE:
+    elif not (base / name).exists() and (free := shutil.disk_usage(base).free) < LEAST_FREE:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             log.warn(
                 f"{base} of {socket.gethostname()} is full ({units.size(free)} free): the watch keeps its files in "

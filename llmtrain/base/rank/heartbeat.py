@@ -19,11 +19,12 @@ from typing import Any
 from llmtrain.base.rank import processes
 
 PHASES = (
-    *("start", "rendezvous", "connect", "model", "resume", "data", "forward", "backward", "step", "compile"),
-    *("compare", "save", "evaluate", "export", "end"),
+    *("start", "rendezvous", "connect", "model", "resume", "data", "reference", "forward", "backward", "step"),
+    *("compile", "compare", "save", "evaluate", "export", "end"),
 )
 """Phases of a rank. A training step is `data`, then `forward` and `backward` for each micro-batch, then `step`.
-`connect`: the ranks have met, and their process groups connect. `compile`: torch.compile is at work."""
+`connect`: the ranks have met, and their process groups connect. `reference`: forward passes before a step (LooksAhead).
+`compile`: torch.compile is at work."""
 
 _MAGIC = int.from_bytes(b"llmbeat1", "little")
 _WORDS = (

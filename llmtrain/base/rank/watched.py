@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -42,6 +43,7 @@ from llmtrain.base.rank.stacks import Frame, excerpt, own_line, place
 _AGENT_STARTS_S = 20.0
 _CONNECT_GRACE_S = 30.0
 _MOST_OF_REASON = 1000
+_STACK_BYTES = 16 << 10
 
 
 def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent: str) -> Watched:
@@ -49,6 +51,8 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent
     rank, local_rank = log.rank(), int(os.environ.get("LOCAL_RANK", "0"))
     folder = make_folder()
     stack_file = open(of_rank(folder, rank, "stack"), "a")  # noqa: SIM115  # faulthandler writes to it for ever
+    # The stack of a crash has room (FALLOC_FL_KEEP_SIZE) when SIGBUS tells that /dev/shm is full.
+    ctypes.CDLL(None).fallocate(stack_file.fileno(), 1, ctypes.c_long(0), ctypes.c_long(_STACK_BYTES))
     faulthandler.enable(stack_file)
     # faulthandler restores this handler at the latest while Python shuts down, when the agent may still signal.
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)

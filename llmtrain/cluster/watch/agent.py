@@ -32,7 +32,7 @@ from llmtrain.base.rank.folder import AGENT, JOB, RUN, own, read_json, sweep, wr
 from llmtrain.base.rank.processes import Process, descendants, has_mark, identify, oom_kills, pids, words
 from llmtrain.cluster.watch.causes import explain
 from llmtrain.cluster.watch.facts import Explanation, HostFacts, JobFacts, RankFacts
-from llmtrain.cluster.watch.observe import HostRanks, captured, with_gpus
+from llmtrain.cluster.watch.observe import HostRanks, captured, with_answer
 from llmtrain.cluster.watch.verdict import SILENT_S, Judge, Pauses, Stragglers, Verdict
 
 _LONGEST = 4 << 20
@@ -481,7 +481,7 @@ class Agent:
         return JobFacts(
             trigger=verdict.trigger,
             ranks=tuple(ranks[number] for number in sorted(ranks)),
-            hosts=tuple(with_gpus(host, answers.get(host.name, {})) for host in hosts),
+            hosts=tuple(with_answer(host, answers.get(host.name, {})) for host in hosts),
             alike=bool(self.about.get("alike", True)),
             here=self.host,
             stalled_s=verdict.stalled_s,

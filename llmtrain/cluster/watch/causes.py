@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from llmtrain.base import units
 from llmtrain.base.rank.device_faults import FAULTS, DeviceFault, device_fault, timed_out
+from llmtrain.base.rank.folder import LEAST_FREE
 from llmtrain.base.rank.stacks import Recorded, place
 from llmtrain.cluster.gpus import Xid, read_xids
 from llmtrain.cluster.watch.facts import (
@@ -37,7 +38,7 @@ from llmtrain.cluster.watch.facts import (
 
 _SAME_BATCHES = "The ranks do not do equally many steps or micro-batches: each must see the same number of batches."
 _OF_A_SAVE = ("compare", "save", "export")
-_STEP_PHASES = ("data", "forward", "backward", "step", "compare")
+_STEP_PHASES = ("data", "reference", "forward", "backward", "step", "compare")
 
 
 def _stopped(facts: JobFacts) -> Cause | None:
@@ -198,7 +199,7 @@ def _expert(facts: JobFacts) -> Cause | None:
         or not all(r.inside for r in those)
     ):
         return None
-    if any(r.phase not in ("forward", "backward", "evaluate") for r in those):
+    if any(r.phase not in ("reference", "forward", "backward", "evaluate") for r in those):
         return None
     if len({(r.collectives, r.collective) for r in those}) < 2:
         return None
@@ -531,7 +532,8 @@ def _dead(facts: JobFacts) -> Cause | None:
             remedy="Correct that; the others ended because a rank was gone.",
         )
     silent = [r for r in own if not r.error]
-    chosen = silent or own or dead
+    # An error of another rank may be unknown: a full /dev/shm takes no file.
+    chosen = [r for r in silent if r.signal] or silent or own or dead
     first = chosen[0]
     oom = next((h.oom_kills for h in facts.hosts if h.name == first.host), 0)
     if first.error:
@@ -555,6 +557,18 @@ def _dead(facts: JobFacts) -> Cause | None:
             or facts.planned.get("setup")
             or "Give the host more memory, run fewer ranks on it, or lower "
             "train.micro_batch: `llmtrain plan` says what each change gives. `dmesg` on the host names the process.",
+        )
+    free = next((h.shm_free for h in facts.hosts if h.name == first.host), None)
+    if first.signal == "SIGBUS" and free is not None and free < LEAST_FREE:
+        return Cause(
+            name="shared_memory",
+            ranks=chosen,
+            detail=first.signal,
+            says=f"{who(chosen)} <was|were> ended by SIGBUS in {first.plugin or first.phase}"
+            f"{f' at {place(first.stack[0])}' if first.stack else ''}: /dev/shm of {first.host} is full "
+            f"({units.size(free)} free), and a write into shared memory got no page.",
+            remedy="Delete unused files there (`ls -la /dev/shm`), or mount -o remount,size=50% /dev/shm (docker run "
+            "--shm-size 16g). " + AGAIN,
         )
     if first.signal in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
         at = f" at {place(first.stack[0])}" if first.stack else ""

@@ -90,6 +90,8 @@ class HostFacts:
     """Its agent has ended without a message, and the connection was closed: the host's kernel still answered."""
     oom_kills: int = 0
     """Processes that its kernel has killed for lack of memory since the job began."""
+    shm_free: int | None = None
+    """Free bytes in its /dev/shm."""
     xids: tuple[str, ...] = ()
     """Lines of its kernel log with recent faults that the NVIDIA driver reports."""
     gpu_health: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import time
 from dataclasses import dataclass, replace
@@ -323,17 +324,21 @@ _WITHIN_S = 2.5
 
 
 def captured(ranks: HostRanks, stall_s: float, *, ends: bool) -> dict[str, Any]:
-    """Return this host's facts for an explanation, within 3 s: `stacks`; if a job on GPUs is to end, also `xids` and
-    `gpu_health` (HostFacts), as questions to the driver may hold a rank up."""
+    """Return this host's facts for an explanation, within 3 s: `stacks`, `shm_free`; if a job on GPUs is to end, also
+    `xids` and `gpu_health` (HostFacts), as questions to the driver may hold a rank up."""
+    free = None
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage("/dev/shm").free
     if not ends or not ranks.on_device():
-        return {"stacks": ranks.capture()}
+        return {"stacks": ranks.capture(), "shm_free": free}
     kernel, memory = KernelLog(_LATELY_S + stall_s, _WITHIN_S), Command(MEMORY_REPORT, _WITHIN_S)
     stacks = ranks.capture(record=True)
     faults = {bus: memory_fault(gpu) for bus, gpu in read_report(memory.answer()).items()}
     health = "; ".join(f"GPU {bus}: {what}" for bus, what in faults.items() if what)
-    return {"stacks": stacks, "xids": kernel.xid_lines(), "gpu_health": health[:500]}
+    return {"stacks": stacks, "shm_free": free, "xids": kernel.xid_lines(), "gpu_health": health[:500]}
 
 
-def with_gpus(host: HostFacts, answer: dict[str, Any]) -> HostFacts:
-    xids = tuple(str(line) for line in answer.get("xids", ()))
+def with_answer(host: HostFacts, answer: dict[str, Any]) -> HostFacts:
+    xids, free = tuple(str(line) for line in answer.get("xids", ())), answer.get("shm_free")
+    host = replace(host, shm_free=free if isinstance(free, int) else None)
     return replace(host, xids=xids, gpu_health=str(answer.get("gpu_health", "")))

@@ -89,6 +89,13 @@ CASES: dict[str, tuple[JobFacts, int | None, str]] = {
                               "asked to stop and killed before its checkpoint was written"),
     "crashed": (died(2, {1: {"state": "dead", "signal": "SIGSEGV", "stack": IN_DATA}}), 1,
                 "crashed with SIGSEGV in backward at llmtrain/data/loader.py:88 (__next__)"),
+    "shared_memory": (died(2, {0: {"state": "dead", "code": 1, "phase": "end"},
+                               1: {"state": "dead", "signal": "SIGBUS", "stack": IN_DATA}},
+                           hosts=(HostFacts(name="node-2", shm_free=4096),)), 1,
+                      "rank 1 on node-2 was ended by SIGBUS in backward at llmtrain/data/loader.py:88 (__next__): "
+                      "/dev/shm of node-2 is full (4 KiB free)"),
+    "crashed, with room": (died(2, {1: {"state": "dead", "signal": "SIGBUS"}},
+                                hosts=(HostFacts(name="node-2", shm_free=1 << 30),)), 1, "crashed with SIGBUS"),
     "exception": (died(2, {0: CUT_OFF, 1: {"state": "dead", "error": "ValueError: token 600 of 512",
                                            "error_at": "llmtrain/data/loader.py:88 (take)"}}), 1,
                   "rank 1 on node-2 raised ValueError: token 600 of 512 at llmtrain/data/loader.py:88 (take), in back"),

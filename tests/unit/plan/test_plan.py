@@ -273,6 +273,7 @@ def test_memory_that_runs_out_is_explained(
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 ON_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory")
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+ONLINE = "--objective.name=dpo --objective.reference=online --adapter.r=4 --data.isolate_documents=true"
 ENDS = {
     "a long sequence": ("forward", ON_CPU, "--data.sequence_length=64", {}, "come in this phase (activations of"),
     "a large micro-batch": ("backward", CUDA, "--train.micro_batch=64", {}, "come in this phase (activations of"),
@@ -280,6 +281,7 @@ ENDS = {
     "a later stage": ("forward", ON_CPU, '--data.stages=[{"from_step":5,"sequence_length":32}]', {}, "(activations of"),
     "a mean of the parameters": ("step", MemoryError(), "--ema.decay=0.9", {}, ", ema 832 KiB"),
     "an evaluation": ("evaluate", ON_CPU, "--model.config.vocab_size=16384", {}, "come in this phase (logits and loss"),
+    "an online reference": ("reference", ON_CPU, ONLINE, {}, "come in this phase (logits and loss"),
     "offload": ("step", MemoryError(), "", OFFLOAD, ", moments (host) 1.629 MiB"),
     "a save's copy": ("save", OSError(12, "Cannot allocate memory"), "", {}, "steps (copy for a save (host) 2.444 MiB"),
 }
@@ -298,6 +300,7 @@ def test_the_contents_of_the_memory_that_ran_out_are_named(
     monkeypatch.setattr(heart, "in_phase", lambda: phase)
     said = explain(error, run, torch.device("cpu"))
     assert f"memory ran out in the phase '{phase}'" in said and content in said, said
+    assert " stay between steps (" in said
 
 
 @pytest.mark.parametrize("key", ["mlp_tile_tokens 16", "compile_layers true"])
