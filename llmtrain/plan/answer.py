@@ -144,11 +144,13 @@ class Plan:
 
     def figure(self) -> Figure:
         """Bars by kind of rank, and the memory over one step."""
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 3 + 0.35 * len(self.kinds)), layout="constrained")
         bars, step = figure.subplots(2, 1, height_ratios=[1 + len(self.kinds), 4])
         names, left = [kind.name for kind in self.kinds], [0.0] * len(self.kinds)
+        bars.set_prop_cycle(color=[colormaps["tab20"](each) for each in (*range(0, 20, 2), *range(1, 20, 2))])
         for label in dict.fromkeys(label for kind in self.kinds for label in kind.rehearsed.parts):
             if self.on_device(label):
                 wide = [kind.rehearsed.parts.get(label, 0) / 2**30 for kind in self.kinds]
@@ -156,7 +158,7 @@ class Plan:
                 left = [sum(both) for both in zip(left, wide, strict=True)]
         bars.invert_yaxis()
         bars.set_xlabel("GiB at the peak")
-        bars.legend(fontsize=7, ncols=2)
+        figure.legend(fontsize=7, loc="outside right upper")
         for kind in self.kinds:
             step.plot([held / 2**30 for _, held in kind.rehearsed.curve], label=kind.name, linewidth=1)
         if self.machines.memory is not None:
