@@ -22,7 +22,7 @@ from llmtrain.base.errors import CheckpointError, ConfigError, DataError, Traini
 from llmtrain.base.files import refuse_if_in_use
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer, step_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
-from llmtrain.commands.replay_page import lines_for, page_of
+from llmtrain.commands.replay_page import lines_for, page_of, worst_rows
 from llmtrain.config import plugins, strict_yaml
 from llmtrain.config.deepspeed.join import DEGREE_KEYS
 from llmtrain.config.deepspeed.read import read_json
@@ -392,7 +392,7 @@ def answer_of(asked: Asked) -> dict[str, Any]:
     checkpoints = [_compare(asked, each, exact=exact) for each in asked.within]
     rows = [{"step": step, **row} for step, each in looked.items() for row in each["rows"]]
     rows.sort(key=lambda row: (-(_number(row.get("norm"), -1.0)), -_number(row["loss"], math.inf)))
-    known = [row for row in rows if row.get("norm") is not None][: asked.rows] or rows[: asked.rows]
+    known = worst_rows([row for row in rows if row.get("norm") is not None] or rows, asked.rows)
     with contextlib.suppress(DataError):  # the data is gone, changed, or keeps no origins
         from llmtrain.commands.data import documents_of, spans
 

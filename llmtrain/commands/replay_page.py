@@ -28,10 +28,16 @@ def lines_for(answer: dict[str, Any]) -> Iterator[str]:
                f"{each['others']:.3g} in the other steps")  # fmt: skip
     has_norms = any(row.get("norm") is not None for row in rows)
     yield "rows by the norm of their gradient, and its share of the step's:" if has_norms else "rows by their loss:"
-    for row in rows[:10]:
+    for row in worst_rows(rows, 10):
         norm = "" if row.get("norm") is None else f", norm {row['norm']:.3g}, share {float(row['share']):.1%}"
         yield f"step {row['step']} sequence {row['sequence']}: loss {float(row['loss']):.4f}{norm}"
         yield from (f"  {text}" for text in row.get("documents", [])[:4])
+
+
+def worst_rows(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Return the first rows, and the one with the largest loss."""
+    largest = max(rows, key=lambda row: float(row["loss"]), default=None)
+    return [row for place, row in enumerate(rows) if place < most or row is largest]
 
 
 def _steps(answer: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmtrain.commands.replay import Asked, modules_of, on_one_rank, reason_of
-from llmtrain.commands.replay_page import lines_for, page_of
+from llmtrain.commands.replay_page import lines_for, page_of, worst_rows
 
 
 def looked(values: dict[int, tuple[float, float]]) -> dict[int, dict[str, Any]]:
@@ -41,6 +41,13 @@ def test_an_answer_without_equal_steps_says_where_they_part() -> None:
     assert lines[0] == ("the steps are not equal to the run's record to the bit: first at step 5, largest relative "
                         "difference 1.0e-03")  # fmt: skip
     assert "step 5 sequence 40: loss 9.0000, norm 3, share 90.0%" in lines
+    # The one with the largest loss is shown, whatever its norm is.
+    answer["rows"] = worst_rows([{**row, "sequence": n, "loss": 3 + n % 12, "norm": 3 - n / 50} for n in range(14)], 12)
+    assert [each["sequence"] for each in answer["rows"]] == list(range(12))
+    shown = [line.partition(":")[0] for line in lines_for(answer) if " sequence " in line]
+    assert shown == [f"step 5 sequence {n}" for n in (*range(10), 11)]
+    answer["rows"] = worst_rows(answer["rows"], 3)
+    assert [each["sequence"] for each in answer["rows"]] == [0, 1, 2, 11]
     page = page_of(answer)
     assert "&lt;b&gt;&amp;" in page and "<b>" not in page
 
