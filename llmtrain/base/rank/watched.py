@@ -51,7 +51,7 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent
     rank, local_rank = log.rank(), int(os.environ.get("LOCAL_RANK", "0"))
     folder = make_folder()
     stack_file = open(of_rank(folder, rank, "stack"), "a")  # noqa: SIM115  # faulthandler writes to it for ever
-    # The stack of a crash has room (FALLOC_FL_KEEP_SIZE) when SIGBUS tells that /dev/shm is full.
+    # The stack of a crash has room in a full /dev/shm (FALLOC_FL_KEEP_SIZE).
     ctypes.CDLL(None).fallocate(stack_file.fileno(), 1, ctypes.c_long(0), ctypes.c_long(_STACK_BYTES))
     faulthandler.enable(stack_file)
     # faulthandler restores this handler at the latest while Python shuts down, when the agent may still signal.
