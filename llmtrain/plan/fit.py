@@ -31,6 +31,8 @@ _EXPLORED = 3
 """Forms of which more than two rehearsals are made."""
 _TRIED = 8
 """Most complete rehearsals."""
+_CLOSE = 0.97
+"""Share of an estimated peak that has to fit: a complete rehearsal may find less."""
 _LONG, _TILE = 32_768, 4096
 """Tokens: of a row for which sequence parallelism and MLPs in tiles are tried, and of a tile."""
 _OF_A_FORM = ("tensor_parallel", "pipeline", "sequence_parallel_size", "expert_parallel", "activation_checkpointing")
@@ -173,7 +175,7 @@ class Fitter:
         ways = (*self._again, (self._facts.layers // 2, None))
         estimated = [Choice(form, rows, *again) for form in forms for rows in self._rows(form) for again in ways]
         self._estimate(each for each in estimated if each.micro_batch <= 2 and not isinstance(each.recomputed, int))
-        likely = [each for each in estimated if self._left(self._point(each).peak) >= 0]
+        likely = [each for each in estimated if self._left(_CLOSE * self._point(each).peak) >= 0]
         likely.sort(key=lambda each: self._point(each).seconds)
         best: list[Fitted] = []
         tried = 0
