@@ -24,7 +24,7 @@ from llmtrain.checkpoint.format import complete_checkpoints, read_trainer, step_
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
 from llmtrain.commands.replay_page import lines_for, page_of, worst_rows
 from llmtrain.config import plugins, strict_yaml
-from llmtrain.config.deepspeed.join import DEGREE_KEYS
+from llmtrain.config.chosen import without_degrees
 from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.reader import read_saved
 from llmtrain.config.stages import DataConfig, data_of
@@ -67,7 +67,7 @@ class Asked:
     within: list[Path]
     """The run's checkpoints of these steps."""
     devices: list[str]
-    """Of each rank."""
+    """Name of each rank's device."""
     changed: dict[str, Any] | None
     """Settings of the new run that `--write` makes, in addition to those of the run; None: a replay."""
     one_rank: bool
@@ -145,8 +145,10 @@ def _checkpoints(run: Path) -> Path:
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    """Content of the run's config.yaml, which has all fields."""
+    """Content of the run's config.yaml, which has all fields. Raises ConfigError: another file is there."""
     found: Any = strict_yaml.parse((run / "config.yaml").read_text(encoding="utf-8"), "config.yaml").tree
+    if not isinstance(found, dict) or not {"deepspeed", "resume", "data", "train", "sites"} <= found.keys():
+        raise ConfigError(f"{run}/config.yaml: is not the file of a run, which has all sections; restore it")
     return found
 
 
@@ -184,8 +186,9 @@ def _asked(args: argparse.Namespace) -> Asked:
         )
     try:
         environment = untrusted.loads((args.run / "environment.json").read_bytes())
-    except (OSError, ValueError):
-        environment = {}
+        devices = [rank["device"] for rank in environment["ranks"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        environment, devices = {}, []
     after = [each for each in complete if (step_of(each) or 0) >= last]
     _refuse_other_plugins(args, read_trainer(after[-1]) if after else environment)
     out = args.out or args.run.resolve().with_name(f"{args.run.resolve().name}-replay-{first}-{last}")
@@ -198,7 +201,7 @@ def _asked(args: argparse.Namespace) -> Asked:
         run=args.run, out=out, first=first, last=last, rows=args.rows, record=record, changed=changed,
         begins=before[0] if before else None,
         within=[each for each in complete if first <= (step_of(each) or 0) <= last],
-        devices=[rank["device"] for rank in environment.get("ranks") or []], one_rank=args.one_rank,
+        devices=devices, one_rank=args.one_rank,
     )  # fmt: skip
 
 
@@ -311,7 +314,7 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
         "train.run_dir": asked.again,
         **(_QUIET if asked.changed is None else {**_APART, **asked.changed}),
         **({} if asked.begins is None else {"resume": asked.begins.resolve(), **_WHOLE}),
-        **(on_one_rank(asked) if asked.one_rank else {}),
+        **(_on_one_rank(asked) if asked.one_rank else {}),
     }
     words = [str(asked.run / "config.yaml")]
     for key, value in settings.items():
@@ -358,15 +361,12 @@ def reason_of(said: str) -> str:
     return "\n".join(findings) or (errors or said.splitlines() or ["no output"])[-1]
 
 
-def on_one_rank(asked: Asked) -> dict[str, Any]:
+def _on_one_rank(asked: Asked) -> dict[str, Any]:
     """Return settings for equal steps of one rank, which takes all micro-batches. Raises ConfigError."""
     settings = _settings(asked.run)
     stages = [{**each, "train": {**each["train"], "accumulation": None}} for each in settings["data"]["stages"]]
-    parallel = {key.split(".")[0] for key in DEGREE_KEYS.values()}
-    tree = {key: value for key, value in read_json(settings["deepspeed"]).items() if key not in parallel}
-    tree |= dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
     path = asked.out / "one-rank.json"
-    path.write_text(json.dumps(tree))
+    path.write_text(json.dumps(without_degrees(read_json(settings["deepspeed"]))))
     return {"deepspeed": path.resolve(), "train.accumulation": "null", "data.stages": stages, "fault.recheck_every": 0}
 
 

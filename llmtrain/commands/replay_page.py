@@ -26,8 +26,7 @@ def lines_for(answer: dict[str, Any]) -> Iterator[str]:
     for each in answer["modules"]:
         yield (f"step {each['step']}: {each['what']} of {each['module']} is {each['value']:.3g}, at most "
                f"{each['others']:.3g} in the other steps")  # fmt: skip
-    has_norms = any(row.get("norm") is not None for row in rows)
-    yield "rows by the norm of their gradient, and its share of the step's:" if has_norms else "rows by their loss:"
+    yield f"rows by {_order(rows)}:"
     for row in worst_rows(rows, 10):
         norm = "" if row.get("norm") is None else f", norm {row['norm']:.3g}, share {float(row['share']):.1%}"
         yield f"step {row['step']} sequence {row['sequence']}: loss {float(row['loss']):.4f}{norm}"
@@ -35,9 +34,14 @@ def lines_for(answer: dict[str, Any]) -> Iterator[str]:
 
 
 def worst_rows(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Return the first rows, and the one with the largest loss."""
-    largest = max(rows, key=lambda row: float(row["loss"]), default=None)
+    """Return the first rows, and the row with the largest loss, which may be NaN."""
+    largest = max(rows, key=lambda row: (math.isnan(float(row["loss"])), float(row["loss"])), default=None)
     return [row for place, row in enumerate(rows) if place < most or row is largest]
+
+
+def _order(rows: list[dict[str, Any]]) -> str:
+    has_norms = any(row.get("norm") is not None for row in rows)
+    return "the norm of their gradient, and its share of the step's" if has_norms else "their loss"
 
 
 def _steps(answer: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -62,7 +66,7 @@ def page_of(answer: dict[str, Any]) -> str:
                for each in answer["modules"]]  # fmt: skip
     head, *steps = _steps(answer)
     tables = [
-        ("Rows by the norm of their gradient", table(("STEP", "SEQUENCE", "LOSS", "NORM", "SHARE", "DOCUMENTS"), rows)),
+        (f"Rows by {_order(answer['rows'])}", table(("STEP", "SEQUENCE", "LOSS", "NORM", "SHARE", "DOCUMENTS"), rows)),
         ("Modules out of the range of the other steps",
          table(("STEP", "MODULE", "WHAT", "LARGEST", "IN OTHER STEPS"), modules)),
         ("Steps", table(head, steps)),

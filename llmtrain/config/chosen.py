@@ -1,10 +1,12 @@
-"""A run with the values that memory has decided."""
+"""A run with other values than its own: those that memory has decided, or none for parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from llmtrain.config.deepspeed.join import DEGREE_KEYS
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
 
@@ -33,3 +35,10 @@ def _with_micro_batch(resolved: ResolvedRun, count: int) -> ResolvedRun:
     made = resolve(replace(resolved.run, train=given), resolved.degrees.world_size, places=dict(resolved.places))
     train = replace(made.run.train, max_steps=train.max_steps, max_tokens=train.max_tokens, epochs=train.epochs)
     return replace(made, run=replace(made.run, train=train), notes=resolved.notes)
+
+
+def without_degrees(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON for data-parallel ranks alone, whose batch sizes the YAML has."""
+    parallel = {key.split(".")[0] for key in DEGREE_KEYS.values()}
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return {key: value for key, value in tree.items() if key not in parallel} | dict.fromkeys(batch, "auto")

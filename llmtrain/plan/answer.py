@@ -148,21 +148,21 @@ class Plan:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 3 + 0.35 * len(self.kinds)), layout="constrained")
-        bars, step = figure.subplots(2, 1, height_ratios=[1 + len(self.kinds), 4])
+        peaks, step = figure.subplots(2, 1, height_ratios=[1 + len(self.kinds), 4])
         names, left = [kind.name for kind in self.kinds], [0.0] * len(self.kinds)
-        bars.set_prop_cycle(color=[colormaps["tab20"](each) for each in (*range(0, 20, 2), *range(1, 20, 2))])
+        peaks.set_prop_cycle(color=[colormaps["tab20"](each) for each in (*range(0, 20, 2), *range(1, 20, 2))])
         for label in dict.fromkeys(label for kind in self.kinds for label in kind.rehearsed.parts):
             if self.on_device(label):
                 wide = [kind.rehearsed.parts.get(label, 0) / 2**30 for kind in self.kinds]
-                bars.barh(names, wide, left=left, label=label)
+                peaks.barh(names, wide, left=left, label=label)
                 left = [sum(both) for both in zip(left, wide, strict=True)]
-        bars.invert_yaxis()
-        bars.set_xlabel("GiB at the peak")
+        peaks.invert_yaxis()
+        peaks.set_xlabel("GiB at the peak")
         figure.legend(fontsize=7, loc="outside right upper")
         for kind in self.kinds:
             step.plot([held / 2**30 for _, held in kind.rehearsed.curve], label=kind.name, linewidth=1)
         if self.machines.memory is not None:
-            for line in (bars.axvline, step.axhline):
+            for line in (peaks.axvline, step.axhline):
                 line(self.machines.memory / 2**30, color="black", linestyle=":")
         step.set_xlabel("operators of one step")
         step.set_ylabel("GiB")

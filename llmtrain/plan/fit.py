@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
 from llmtrain.base.units import count, lines_of, size
+from llmtrain.config.chosen import without_degrees
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.skeleton import load_config
 from llmtrain.plan.decide import needs, on_host
@@ -30,13 +31,11 @@ BEST = 5
 _EXPLORED = 3
 """Forms of which more than two rehearsals are made."""
 _TRIED = 8
-"""Most complete rehearsals."""
+"""Complete rehearsals after which the search ends, if one has fitted."""
 _CLOSE = 0.97
 """Share of an estimated peak that has to fit: a complete rehearsal may find less."""
 _LONG, _TILE = 32_768, 4096
 """Tokens: of a row for which sequence parallelism and MLPs in tiles are tried, and of a tile."""
-_OF_A_FORM = ("tensor_parallel", "pipeline", "sequence_parallel_size", "expert_parallel", "activation_checkpointing")
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -55,8 +54,8 @@ class Form:
         """The run's JSON with this form, whose batch and recomputation the YAML has."""
         zero = {key: value for key, value in (tree.get("zero_optimization") or {}).items() if "offload" not in key}
         zero |= {"stage": self.stage, **{f"offload_{name}": {"device": "cpu"} for name in self.offload}}
-        made = {key: value for key, value in tree.items() if key not in _OF_A_FORM}
-        made |= {**dict.fromkeys(_BATCH, "auto"), "zero_optimization": zero}
+        made = without_degrees(tree) | {"zero_optimization": zero}
+        made.pop("activation_checkpointing", None)
         if self.tensor > 1:
             made["tensor_parallel"] = {"autotp_size": self.tensor}
         if self.pipeline > 1:
@@ -179,7 +178,7 @@ class Fitter:
         likely.sort(key=lambda each: self._point(each).seconds)
         best: list[Fitted] = []
         tried = 0
-        while len(best) < BEST and tried < min(_TRIED, len(likely)):
+        while len(best) < BEST and tried < len(likely) and (tried < _TRIED or not best):
             chosen = likely[tried : tried + BEST - len(best)]
             tried += len(chosen)
             best += self._complete(chosen)
@@ -240,8 +239,8 @@ class Fitter:
     def _rehearse(
         self, wanted: Iterable[tuple[Choice, int | None]]
     ) -> Iterator[tuple[tuple[Choice, int | None], ResolvedRun, dict[int, Rehearsed]]]:
-        """Rehearse one rank of each kind of runs with a number of layers; None: all. Yields (one of `wanted`, the run,
-        its ranks); what is refused, by a model or an engine, is left out."""
+        """Rehearse each choice with a number of layers, or all (None): one rank of each kind. Yields (one of `wanted`,
+        the run, its ranks), except for a choice that a model or an engine refuses."""
         on_gpu, jobs, owners = self._machines.on_gpu, list[tuple[Checked, int]](), list[Any]()
         runs: dict[Any, ResolvedRun] = {}
         for key in dict.fromkeys(wanted):

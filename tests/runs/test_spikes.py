@@ -9,6 +9,7 @@ import html
 import json
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -160,6 +161,7 @@ def test_the_page_shows_the_row_and_no_markup_of_the_data(spiked: Path, replayed
         (("--steps", "12:9"), "--steps 12:9: write FIRST:LAST"),
         (("--steps", "180:250"), "--steps 180:250: the run has recorded steps up to 190"),
         (("--steps", "5:9", "--rows", "0"), "--rows 0: must be at least 1"),
+        (("--steps", "5:9", "--one-rank", "--skip", "5", "--write", "--out", "{here}/new"), "goes without --write"),
         (("--steps", "5:9", "--out", "{here}"), "exists, and no replay has made it"),
     ],
 )
@@ -171,22 +173,34 @@ def test_a_wrong_request_is_refused_and_nothing_is_written(
     assert message in capsys.readouterr().err and sorted(spiked.iterdir()) == before
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_refused(spiked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", str(tmp_path), "--steps", "1:2"]) == 2
     assert "give the folder of a run" in capsys.readouterr().err
+    for name in ("deepspeed.json", "steps.bin"):
+        shutil.copy(spiked / "run" / name, tmp_path)
+    (tmp_path / "config.yaml").write_text("model: {}\n")
+    assert cli.main(["replay", str(tmp_path), "--steps", "1:2"]) == 2
+    assert "is not the file of a run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("parallel", [{}, {"tensor_parallel": {"autotp_size": 2}}, {"pipeline": {"stages": 2}}])
 def test_one_rank_trains_the_steps_of_two(
-    spiked: Path, replayed: tuple[dict[str, Any], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spiked: Path, parallel: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = f"{replayed[0]['first']}:{replayed[0]['last']}"
-    words = ["replay", str(spiked / "run"), "--steps", steps, "--one-rank", "--json", "--out", str(tmp_path / "one")]
-    assert cli.main(words) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (
-        answer["equal"] and not answer["exact"] and answer["rows"][0]["sequence"] == replayed[0]["rows"][0]["sequence"]
+    run = tmp_path / "run"
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 1}, "train_batch_size": 8, **parallel})
     )
-    assert 0 < max(each["apart"] for each in answer["steps"]) < 1e-4  # another order of sums
+    forked.train(spiked / "recipe.yaml", f"--train.run_dir={run}", f"--deepspeed={tmp_path / 'ds.json'}",
+                 "--train.max_steps=8", "--checkpoint.every_steps=2", "--checkpoint.keep=9",
+                 "--data.stages=[{from_step: 4, train: {global_batch: 4, micro_batch: 1}}]")  # fmt: skip
+    assert cli.main(["replay", str(run), "--steps", "4:6", "--one-rank", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["equal"] and not answer["exact"] and len(answer["rows"]) == 8 + 2 * 4
+    assert 0 < max(each["apart"] for each in answer["steps"]) < 1e-5  # another order of sums
+    (degrees,) = [row["degrees"] for row in read_rows(Path(answer["folder"]) / "run/events.jsonl")[0]
+                  if row["kind"] == "reads" and row["step"] == 2]  # fmt: skip
+    assert set(degrees.values()) == {1}
 
 
 def test_done_lets_go_of_the_checkpoint(spiked: Path, replayed: object, capsys: pytest.CaptureFixture[str]) -> None:

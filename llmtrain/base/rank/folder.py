@@ -28,7 +28,7 @@ STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its Python stacks into its file."""
 _STALE_S = 600.0
 LEAST_FREE = 1 << 20
-"""Free bytes in /dev/shm below which another folder is taken; heartbeats need 4 KiB a rank."""
+"""Free bytes in /dev/shm below which another folder is taken. A rank takes 20 KiB, 16 of them for a stack."""
 _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
 

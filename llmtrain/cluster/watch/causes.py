@@ -517,6 +517,25 @@ def _aborted(facts: JobFacts) -> Cause | None:
     )
 
 
+def _shared_memory(facts: JobFacts) -> Cause | None:
+    """A write into shared memory got no page. The errors of other ranks may be unknown: they are files there, too."""
+    full = {h.name: h.shm_free for h in facts.hosts if h.shm_free is not None and h.shm_free < LEAST_FREE}
+    ended = [r for r in facts.ranks if r.state == "dead" and r.signal == "SIGBUS" and r.host in full]
+    if not ended:
+        return None
+    first = ended[0]
+    at = f" at {place(first.stack[0])}" if first.stack else ""
+    return Cause(
+        name="shared_memory",
+        ranks=ended,
+        detail="SIGBUS",
+        says=f"{who(ended)} <was|were> ended by SIGBUS in {first.plugin or first.phase}{at}: /dev/shm of {first.host} "
+        f"is full ({units.size(full[first.host])} free), and a write into shared memory got no page.",
+        remedy="Delete unused files there (`ls -la /dev/shm`), or mount -o remount,size=50% /dev/shm (docker run "
+        "--shm-size 16g). " + AGAIN,
+    )
+
+
 def _dead(facts: JobFacts) -> Cause | None:
     """One rank died first for a reason of its own; the others died because it was gone."""
     dead = [r for r in facts.ranks if r.state == "dead"]
@@ -532,8 +551,7 @@ def _dead(facts: JobFacts) -> Cause | None:
             remedy="Correct that; the others ended because a rank was gone.",
         )
     silent = [r for r in own if not r.error]
-    # An error of another rank may be unknown: a full /dev/shm takes no file.
-    chosen = [r for r in silent if r.signal] or silent or own or dead
+    chosen = silent or own or dead
     first = chosen[0]
     oom = next((h.oom_kills for h in facts.hosts if h.name == first.host), 0)
     if first.error:
@@ -557,18 +575,6 @@ def _dead(facts: JobFacts) -> Cause | None:
             or facts.planned.get("setup")
             or "Give the host more memory, run fewer ranks on it, or lower "
             "train.micro_batch: `llmtrain plan` says what each change gives. `dmesg` on the host names the process.",
-        )
-    free = next((h.shm_free for h in facts.hosts if h.name == first.host), None)
-    if first.signal == "SIGBUS" and free is not None and free < LEAST_FREE:
-        return Cause(
-            name="shared_memory",
-            ranks=chosen,
-            detail=first.signal,
-            says=f"{who(chosen)} <was|were> ended by SIGBUS in {first.plugin or first.phase}"
-            f"{f' at {place(first.stack[0])}' if first.stack else ''}: /dev/shm of {first.host} is full "
-            f"({units.size(free)} free), and a write into shared memory got no page.",
-            remedy="Delete unused files there (`ls -la /dev/shm`), or mount -o remount,size=50% /dev/shm (docker run "
-            "--shm-size 16g). " + AGAIN,
         )
     if first.signal in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
         at = f" at {place(first.stack[0])}" if first.stack else ""
@@ -622,7 +628,7 @@ def _raised(first: RankFacts, chosen: Sequence[RankFacts]) -> Cause:
 
 
 CAUSES: tuple[Callable[[JobFacts], Cause | None], ...] = (
-    *(_silent_host, _broken_gpu, _device, _timed_out, _aborted, _dead),
+    *(_silent_host, _broken_gpu, _device, _timed_out, _aborted, _shared_memory, _dead),
     *STALLS,
 )
 

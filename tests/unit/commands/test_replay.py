@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmtrain.commands.replay import Asked, modules_of, on_one_rank, reason_of
+from llmtrain.commands.replay import modules_of, reason_of
 from llmtrain.commands.replay_page import lines_for, page_of, worst_rows
 
 
@@ -48,6 +46,7 @@ def test_an_answer_without_equal_steps_says_where_they_part() -> None:
     assert shown == [f"step 5 sequence {n}" for n in (*range(10), 11)]
     answer["rows"] = worst_rows(answer["rows"], 3)
     assert [each["sequence"] for each in answer["rows"]] == [0, 1, 2, 11]
+    assert worst_rows([row, {**row, "sequence": 41, "loss": "NaN"}], 1)[-1]["sequence"] == 41
     page = page_of(answer)
     assert "&lt;b&gt;&amp;" in page and "<b>" not in page
 
@@ -80,21 +79,3 @@ pdsh@node-1: node-2: ssh exited with exit code 2
 )  # fmt: skip
 def test_the_reason_is_the_launch_s_own(said: str, reason: str) -> None:
     assert reason_of(said) == reason
-
-
-def test_settings_for_one_rank_have_no_parallelism(tmp_path: Path) -> None:
-    given = {"zero_optimization": {"stage": 1}, "train_batch_size": 16, "gradient_accumulation_steps": 2,
-             "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}, "sequence_parallel_size": 1}  # fmt: skip
-    (tmp_path / "ds.json").write_text(json.dumps(given))
-    stages = "[{from_step: 5, train: {global_batch: 8, micro_batch: 2, accumulation: 4}}]"
-    (tmp_path / "config.yaml").write_text(f"deepspeed: {tmp_path}/ds.json\ndata:\n  stages: {stages}\n")
-    asked = Asked(run=tmp_path, out=tmp_path, first=1, last=2, rows=1, record={}, begins=None, within=[], devices=[],
-                  changed=None, one_rank=True)  # fmt: skip
-    settings = on_one_rank(asked)
-    assert settings["data.stages"] == [
-        {"from_step": 5, "train": {"global_batch": 8, "micro_batch": 2, "accumulation": None}}
-    ]
-    assert json.loads(settings["deepspeed"].read_text()) == {
-        "zero_optimization": {"stage": 1}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-    }  # fmt: skip

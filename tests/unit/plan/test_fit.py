@@ -111,6 +111,17 @@ def test_the_first_is_the_best_of_all(memory: int) -> None:
 
 
 @pytest.mark.usefixtures("formula")
+def test_the_search_goes_on_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates of what is faster are close to the limit, and above it."""
+    machines = Machines(hosts=1, slots=4, device="x", on_gpu=False, memory=15 * MIB, host_memory=None)
+    fitter = Fitter(resolved(Form(stage=1), {}), machines, SPEEDS, resolved)
+    monkeypatch.setattr(fit, "_CLOSE", 0.1)
+    monkeypatch.setattr(fit, "_TRIED", 1)
+    found = fitter.fit()
+    assert found.best and found.rehearsed > fit.BEST
+
+
+@pytest.mark.usefixtures("formula")
 def test_long_rows_are_tried_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the MLPs of complete rows do not fit."""
     machines = Machines(hosts=1, slots=1, device="x", on_gpu=False, memory=4 * MIB + MIB // 5, host_memory=None)
