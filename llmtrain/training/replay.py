@@ -112,8 +112,6 @@ class Replay(Part):
             if len(self._largest) >= self._most and row["loss"] <= self._largest[self._most - 1]:
                 break
             micro = loader.row(self._step, row["sequence"] if row["sequence"] in mine else None)
-            if isinstance(objective, LooksAhead):
-                objective.look([micro], engine.evaluate)
             session.seed()
             row["norm"], product = engine.gradient_norm([micro], weight, objective)
             row["share"] = product / (norm * norm or math.nan)
@@ -132,8 +130,8 @@ class Replay(Part):
         most = max(from_all(self._ranks, len(mine)))
         micros = [loader.row(self._step, index) for index in mine]
         micros += [loader.row(self._step, None) for _ in range(most - len(mine))]
-        if isinstance(objective, LooksAhead):
-            objective.look(micros, self._setup.engine.evaluate)
+        if isinstance(objective, LooksAhead):  # once for all rows, whose gradients follow: as in the step
+            objective.look([*micros, loader.row(self._step, None)], self._setup.engine.evaluate)
         self._setup.engine.evaluate(micros, collected)
         table = torch.zeros(len(rows), 2, dtype=torch.float64)
         for place, index in enumerate(mine):
