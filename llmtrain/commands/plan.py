@@ -187,7 +187,7 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         return {each.rank: each for each in found}
 
     degrees, chosen = asked.degrees, kinds(asked.degrees)
-    resolved, found = decide(asked, machines.memory, lambda run: rehearsed(run, chosen))
+    resolved, found = decide(asked, machines, lambda run: rehearsed(run, chosen))
     alike = degrees.world_size // degrees.pipeline
     micro_batch, again = resolved.batch.micro_batch, resolved.run.model.recompute
     plan = Plan(

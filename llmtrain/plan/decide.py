@@ -15,31 +15,28 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.plan.device import Machines
 from llmtrain.plan.rehearsal import Rehearsed
 
-MARGIN = 0.1
-"""Share of the memory that stays free: fragments, the communication library's buffers, kernels' working memory."""
-
 Found = Mapping[int, Rehearsed]
 Keep = Literal["attention"] | None
 Peak = Callable[[RecomputeConfig], float]
 
 
 def decide(
-    asked: ResolvedRun, memory: int | None, rehearsed: Callable[[ResolvedRun], Found]
+    asked: ResolvedRun, machines: Machines, rehearsed: Callable[[ResolvedRun], Found]
 ) -> tuple[ResolvedRun, Found]:
-    """Choose the largest micro-batch and the fewest recomputed layers that leave MARGIN + train.memory_margin of a
-    device's `memory`, in bytes. Returns (the run with these values, its rehearsal).
+    """Choose the largest micro-batch and the fewest recomputed layers that fit, with train.memory_margin to spare.
+    Returns (the run with these values, its rehearsal).
 
     A smaller micro-batch comes before recomputation, which takes about a third of a step: layers are recomputed where
     one sequence does not fit.
     """
-    margin = MARGIN + (asked.run.train.memory_margin or 0.0)
-    room = math.inf if memory is None else (1 - margin) * memory
+    margin = asked.run.train.memory_margin or 0.0
+    room = math.inf if machines.memory is None else (1 - margin) * machines.memory
     tried: dict[tuple[int, RecomputeConfig], Found] = {}
 
     def peak(count: int, again: RecomputeConfig) -> float:
         if (count, again) not in tried:
             tried[count, again] = rehearsed(with_chosen(asked, count, again))
-        return needs(tried[count, again].values())
+        return -machines.room(needs(tried[count, again].values()), 0)[0]  # what no tensor holds included, at most
 
     counts, again = micro_batches(asked), asked.run.model.recompute
     if again.layers == "auto":

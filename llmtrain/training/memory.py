@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from llmtrain.base import log
 from llmtrain.base.child import Child, ending_with_parent, of_module
 from llmtrain.base.units import size
+from llmtrain.checkpoint.snapshot import memory_available
 from llmtrain.config import plugins
 from llmtrain.config.chosen import in_words, with_chosen
 from llmtrain.config.planned import stored
@@ -57,7 +57,7 @@ def free_bytes(device: torch.device) -> int:
     """Free memory on this rank's device, or its share of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available) // ranks_of_this_host()
+    return memory_available() // ranks_of_this_host()
 
 
 def _rehearsed(resolved: ResolvedRun, free: int, ranks: Ranks) -> tuple[dict[str, Any], str]:

@@ -42,7 +42,8 @@ def decided(run: ResolvedRun, room: int) -> tuple[int, RecomputeConfig, list[int
         most = peak(this.batch.micro_batch, this.run.model.recompute)
         return {0: SimpleNamespace(peak=most - 1, ahead=1)}
 
-    chosen, found = decide(run, int(room / 0.9) + 1, rehearsed)
+    machines: Any = SimpleNamespace(memory=room, room=lambda most, memory: (memory - most, memory - most))
+    chosen, found = decide(run, machines, rehearsed)
     again = chosen.run.model.recompute
     assert found[0].peak + found[0].ahead == peak(chosen.batch.micro_batch, again)
     assert chosen.batch.global_batch == run.batch.global_batch

@@ -150,6 +150,13 @@ def test_seconds_of_a_message() -> None:
     assert message_s(replace(across, kind="allgather"), 2, replace(fast, overlaps=False)) == pytest.approx(1.5)
 
 
+def test_a_rank_of_many_is_rehearsed_as_soon(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed's own functions make a tensor for each of the ranks, and take six times as long."""
+    write_json(stage=3, stage3_param_persistence_threshold=0)
+    few, many = (plan(capsys, line)["seconds"] for line in ("--slots 8", "--hosts 64 --slots 8"))
+    assert many < 2 * few
+
+
 def test_kinds_of_ranks() -> None:
     assert kinds(Degrees(data=8, tensor=2)) == {0: 1}
     assert kinds(Degrees(data=2, pipeline=3)) == {0: 1, 2: 1, 4: 1}
@@ -230,20 +237,20 @@ def facts_of(resolved: ResolvedRun) -> ModelFacts:
 def test_layers_and_micro_batch_for_a_memory(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """auto: a tenth of the memory is left. The choice is stored for the run as it is written, and with its numbers."""
+    """The choice is stored for the run as it is written, and with its numbers."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
     monkeypatch.setattr("llmtrain.plan.device.Machines.others", lambda *_: [])  # more than these megabytes
     layers = ["--model.recompute.layers=auto"]
     all_kept = plan(capsys, f"--slots 2 --device cpu {layers[0]}")["peak"]
-    tight = plan(capsys, f"--slots 2 --device cpu {layers[0]} --memory {all_kept}")
+    tight = plan(capsys, f"--slots 2 --device cpu {layers[0]} --memory {0.9 * all_kept:.0f}")
     assert tight["peak"] < 0.9 * all_kept and tight["fits"]
     assert 1 <= tight["chosen"]["recompute"]["layers"] <= 4 and tight["chosen"]["micro_batch"] == 4
 
     rows = ["--train.micro_batch=auto", "--train.global_batch=32"]
     whole = plan(capsys, f"--slots 2 --device cpu --memory 1GiB {' '.join(rows)}")
     assert whole["chosen"]["micro_batch"] == 16
-    half = plan(capsys, f"--slots 2 --device cpu --memory {whole['peak']} {' '.join(rows)}")
-    assert half["chosen"]["micro_batch"] == 8 and half["peak"] < 0.9 * whole["peak"]
+    half = plan(capsys, f"--slots 2 --device cpu --memory {whole['peak'] - 1} {' '.join(rows)}")
+    assert half["chosen"]["micro_batch"] == 8 and half["peak"] < whole["peak"]
     asked = resolve(parse(["run.yaml", *rows], check_paths=False).run, 2)
     kept = stored(asked, on_gpu=False)
     assert kept is not None and kept.chosen == half["chosen"] and kept.peak == half["peak"]
