@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.models.loss import IGNORE, HeadForm, Vocabulary, in_chunks, scaled_gradients
+from llmtrain.models.loss import About, Labels, Vocabulary, in_chunks, scaled_gradients
 
 FIGURES = 4
 """Number of a distillation's figures: loss, divergence, next-token loss, entropy of the teacher."""
@@ -73,18 +73,15 @@ def distilled_sums(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    about: About,
     *,
-    chunk: int,
-    form: HeadForm,
-    vocabulary: Vocabulary | None = None,
     teacher: TeacherSays,
     terms: Terms,
 ) -> Tensor:
     """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p; with `TopWords`, D and
-    the entropy of the k + 1 events. Only the loss has a gradient. Arguments: see `chunked_nll_sum` in loss.py."""
+    the entropy of the k + 1 events. Only the loss has a gradient. Arguments: see `chunked_nll_sums` in loss.py."""
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    about = (few_of(chunk), form, vocabulary, teacher, terms)
-    total, others = _Distilled.apply(flat_NH, weight, bias, labels.reshape(-1), about)
+    total, others = _Distilled.apply(flat_NH, weight, bias, labels.reshape(-1), about, teacher, terms)
     return torch.cat([total.unsqueeze(0), others])
 
 
@@ -92,15 +89,14 @@ class _Distilled(torch.autograd.Function):
     """(loss, the other figures [3]); inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N]."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, about):
-        chunk, form, vocabulary, teacher, terms = about
-        wanted = ctx.needs_input_grad[:3]
+    def forward(ctx, hidden, weight, bias, labels, about, teacher, terms):
+        every, wanted = Labels.of(labels, about.vocabulary), ctx.needs_input_grad[:3]
 
         def of_chunk(student_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-            apart = partial(_apart, teacher, rows, terms, vocabulary, wants_gradient=any(wanted))
-            return _of_chunk(student_CV, labels[rows], form, vocabulary, terms, apart)
+            apart = partial(_apart, teacher, rows, terms, about.vocabulary, wants_gradient=any(wanted))
+            return _of_chunk(student_CV, every.rows(rows), about, terms, apart)
 
-        chunks, grads = in_chunks((hidden, weight, bias), chunk, wanted, of_chunk)
+        chunks, grads = in_chunks((hidden, weight, bias), few_of(about.chunk), wanted, of_chunk)
         ctx.grads = (*grads, weight.dtype)
         sums = torch.zeros(FIGURES, dtype=torch.float32, device=hidden.device)
         for each_C4 in chunks:
@@ -111,7 +107,7 @@ class _Distilled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output, _):
-        return (*scaled_gradients(ctx, grad_output), None, None)
+        return (*scaled_gradients(ctx, grad_output), None, None, None, None)
 
 
 _Apart = tuple[Tensor, Tensor | None, Tensor]
@@ -119,41 +115,33 @@ _Apart = tuple[Tensor, Tensor | None, Tensor]
 
 
 def _of_chunk(
-    student_CV: Tensor,
-    labels_C: Tensor,
-    form: HeadForm,
-    vocabulary: Vocabulary | None,
-    terms: Terms,
-    apart: Callable[[Tensor], _Apart],
+    student_CV: Tensor, labels: Labels, about: About, terms: Terms, apart: Callable[[Tensor], _Apart]
 ) -> tuple[Tensor, Tensor | None]:
     """(the figures of each token [C, 4], the gradient of the student's logits [C, V] in fp32).
 
     V is this rank's part of the words. `apart`: from log q [C, V].
     """
+    form, vocabulary = about.form, about.vocabulary
     values_CV = form.apply(student_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (values_CV / form.softcap).square()
 
-    first, count = _part(vocabulary, values_CV)
-    counted_C1, word_C1 = (labels_C != IGNORE).unsqueeze(1), labels_C.unsqueeze(1) - first
-    mine_C1 = counted_C1 & (word_C1 >= 0) & (word_C1 < count)
-    word_C1 = word_C1.masked_fill(~mine_C1, 0)
     exact_CV = _log_softmax(values_CV, 1.0, vocabulary)
-    nll_C1 = _added_up(-exact_CV.gather(1, word_C1).masked_fill(~mine_C1, 0.0), vocabulary)
+    nll_C1 = _added_up(-exact_CV.gather(1, labels.word).masked_fill(~labels.mine, 0.0), vocabulary)
     log_q_CV = exact_CV if terms.temperature == 1.0 else _log_softmax(values_CV, terms.temperature, vocabulary)
     divergence_C1, pull_CV, entropy_C1 = apart(log_q_CV)
 
     soft = (1.0 - terms.alpha) * terms.temperature
     loss_C1 = soft * terms.temperature * divergence_C1 + terms.alpha * nll_C1
     each_C4 = torch.cat([loss_C1, divergence_C1, nll_C1, entropy_C1], dim=1)
-    each_C4 = torch.where(counted_C1, each_C4, 0.0)
+    each_C4 = torch.where(labels.counts, each_C4, 0.0)
     if pull_CV is None:
         return each_C4, None
     grad_CV = pull_CV.mul_(soft)
     if terms.alpha:
         hard_CV = exact_CV.exp()
-        hard_CV.scatter_(1, word_C1, hard_CV.gather(1, word_C1) - mine_C1.float())
+        hard_CV.scatter_(1, labels.word, hard_CV.gather(1, labels.word) - labels.mine.float())
         grad_CV.add_(hard_CV, alpha=terms.alpha)
-    grad_CV.mul_(counted_C1.float() * form.scale)
+    grad_CV.mul_(labels.counts.float() * form.scale)
     return each_C4, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 

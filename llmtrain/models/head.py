@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, chunked_nll_sums, has_one_shape, token_nll
+from llmtrain.models.loss import IGNORE, About, HeadForm, chunked_nll_sums, has_one_shape, token_nll
 from llmtrain.models.score import gives_scores, score_layer
 
 if TYPE_CHECKING:
@@ -65,12 +65,15 @@ class Head:
         """Summed negative log-likelihood (nats) of the counted `labels` [b, T], already shifted, for a `Loss`.
         `hidden`: [b, t, H], rows of the loss's input. `counted`: number of counted labels, if known: the head skips the
         others. Under sequence parallelism the sum over this rank's columns."""
-        return self._likelihoods(chunked_nll_sum, *self._counted(hidden, labels, counted))
+        return self.nll_sums(hidden, labels, counted, 0.0)[0]
 
     def nll_sums(self, hidden: Tensor, labels: Tensor, counted: int | None, z_loss: float) -> Tensor:
         """`nll_sum` with a z-loss of this coefficient in the gradient, and the summed squares of log Z: fp32 [2]."""
-        compute = functools.partial(chunked_nll_sums, z_loss=z_loss)
-        return self._likelihoods(compute, *self._counted(hidden, labels, counted))
+        labels = self.own(labels)
+        rows = self._counted_rows(labels, counted)
+        if rows is not None:
+            hidden, labels = hidden.flatten(0, 1).index_select(0, rows), labels.flatten()[rows]
+        return self._likelihoods(chunked_nll_sums, hidden, labels, z_loss)
 
     def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
         """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 for labels that do not count.
@@ -154,14 +157,6 @@ class Head:
         """Logits after the head's form, fp32 [..., V], from [..., H]; all rows of the weight must be here."""
         return self.form.apply(F.linear(hidden, self._layer.weight, self._layer.bias).float())
 
-    def _counted(self, hidden: Tensor, labels: Tensor, counted: int | None) -> tuple[Tensor, Tensor]:
-        """Hidden states and labels of this rank: all tokens, or the counted ones and few others."""
-        labels = self.own(labels)
-        rows = self._counted_rows(labels, counted)
-        if rows is None:
-            return hidden, labels
-        return hidden.flatten(0, 1).index_select(0, rows), labels.flatten()[rows]
-
     def _counted_rows(self, labels: Tensor, counted: int | None) -> Tensor | None:
         """int64 [K]: tokens with all `counted` among them, in order; None: all tokens.
 
@@ -175,12 +170,14 @@ class Head:
             return None
         return (labels.flatten() == IGNORE).to(torch.int8).argsort(stable=True)[:rows]
 
-    def _likelihoods(self, compute: Callable[..., Tensor], hidden: Tensor, labels: Tensor) -> Tensor:
+    def _likelihoods(
+        self, compute: Callable[..., Tensor], hidden: Tensor, labels: Tensor, z_loss: float = 0.0
+    ) -> Tensor:
         layer = self._layer
         if self._vocabulary is not None:
             hidden = self._vocabulary.shared(hidden)
-        about: dict[str, Any] = {"chunk": self._chunk, "form": self.form, "vocabulary": self._vocabulary}
-        return compute(hidden, layer.weight, layer.bias, labels, **about)
+        about = About(self._chunk, self.form, self._vocabulary, z_loss)
+        return compute(hidden, layer.weight, layer.bias, labels, about)
 
     def _forward(self, hidden: Tensor, loss: Loss | None = None) -> Tensor:
         layer = self._layer

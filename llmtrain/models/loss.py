@@ -68,7 +68,7 @@ class Vocabulary(Protocol):
         """Put the sum over all ranks into each element."""
 
 
-class _Labels(NamedTuple):
+class Labels(NamedTuple):
     """The labels [N] by token, as [N, 1]."""
 
     counts: Tensor
@@ -79,7 +79,7 @@ class _Labels(NamedTuple):
     """True if this rank has the label's logit."""
 
     @classmethod
-    def of(cls, labels_N: Tensor, vocabulary: Vocabulary | None) -> _Labels:
+    def of(cls, labels_N: Tensor, vocabulary: Vocabulary | None) -> Labels:
         counts_N1 = (labels_N != IGNORE).unsqueeze(1)
         if vocabulary is None:
             return cls(counts_N1, labels_N.clamp(min=0).unsqueeze(1), counts_N1)
@@ -87,23 +87,24 @@ class _Labels(NamedTuple):
         mine_N1 = (word_N1 >= 0) & (word_N1 < vocabulary.count)
         return cls(counts_N1, word_N1.masked_fill(~mine_N1, 0), mine_N1)
 
-    def rows(self, rows: slice) -> _Labels:
-        return _Labels(*(part[rows] for part in self))
+    def rows(self, rows: slice) -> Labels:
+        return Labels(*(part[rows] for part in self))
 
 
-class _About(NamedTuple):
+class About(NamedTuple):
     chunk: int
     """Tokens whose logits exist at one time."""
     form: HeadForm
-    vocabulary: Vocabulary | None
+    vocabulary: Vocabulary | None = None
+    """The shard that V is; all shards get the same sums."""
     z_loss: float = 0.0
     """Coefficient of the z-loss; 0: there is none."""
 
 
-_Elementwise = Callable[[Tensor, _Labels, _About, bool], tuple[Tensor, Tensor | None]]
+_Elementwise = Callable[[Tensor, Labels, About, bool], tuple[Tensor, Tensor | None]]
 
 
-def _in_place(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _in_place(logits_CV: Tensor, labels: Labels, about: About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """The kept figures of each token in a chunk (`_kept`), and the logits' gradient in fp32; changes the logits."""
     form, vocabulary = about.form, about.vocabulary
     logits_CV = form.apply(logits_CV.float())
@@ -116,10 +117,7 @@ def _in_place(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient:
     logits_CV.sub_(most_C1)
     chosen_C1 = logits_CV.gather(1, labels.word)
     exp_CV = logits_CV.exp_()
-    sum_C1 = exp_CV.sum(1, keepdim=True)
-    if vocabulary is not None:
-        sum_C1, chosen_C1 = _added_up(vocabulary, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
-    kept_CK, share_C1, factor_C1 = _kept(most_C1, sum_C1, chosen_C1, labels, about)
+    kept_CK, share_C1, factor_C1 = _kept(most_C1, exp_CV.sum(1, keepdim=True), chosen_C1, labels, about)
     if not wants_gradient:
         return kept_CK, None
     grad_CV = exp_CV.mul_(share_C1)
@@ -128,7 +126,7 @@ def _in_place(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient:
     return kept_CK, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
-def _fused(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _fused(logits_CV: Tensor, labels: Labels, about: About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """`_in_place` in two compiled kernels; the gradient has the logits' dtype."""
     form, vocabulary = about.form, about.vocabulary
     most_C1, sum_C1, chosen_C1 = _compiled(_softmax_sums)(logits_CV, labels.word, form)
@@ -136,10 +134,7 @@ def _fused(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bo
         own_C1 = most_C1.clone()
         vocabulary.take_largest(most_C1)
         sum_C1 = sum_C1 * (own_C1 - most_C1).exp()
-    chosen_C1 = chosen_C1 - most_C1
-    if vocabulary is not None:
-        sum_C1, chosen_C1 = _added_up(vocabulary, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
-    kept_CK, share_C1, factor_C1 = _kept(most_C1, sum_C1, chosen_C1, labels, about)
+    kept_CK, share_C1, factor_C1 = _kept(most_C1, sum_C1, chosen_C1 - most_C1, labels, about)
     if not wants_gradient:
         return kept_CK, None
     own_factor_C1 = factor_C1 * labels.mine
@@ -148,13 +143,18 @@ def _fused(logits_CV: Tensor, labels: _Labels, about: _About, wants_gradient: bo
 
 
 def _kept(
-    most_C1: Tensor, sum_C1: Tensor, chosen_C1: Tensor, labels: _Labels, about: _About
+    most_C1: Tensor, sum_C1: Tensor, chosen_C1: Tensor, labels: Labels, about: About
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the losses [C, 1], with a z-loss also the squares of log Z [C, 2]; the factor on each exponential in the logits'
     gradient; the value subtracted at the label).
 
-    `sum`: of the exponentials below `most`; `chosen`: the label's logit less `most`.
+    `sum`: of this rank's exponentials below `most`; `chosen`: the label's logit less `most`, of any word if the label's
+    is another rank's.
     """
+    if about.vocabulary is not None:
+        both_C2 = torch.cat([sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0)], dim=1)
+        about.vocabulary.add_up(both_C2)
+        sum_C1, chosen_C1 = both_C2[:, :1], both_C2[:, 1:]
     log_C1, factor_C1 = sum_C1.log(), labels.counts.float() * about.form.scale
     kept_CK, share_C1 = torch.where(labels.counts != 0, log_C1 - chosen_C1, 0.0), factor_C1 / sum_C1
     if about.z_loss:
@@ -162,12 +162,6 @@ def _kept(
         kept_CK = torch.cat([kept_CK, torch.where(labels.counts != 0, log_z_C1.square(), 0.0)], dim=1)
         share_C1 = share_C1 * (1.0 + 2.0 * about.z_loss * log_z_C1)
     return kept_CK, share_C1, factor_C1
-
-
-def _added_up(vocabulary: Vocabulary, sum_C1: Tensor, chosen_C1: Tensor) -> tuple[Tensor, Tensor]:
-    both_C2 = torch.cat([sum_C1, chosen_C1], dim=1)
-    vocabulary.add_up(both_C2)
-    return both_C2[:, :1], both_C2[:, 1:]
 
 
 def _softmax_sums(logits_CV: Tensor, word_C1: Tensor, form: HeadForm) -> tuple[Tensor, Tensor, Tensor]:
@@ -324,7 +318,7 @@ def in_chunks(
 
 
 def _token_losses(
-    leaves: tuple[Tensor, Tensor, Tensor | None], labels: _Labels, about: _About, wanted: _Wanted
+    leaves: tuple[Tensor, Tensor, Tensor | None], labels: Labels, about: About, wanted: _Wanted
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
     elementwise = _elementwise(leaves[0].device)
 
@@ -341,7 +335,7 @@ class _ChunkedNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, about):
-        every, wanted = _Labels.of(labels, about.vocabulary), ctx.needs_input_grad[:3]
+        every, wanted = Labels.of(labels, about.vocabulary), ctx.needs_input_grad[:3]
         kept, grads = _token_losses((hidden, weight, bias), every, about, wanted)
         ctx.grads = (*grads, weight.dtype)
         sums = hidden.new_zeros(2 if about.z_loss else 1, dtype=torch.float32)
@@ -364,72 +358,33 @@ class _TokenNLL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, about):
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.about, every = about, _Labels.of(labels, about.vocabulary)
+        ctx.about, every = about, Labels.of(labels, about.vocabulary)
         losses, _ = _token_losses((hidden, weight, bias), every, about, (False, False, False))
         return torch.cat([hidden.new_empty(0, 1, dtype=torch.float32), *losses]).squeeze(1)
 
     @staticmethod
     def backward(ctx, grad_output):
         *leaves, labels = ctx.saved_tensors
-        every = _Labels.of(labels, ctx.about.vocabulary)
+        every = Labels.of(labels, ctx.about.vocabulary)
         factors = grad_output.unsqueeze(1).masked_fill(~every.counts, 0.0)
-        every = _Labels(counts=factors, word=every.word, mine=every.mine)
+        every = Labels(counts=factors, word=every.word, mine=every.mine)
         _, grads = _token_losses(tuple(leaves), every, ctx.about, ctx.needs_input_grad[:3])
         return (*(None if grad is None else grad.to(leaves[1].dtype) for grad in grads), None, None)
 
 
-def chunked_nll_sums(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    *,
-    chunk: int,
-    form: HeadForm,
-    vocabulary: Vocabulary | None = None,
-    z_loss: float,
-) -> Tensor:
-    """Sums over the counted tokens, fp32 [2]: the negative log-likelihood (nats), and the square of log Z, where Z sums
-    the exponentials of the head's logits.
+def chunked_nll_sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, about: About) -> Tensor:
+    """Sums over the counted `labels` [...], already shifted, fp32: the negative log-likelihood (nats), [1]; with a
+    z-loss also the square of log Z, where Z sums the exponentials of the head's logits, [2].
 
-    Only the first has a gradient: its own plus `z_loss`, above 0, times the second's (PaLM, arXiv 2204.02311, section
-    5). Other arguments: see `chunked_nll_sum`.
+    Only the first has a gradient: its own plus the z-loss's coefficient times the second's (PaLM, arXiv 2204.02311,
+    section 5). `hidden`: [..., H]. `weight`, `bias`: [V, H] and [V] of the head.
     """
-    flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    sums: Tensor = _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary, z_loss))
+    sums: Tensor = _ChunkedNLL.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), about)
     return sums
 
 
-def chunked_nll_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    *,
-    chunk: int,
-    form: HeadForm,
-    vocabulary: Vocabulary | None = None,
-) -> Tensor:
-    """Sum of the negative log-likelihood (nats, fp32 scalar) over the counted `labels` [...], already shifted.
-    `hidden`: [..., H]. `weight`, `bias`: [V, H] and [V] of the head. `chunk`: tokens whose logits exist at one time.
-    `vocabulary`: the shard that V is; all shards get the same sum."""
-    flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    sums: Tensor = _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary))
-    return sums[0]
-
-
-def token_nll(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    *,
-    chunk: int,
-    form: HeadForm,
-    vocabulary: Vocabulary | None = None,
-) -> Tensor:
+def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, about: About) -> Tensor:
     """The negative log-likelihood of each label (nats, fp32, the shape of `labels`), 0 for labels that do not count.
-    Arguments: see `chunked_nll_sum`."""
-    flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    found: Tensor = _TokenNLL.apply(flat_NH, weight, bias, labels.reshape(-1), _About(chunk, form, vocabulary))
+    Arguments: see `chunked_nll_sums`."""
+    found: Tensor = _TokenNLL.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), about)
     return found.view(labels.shape)

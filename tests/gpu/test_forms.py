@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.models import compiler, varlen
 from llmtrain.models.head import Head
-from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.loss import About, HeadForm, chunked_nll_sums
 from tests.helpers.compiled import graphs_of
 from tests.helpers.training import LLAMA, Case, Trace, make_engine, plain_pytorch, run_case, train_steps
 
@@ -245,7 +245,7 @@ def test_gradients_are_scaled_in_fp32(dtype: torch.dtype) -> None:
     weight = (0.3 * torch.randn(500, 64, device=device)).to(dtype)
     labels = torch.randint(0, 500, (50,), device=device)
     one, scaled = (
-        torch.autograd.grad(chunked_nll_sum(hidden, weight, None, labels, chunk=64, form=HeadForm()) * factor, hidden)
+        torch.autograd.grad(chunked_nll_sums(hidden, weight, None, labels, About(64, HeadForm())) * factor, hidden)
         for factor in (1.0, 0.3007)
     )
     assert torch.equal(scaled[0], (one[0].float() * 0.3007).to(dtype))

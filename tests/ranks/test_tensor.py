@@ -17,7 +17,7 @@ import torch.distributed as dist
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.dist.control import AgreedError
 from llmtrain.models import compiler, loss
-from llmtrain.models.loss import HeadForm, chunked_nll_sums
+from llmtrain.models.loss import About, HeadForm, chunked_nll_sums
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.parallel.tensor import Span, VocabularyShard
 from llmtrain.training.setup import Setup
@@ -206,9 +206,9 @@ def _vocabulary_loss(form: HeadForm, total: int, dtype: torch.dtype) -> float:
     rows = slice(words.first, words.first + words.count)
     whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     share = [tensor.clone().requires_grad_() for tensor in (hidden, weight[rows], bias[rows])]
-    about = {"chunk": 4, "form": form, "z_loss": 0.1}
-    want = chunked_nll_sums(*whole, labels, **about)
-    got = chunked_nll_sums(words.shared(share[0]), *share[1:], labels, **about, vocabulary=words)
+    about = About(4, form, z_loss=0.1)
+    want = chunked_nll_sums(*whole, labels, about)
+    got = chunked_nll_sums(words.shared(share[0]), *share[1:], labels, about._replace(vocabulary=words))
     (want[0] * 0.3).backward()
     (got[0] * 0.3).backward()
     pairs = [(want, got), (whole[0].grad, share[0].grad), (whole[1].grad[rows], share[1].grad)]

@@ -530,7 +530,7 @@ class VocabularyShard:
         return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], dim=-1)
 
     def shared(self, hidden: Tensor) -> Tensor:
-        """The hidden state, equal on all ranks, as input for `chunked_nll_sum` of models/loss.py on the shards."""
+        """The hidden state, equal on all ranks, as input for `chunked_nll_sums` of models/loss.py on the shards."""
         return copied(hidden, self.group)
 
     def take_largest(self, values: Tensor) -> None:

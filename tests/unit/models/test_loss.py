@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.models import compiler, loss
 from llmtrain.models.head import Head
-from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, chunked_nll_sums
+from llmtrain.models.loss import IGNORE, About, HeadForm, chunked_nll_sums
 from tests.helpers.compiled import inductor_in
 
 pytestmark = pytest.mark.long
@@ -54,10 +54,7 @@ def results(
     """Loss, with a z-loss the squares of log Z, and `factor` times the gradients of hidden states, head and bias."""
     *inputs, labels = tensors
     leaves = [None if t is None else t.clone().requires_grad_() for t in inputs]
-    if z_loss:
-        sums = chunked_nll_sums(*leaves, labels, chunk=chunk, form=form, z_loss=z_loss)
-    else:
-        sums = chunked_nll_sum(*leaves, labels, chunk=chunk, form=form).unsqueeze(0)
+    sums = chunked_nll_sums(*leaves, labels, About(chunk, form, z_loss=z_loss))
     (sums[0] * factor).backward()
     return [*sums.detach(), *(t.grad for t in leaves if t is not None)]
 
@@ -244,7 +241,7 @@ def test_a_label_beyond_the_vocabulary_is_no_loss():
     hidden, weight, _, labels = problem(torch.float32, bias=False)
     labels[1] = WORDS
     with pytest.raises(RuntimeError, match="out of bounds"):
-        chunked_nll_sum(hidden, weight, None, labels, chunk=16, form=HeadForm())
+        chunked_nll_sums(hidden, weight, None, labels, About(16, HeadForm()))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["exactly", "in whole chunks"])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.models.distillation import NOTHING, TeacherSays, Terms, distilled_sums, top_words
-from llmtrain.models.loss import HeadForm
+from llmtrain.models.loss import About, HeadForm
 
 N, H, V = 37, 16, 50
 
@@ -79,7 +79,7 @@ def test_figures_and_gradients_are_those_of_float64(t: Terms, form: HeadForm, k:
     hidden, weight, bias, teacher, labels = drawn()
     leaves = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
     exact = [each.double().requires_grad_() for each in (hidden, weight, bias)]
-    got = distilled_sums(*leaves, labels, chunk=56, form=form, teacher=said_by(teacher, t, k), terms=t)
+    got = distilled_sums(*leaves, labels, About(56, form), teacher=said_by(teacher, t, k), terms=t)
     logits = F.linear(*exact) * form.scale
     if form.softcap is not None:
         logits = form.softcap * torch.tanh(logits / form.softcap)
@@ -107,7 +107,7 @@ def test_a_teacher_that_is_sure_leaves_nothing_to_the_others() -> None:
     assert said.logs[:, -1].min() < -500 and (top_words(teacher, V, 1.0).logs[:, -1] == NOTHING).all()
     for beta in (0.0, 0.3, 1.0):
         leaf = weight.clone().requires_grad_()
-        got = distilled_sums(hidden, leaf, bias, labels, chunk=80, form=HeadForm(), teacher=said.of, terms=terms(beta))
+        got = distilled_sums(hidden, leaf, bias, labels, About(80, HeadForm()), teacher=said.of, terms=terms(beta))
         got[0].backward()
         assert got.isfinite().all() and leaf.grad is not None and leaf.grad.isfinite().all()
 
@@ -120,7 +120,7 @@ def test_logits_exist_for_few_tokens_at_a_time() -> None:
         seen.append(len(teacher[rows]))
         return teacher[rows].clone()
 
-    distilled_sums(hidden, weight, bias, labels, chunk=80, form=HeadForm(), teacher=some, terms=terms())
+    distilled_sums(hidden, weight, bias, labels, About(80, HeadForm()), teacher=some, terms=terms())
     assert seen == [10, 10, 10, 7]
 
 
@@ -157,8 +157,9 @@ def test_a_shared_vocabulary_gives_the_same(t: Terms, k: int | None) -> None:
         leaves = [hidden.clone(), weight[first : first + count].clone(), bias[first : first + count].clone()]
         leaves = [leaf.requires_grad_() for leaf in leaves]
         shard = None if rank is None else Shard(ranks, board, rank, first, count)
-        sums = distilled_sums(*leaves, labels, chunk=80, form=HeadForm(softcap=5.0), vocabulary=shard, terms=t,
-                              teacher=said_by(teacher, t, k))  # fmt: skip
+        sums = distilled_sums(
+            *leaves, labels, About(80, HeadForm(softcap=5.0), shard), terms=t, teacher=said_by(teacher, t, k)
+        )
         sums[0].backward()
         assert leaves[0].grad is not None and leaves[1].grad is not None
         return sums.detach(), leaves[0].grad, leaves[1].grad

@@ -27,7 +27,7 @@ from llmtrain.data.stream.rows import partners
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenizer_folder import stop_tokens
 from llmtrain.models import loss
-from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, token_nll
+from llmtrain.models.loss import IGNORE, About, HeadForm, chunked_nll_sums, token_nll
 from llmtrain.objectives.objective import Objective
 from llmtrain.objectives.preferences import Answers, Pairs
 from tests.helpers.chat import KINDS, expected, write_tokenizer
@@ -314,8 +314,8 @@ def test_the_likelihood_of_each_token_and_its_gradient(
     labels, factors = torch.randint(0, 30, (2, 9)), torch.randn(2, 9)
     labels[0, 3:5] = IGNORE
     leaves = [t.detach().clone().requires_grad_() for t in (hidden, head.weight, head.bias)]
-    nll = token_nll(*leaves, labels, chunk=4, form=form)
-    assert nll.sum().item() == pytest.approx(chunked_nll_sum(*leaves, labels, chunk=4, form=form).item(), rel=1e-6)
+    nll = token_nll(*leaves, labels, About(4, form))
+    assert nll.sum().item() == pytest.approx(chunked_nll_sums(*leaves, labels, About(4, form)).item(), rel=1e-6)
     plain = [t.detach().clone().requires_grad_() for t in (hidden, head.weight, head.bias)]
     logits = nn.functional.linear(*plain) * form.scale
     logits = logits if form.softcap is None else form.softcap * torch.tanh(logits / form.softcap)

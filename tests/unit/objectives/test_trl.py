@@ -25,7 +25,7 @@ from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.engine.losses.named import loss_of
 from llmtrain.models.distillation import Terms, distilled_sums
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.loss import HeadForm
+from llmtrain.models.loss import About, HeadForm
 from llmtrain.objectives.objective import Objective
 from tests.helpers.preference import Plain, prepared_preferences, prepared_unpaired
 from tests.helpers.training import LLAMA
@@ -240,7 +240,7 @@ def test_distillation_is_that_of_trl(beta: float) -> None:
     logits, theirs = (torch.randn(1, 40, 64, generator=draw) for _ in range(2))
     labels = torch.where(torch.rand(1, 40, generator=draw) < 0.4, -100, 7)
     ours, trls = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    sums = distilled_sums(ours, torch.eye(64), None, labels, chunk=80, form=HeadForm(),
+    sums = distilled_sums(ours, torch.eye(64), None, labels, About(80, HeadForm()),
                           teacher=lambda rows: theirs[0, rows].clone(),
                           terms=Terms(beta=beta, temperature=2.0, alpha=0.0))  # fmt: skip
     loss = sums[0] / int((labels != -100).sum()) / 4
