@@ -27,6 +27,7 @@ from llmtrain.checkpoint.hf.folder_files import (
     MARK,
     MAX_SHARD_BYTES,
     SOURCE,
+    Export,
     Shard,
     WeightFiles,
     as_described,
@@ -145,14 +146,7 @@ class Merge:
         return rows.view(-1)[start - first * inputs :][: values.numel()]
 
 
-def prove_merge(
-    merge: Merge,
-    hf: nn.Module,
-    layout: FolderLayout,
-    check: Check,
-    report: Report,
-    file: Mapping[str, Tensor] | None = None,
-) -> None:
+def prove_merge(made: Export, merge: Merge, hf: nn.Module, file: Mapping[str, Tensor] | None = None) -> None:
     """Compare the merged weights' logits in fp32 with those of `hf`, the skeleton with peft's layers. `file`: tensors
     of a PEFT folder to use as the adapter's values; default: the checkpoint's. Raises ProofError."""
     from llmtrain.models.adapter import plain_name
@@ -164,11 +158,9 @@ def prove_merge(
         return there[plain].reshape(-1)[start:stop].float() if plain in there else merge.read(plain, start, stop)
 
     compare_logits(
-        layout,
-        lambda tokens: logits_of(layout.skeleton, merge.value, tokens),
+        made,
+        merge.value,
         lambda tokens: logits_of(hf, value, tokens),
-        check,
-        report,
         title="adapter",
         what="peft's layers on the model's own weights",
         resident=4 * sum(tensor.numel() for tensor in there.values()),
@@ -203,22 +195,14 @@ def base_fields(model: Mapping[str, Any]) -> dict[str, str | None]:
     return {"base_model_name_or_path": base and str(Path(base).absolute()), "revision": None}
 
 
-def write_peft(
-    folder: Path,
-    reader: CheckpointReader,
-    trainer: Mapping[str, Any],
-    layout: FolderLayout,
-    adapter: AdapterConfig,
-    dtype: str,
-    check: Check,
-    report: Report,
-) -> int:
+def write_peft(folder: Path, made: Export, adapter: AdapterConfig, dtype: str) -> int:
     """Write the adapter's two files in the form of `PeftModel.save_pretrained`, and prove them. Returns the bytes of
     the weights. Raises ProofError: the file or peft's logits differ; ConfigError: peft is not installed."""
     from safetensors.torch import load_file, save_file
 
     from llmtrain.models.adapter import aliases, lora_config, saved_names, saved_paths
 
+    layout, reader, report, model = made.layout, made.reader, made.report, made.trainer["run"].get("model", {})
     saved = saved_names(layout.skeleton, adapter)
     merge, tensors = Merge(reader, adapter, DTYPE_OF[dtype], saved), {}
     for name in sorted(merge.trained):
@@ -237,15 +221,15 @@ def write_peft(
     if gives_scores(layout.skeleton.config):
         config["task_type"] = "SEQ_CLS"
         report.add("head", "the score is in the folder; load the base with num_labels=1")
-    config |= {**base_fields(trainer["run"].get("model", {})), "inference_mode": True}
+    config |= {**base_fields(model), "inference_mode": True}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     unmoved = [name for name in merge.names if name.endswith(B) and not bool(tensors[PREFIX + name].any())]
     moved = f"; {len(unmoved)} of the lora_B are still zero" if unmoved else ""
     also = f" and of {len(modules)} complete modules" if modules else ""
     report.add("read back", f"{len(tensors)} tensors on {len(merge.paths)} maps{also}, equal bit by bit{moved}")
-    if check != "none":
-        prove_merge(merge, _as_peft_loads(folder, layout), layout, check, report, back)
-    if vocabulary := trainer["run"].get("model", {}).get("vocabulary"):
+    if made.check != "none":
+        prove_merge(made, merge, _as_peft_loads(folder, layout), back)
+    if vocabulary := model.get("vocabulary"):
         report.add("tokens", f"of the base, first resize_token_embeddings({vocabulary}); `llmtrain generate` does it")
     if adapter.dora:
         report.add("vLLM", "does not load DoRA: serve the merged model there (--merge)")
@@ -305,28 +289,25 @@ def export_hf(
         saved = saved_names(layout.skeleton, adapter)
     merged = Merge(reader, adapter, saved=saved)
     merged.check()
-    _check_names(reader, layout, merged.names, report)
+    made = Export(reader=reader, trainer=trainer, layout=layout, check=check, report=report,
+                  trust_remote_code=trust_remote_code)  # fmt: skip
+    _check_names(made, merged.names)
     if adapter is not None and not merge:
-        return _export_adapter(reader, trainer, layout, adapter, dtype, (out, target), check, report, ema=ema)
-    files = _weight_files(reader, trainer, layout, dtype, max_shard_bytes)
+        return _export_adapter(made, adapter, dtype, target, ema=ema)
+    files = _weight_files(made, dtype, max_shard_bytes)
     with OutputFolder(target, _plan(checkpoint, files, check, merge=merge, ema=ema)) as folder:
         folder.need(files.bytes + _SPACE)
-        rounded = _write_weights(folder, reader, layout, files, merged, rounded=check != "none")
+        rounded = _write_weights(folder, made, files, merged)
         means = ", of the moving averages of what trains" if ema else ""
         report.add("source", f"{len(layout.shapes)} checksums are those of the manifest{means}")
         if merge:
             report.add("merged", f"{len(merged.paths)} maps, each in fp32 and rounded once")
-        write_others(folder.partial, reader, trainer, layout, files, report)
+        write_others(folder.partial, made, files)
         if adapter is not None and check != "none":
-            prove_merge(merged, adapted(layout.skeleton, adapter), layout, check, report)
+            prove_merge(made, merged, adapted(layout.skeleton, adapter))
         if check != "none":
-            values = _Rounding(reader, layout, files, merged, rounded=False).value
-            _prove(folder.partial, values, layout, files, rounded, check, report, trust_remote_code=trust_remote_code)
-            prove_serving(folder.partial, trainer, report)
-        folder.commit()
-    if target != out:
-        _replace(out, target)
-    reader.close()
+            _prove(folder.partial, made, _Rounding(reader, files, merged, rounded=False).value, files, rounded)
+        _finish(folder, made)
     report.add("written", f"{out}: {units.size(files.bytes)} of weights in {len(files.shards)} file(s)")
     return report
 
@@ -342,26 +323,22 @@ def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool, em
     )
 
 
-def _export_adapter(
-    reader: CheckpointReader,
-    trainer: Mapping[str, Any],
-    layout: FolderLayout,
-    adapter: AdapterConfig,
-    dtype: str | None,
-    places: tuple[Path, Path],
-    check: Check,
-    report: Report,
-    *,
-    ema: bool,
-) -> Report:
-    """`places`: (final folder, folder to write into)."""
-    out, target = places
+def _finish(folder: OutputFolder, made: Export) -> None:
+    if made.check != "none":
+        prove_serving(folder.partial, made.trainer, made.report)
+    folder.commit()
+    if folder.out != made.report.path:
+        _replace(made.report.path, folder.out)
+    made.reader.close()
+
+
+def _export_adapter(made: Export, adapter: AdapterConfig, dtype: str | None, target: Path, *, ema: bool) -> Report:
+    """`target`: folder to write into."""
+    reader, trainer, report = made.reader, made.trainer, made.report
     kind = DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"]
     with OutputFolder(target, {"to-hf": str(reader.folder.resolve()), "adapter": kind, "ema": str(ema)}) as folder:
-        size = write_peft(folder.partial, reader, trainer, layout, adapter, kind, check, report)
+        size = write_peft(folder.partial, made, adapter, kind)
         copy_beside(folder.partial, trainer, reader.folder, report)
-        if check != "none":
-            prove_serving(folder.partial, trainer, report)
         write_mark(folder.partial, reader.folder, trainer, model_config=trainer["model_config"])
         from llmtrain.checkpoint.meaning import refuse_other_base
 
@@ -369,12 +346,9 @@ def _export_adapter(
             base = {key: trainer["run"].get("model", {}).get(key) for key in ("pretrained", "revision")}
             refuse_other_base(folder.partial / MARK, load_config(ModelConfig(**base)))
         except ModelError as error:  # also: the base is not on this host
-            log.warn(str(error).replace(str(folder.partial), str(out)))
-        folder.commit()
-    if target != out:
-        _replace(out, target)
-    reader.close()
-    report.add("written", f"{out}: {units.size(size)} for peft")
+            log.warn(str(error).replace(str(folder.partial), str(report.path)))
+        _finish(folder, made)
+    report.add("written", f"{report.path}: {units.size(size)} for peft")
     return report
 
 
@@ -447,8 +421,9 @@ def _model(checkpoint: Path, trainer: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(config=config, attention="eager")
 
 
-def _check_names(reader: CheckpointReader, layout: FolderLayout, adapter: Collection[str], report: Report) -> None:
+def _check_names(made: Export, adapter: Collection[str]) -> None:
     """Require every parameter of the model class with its shape, and no other tensor except an adapter's."""
+    reader, layout, report = made.reader, made.layout, made.report
     model = type(layout.skeleton).__name__
     held = {name: reader.shape(name) for name in reader.order() if name not in adapter}
     lacking, surplus = sorted(layout.shapes.keys() - held.keys()), sorted(held.keys() - layout.shapes.keys())
@@ -472,13 +447,8 @@ def _check_names(reader: CheckpointReader, layout: FolderLayout, adapter: Collec
     report.add("parameters", f"{len(held)}: names and shapes as {model} has them{tied}")
 
 
-def _weight_files(
-    reader: CheckpointReader,
-    trainer: Mapping[str, Any],
-    layout: FolderLayout,
-    dtype: str | None,
-    max_shard_bytes: int | None,
-) -> WeightFiles:
+def _weight_files(made: Export, dtype: str | None, max_shard_bytes: int | None) -> WeightFiles:
+    reader, layout, trainer = made.reader, made.layout, made.trainer
     dtypes = dict.fromkeys(layout.shapes, DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"])
     if dtype is None:
         dtypes |= reader.frozen_types()  # byte by byte from their source
@@ -495,10 +465,8 @@ def _weight_files(
 class _Rounding:
     """Reads a file's tensors from the checkpoint in the file's type, and adds up checksums."""
 
-    def __init__(
-        self, reader: CheckpointReader, layout: FolderLayout, files: WeightFiles, merge: Merge, *, rounded: bool
-    ) -> None:
-        self._reader, self._layout, self._files, self._merge = reader, layout, files, merge
+    def __init__(self, reader: CheckpointReader, files: WeightFiles, merge: Merge, *, rounded: bool) -> None:
+        self._reader, self._files, self._merge = reader, files, merge
         self._dtype_of = files.dtype_of()
         self._dtype_of_parameter = {files.parts[tensor].parameter: kind for tensor, kind in self._dtype_of.items()}
         self._rounded = rounded
@@ -534,17 +502,10 @@ class _Rounding:
             )
 
 
-def _write_weights(
-    folder: OutputFolder,
-    reader: CheckpointReader,
-    layout: FolderLayout,
-    files: WeightFiles,
-    merge: Merge,
-    *,
-    rounded: bool,
-) -> dict[str, int]:
+def _write_weights(folder: OutputFolder, made: Export, files: WeightFiles, merge: Merge) -> dict[str, int]:
     """Write the files and compare the source with its manifest. Returns the checksums of the written values."""
-    rounding = _Rounding(reader, layout, files, merge, rounded=rounded)
+    reader, layout = made.reader, made.layout
+    rounding = _Rounding(reader, files, merge, rounded=made.check != "none")
 
     def write(path: Path, shard: Shard, progress: log.Progress) -> dict[str, Any]:
         tensors = {tensor: (dtype, files.parts[tensor].shape) for tensor, dtype in shard.tensors.items()}
@@ -580,23 +541,19 @@ def _write_weights(
 
 def _prove(
     folder: Path,
+    made: Export,
     values: Callable[[str, int, int], Tensor],
-    layout: FolderLayout,
     files: WeightFiles,
     rounded: Mapping[str, int],
-    check: Check,
-    report: Report,
-    *,
-    trust_remote_code: bool,
 ) -> None:
     """Raises ProofError."""
+    layout = made.layout
     written = SafetensorsSource(folder, layout, asked_by="to-hf")
     if odd := sorted(written.file_of.keys() ^ files.parts.keys()):
         raise ProofError(f"{folder}: {odd[0]} is there and should not be, or the other way around. Nothing was kept.")
     if odd := [name for name, shape in layout.shapes.items() if written.shape(name) != shape]:
         raise ProofError(f"{folder}: {odd[0]} has shape {list(written.shape(odd[0]))}. Nothing was kept.")
-    check_extents(read_back(written, layout, rounded, "reading back"), layout, report)
+    check_extents(read_back(written, layout, rounded, "reading back"), made)
     written.close()
-    report.add("round trip", f"{len(rounded)} parameters read back, equal to the source bit by bit once rounded")
-    kinds = {DTYPE_OF[kind] for kind in files.dtype_of().values()}
-    prove_logits(layout, values, folder, check, report, dtypes=kinds, trust_remote_code=trust_remote_code)
+    made.report.add("round trip", f"{len(rounded)} parameters read back, equal to the source bit by bit once rounded")
+    prove_logits(made, values, folder, {DTYPE_OF[kind] for kind in files.dtype_of().values()})

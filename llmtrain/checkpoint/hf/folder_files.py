@@ -14,7 +14,7 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import MANIFEST, hash_file
-from llmtrain.checkpoint.hf.proofs import Report
+from llmtrain.checkpoint.hf.proofs import Conversion, Report
 from llmtrain.checkpoint.hf.serving import (
     chat_folders,
     configure,
@@ -151,21 +151,22 @@ _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _BESIDE_LIMIT = 256 << 20  # bytes; the largest tokenizers have 40 MB
 
 
+@dataclass(frozen=True, kw_only=True)
+class Export(Conversion):
+    reader: CheckpointReader
+    trainer: Mapping[str, Any]
+    """Content of the checkpoint's trainer.json."""
+
+
 def run_id(checkpoint: Path, trainer: Mapping[str, Any]) -> str:
     return str(trainer.get("wandb_id") or checkpoint.resolve().parent.parent)
 
 
-def write_others(
-    folder: Path,
-    reader: CheckpointReader,
-    trainer: Mapping[str, Any],
-    layout: FolderLayout,
-    files: WeightFiles,
-    report: Report,
-) -> None:
-    checkpoint, imported = reader.folder, "source" in trainer
+def write_others(folder: Path, made: Export, files: WeightFiles) -> None:
+    layout, report, trainer, checkpoint = made.layout, made.report, made.trainer, made.reader.folder
+    imported = "source" in trainer
     beside = copy_beside(folder, trainer, checkpoint, report)
-    as_they_came = layout.frozen | reader.frozen_types().keys()
+    as_they_came = layout.frozen | made.reader.frozen_types().keys()
     kinds = files.dtype_of().items()
     new = [kind for tensor, kind in kinds if files.parts[tensor].parameter not in as_they_came]
     dtype = _HF_DTYPES[(new or [kind for _, kind in kinds])[0]]

@@ -18,7 +18,7 @@ from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, read_trainer, step_folder
 from llmtrain.checkpoint.hf.exporting import layout_of
 from llmtrain.checkpoint.hf.folder_files import DTYPES, SOURCE, beside_weights, copy_into, describe
-from llmtrain.checkpoint.hf.proofs import Check, Report, check_extents, prove_logits, read_back
+from llmtrain.checkpoint.hf.proofs import Check, Conversion, Report, check_extents, prove_logits, read_back
 from llmtrain.checkpoint.output import build_checkpoint, claim
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
@@ -44,7 +44,7 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
     if out.exists():
         raise CheckpointError(f"{out} exists already; nothing was written. Give another name or move it away.")
     report = Report(out)
-    model, config = _configuration(folder, trust_remote_code=trust_remote_code)
+    model, config = _configuration(folder)
     kept = beside_weights(folder, python=trust_remote_code)
     layout = layout_of(model, trust_remote_code=trust_remote_code)
     source = SafetensorsSource(folder, layout, asked_by=_ASKED_BY)
@@ -60,7 +60,8 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
         step = _write(partial, source, layout, config, report)
         _keep(kept, folder, partial / SOURCE)
         if check != "none":
-            _prove(step, source, layout, check, report, trust_remote_code=trust_remote_code)
+            made = Conversion(layout=layout, check=check, report=report, trust_remote_code=trust_remote_code)
+            _prove(step, source, made)
         sync(partial)
         partial.rename(out)
         sync(out.parent)
@@ -80,7 +81,7 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
     return report
 
 
-def _configuration(folder: Path, *, trust_remote_code: bool) -> tuple[ModelConfig, dict[str, Any]]:
+def _configuration(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{_ASKED_BY}: {folder} has no config.json. Give a Hugging Face model folder.")
@@ -190,25 +191,17 @@ def _keep(files: list[Path], folder: Path, kept: Path) -> None:
     sync(kept)
 
 
-def _prove(
-    step: Path,
-    source: SafetensorsSource,
-    layout: FolderLayout,
-    check: Check,
-    report: Report,
-    *,
-    trust_remote_code: bool,
-) -> None:
+def _prove(step: Path, source: SafetensorsSource, made: Conversion) -> None:
     """Raises ProofError."""
-    reader = CheckpointReader(step)
+    reader, layout = CheckpointReader(step), made.layout
     expected = {name: value for (kind, name), value in reader.manifest.checksums().items() if kind == PARAM}
-    check_extents(read_back(reader, layout, expected, "reading back"), layout, report)
-    report.add("round trip", f"{len(expected)} parameters read back, equal to the source bit by bit")
+    check_extents(read_back(reader, layout, expected, "reading back"), made)
+    made.report.add("round trip", f"{len(expected)} parameters read back, equal to the source bit by bit")
 
     def values(name: str, start: int, stop: int) -> Tensor:
         kinds = source.dtypes(name)
         return reader.read(name, start, stop).to(DTYPE_OF[kinds.pop()] if len(kinds) == 1 else torch.float32).float()
 
     dtypes = {DTYPE_OF[kind] for name in layout.shapes for kind in source.dtypes(name)}
-    prove_logits(layout, values, source.folder, check, report, dtypes=dtypes, trust_remote_code=trust_remote_code)
+    prove_logits(made, values, source.folder, dtypes)
     reader.close()

@@ -53,6 +53,16 @@ class Report:
         self.lines.append(f"{what:<11} {text}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A conversion that its proofs report on."""
+
+    layout: FolderLayout
+    check: Check
+    report: Report
+    trust_remote_code: bool
+
+
 class Values(Protocol):
     """Values of flat parameters by the model's names."""
 
@@ -97,13 +107,13 @@ def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int],
     return extents
 
 
-def check_extents(extents: Mapping[str, Extent], layout: FolderLayout, report: Report) -> None:
+def check_extents(extents: Mapping[str, Extent], made: Conversion) -> None:
     """Raises ProofError: a tensor is empty or not finite, or a matrix has one value, unlike a new model's."""
-    parts = layout.tensors
+    parts = made.layout.tensors
     odd = [f"{name} holds NaN or infinity" for name, extent in extents.items() if not extent.finite]
     odd += [f"{name} is empty" for name in extents if parts[name].numel == 0]
     constant = {n: e.low for n, e in extents.items() if e.finite and e.low == e.high and parts[n].numel > 1}
-    fresh = RandomSource(layout.skeleton, 0, torch.device("cpu"))
+    fresh = RandomSource(made.layout.skeleton, 0, torch.device("cpu"))
     for name, value in constant.items():
         # Training starts from norm weights of one and biases of zero, but not from a weight matrix of one value.
         part = parts[name]
@@ -116,63 +126,53 @@ def check_extents(extents: Mapping[str, Extent], layout: FolderLayout, report: R
             "meant to be so, convert with --check none."
         )
     same = ", ".join(f"{count} of {value:g} everywhere" for value, count in sorted(Counter(constant.values()).items()))
-    report.add("values", f"finite, none empty, {same or 'none of one value'}")
+    made.report.add("values", f"finite, none empty, {same or 'none of one value'}")
 
 
 def prove_logits(
-    layout: FolderLayout,
-    values: Callable[[str, int, int], Tensor],
-    folder: Path,
-    check: Check,
-    report: Report,
-    *,
-    dtypes: Collection[torch.dtype],
-    trust_remote_code: bool,
+    made: Conversion, values: Callable[[str, int, int], Tensor], folder: Path, dtypes: Collection[torch.dtype]
 ) -> None:
     """Compare the logits of `folder`, loaded by transformers, with those of a model filled from `values`: (parameter,
     start, stop) -> elements, rounded as in the folder. Both run in fp32, layer by layer. Raises ProofError."""
     # transformers keeps tensors of one type unchanged; of several types it would round some to the model's.
-    kind = auto_class(layout.skeleton.config)
     loads_as = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
     compare_logits(
-        layout,
-        lambda tokens: logits_of(layout.skeleton, values, tokens),
-        lambda tokens: _folder_logits(folder, kind, tokens, loads_as, trust_remote_code=trust_remote_code),
-        check,
-        report,
+        made,
+        values,
+        lambda tokens: _folder_logits(folder, made, tokens, loads_as),
         title="logits",
         what=f"{folder}, loaded by transformers,",
-        resident=loads_as.itemsize * sum(map(numel, layout.shapes.values())),
+        resident=loads_as.itemsize * sum(map(numel, made.layout.shapes.values())),
     )
 
 
 def compare_logits(
-    layout: FolderLayout,
-    source: Callable[[Tensor], Tensor],
-    made: Callable[[Tensor], Tensor],
-    check: Check,
-    report: Report,
+    made: Conversion,
+    values: Callable[[str, int, int], Tensor],
+    other: Callable[[Tensor], Tensor],
     *,
     title: str,
     what: str,
     resident: int,
     rounding: float = _ROUNDING,
 ) -> None:
-    """Compare two ways to compute logits from tokens [1, T]. `resident`: bytes that `made` needs in addition to a layer
-    in fp32. `rounding`: allowed difference as a share of the largest logit. Raises ProofError."""
+    """Compare the logits of a model filled from `values` with those that `other` computes from tokens [1, T].
+    `resident`: bytes that `other` needs in addition to a layer in fp32. `rounding`: allowed difference as a share of
+    the largest logit. Raises ProofError."""
+    layout, report = made.layout, made.report
     rest, layers = _parts(layout.skeleton)
     largest = max(map(numel, layout.shapes.values()))
     at_once = 4 * (_elements(rest) + max((_elements(layer.modules()) for layer in layers), default=0))
     need = resident + at_once + 12 * largest + (256 << 20)
     free = memory_available()
-    if check == "auto" and need > 0.9 * free:
+    if made.check == "auto" and need > 0.9 * free:
         report.add(title, f"not compared: {units.size(need)} of memory needed, {units.size(free)} free")
         return
     config = layout.skeleton.config.get_text_config()
     length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     return_freed_memory()  # else glibc keeps a layer's memory: 1.0 GB instead of 0.7 for 0.1 B parameters
-    want, got = source(tokens), made(tokens)
+    want, got = logits_of(layout.skeleton, values, tokens), other(tokens)
     worst, scale = float((got - want).abs().max()), float(want.abs().max())
     if not worst <= rounding * scale:
         raise ProofError(
@@ -252,16 +252,16 @@ def _copy(tensor: Tensor, name: str, values: Callable[[str, int, int], Tensor]) 
 
 
 @torch.no_grad()
-def _folder_logits(folder: Path, kind: Any, tokens: Tensor, dtype: torch.dtype, *, trust_remote_code: bool) -> Tensor:
+def _folder_logits(folder: Path, made: Conversion, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     try:
-        loaded: Any = kind.from_pretrained(
+        loaded: Any = auto_class(made.layout.skeleton.config).from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation="eager",
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=made.trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
         )
@@ -272,7 +272,7 @@ def _folder_logits(folder: Path, kind: Any, tokens: Tensor, dtype: torch.dtype, 
         freeze(hf)
         flat = {name: tensor.detach().reshape(-1) for name, tensor in named_tensors(hf)}
         # Its buffers may have been rounded to `dtype`: a skeleton of its configuration has them in fp32.
-        exact = skeleton(hf.config, trust_remote_code=trust_remote_code)
+        exact = skeleton(hf.config, trust_remote_code=made.trust_remote_code)
         return logits_of(exact, lambda name, start, stop: flat[name][start:stop].float(), tokens)
     except UserError:
         raise
