@@ -48,10 +48,10 @@ def main(argv: list[str]) -> int:
         run = replace(run, sent_bytes=sent or None, patience_s=resolved.run.fault.stall_timeout_s)
     report = preflight(hosts, run, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:
-        report = with_ops(report, run, args.master_port, args.ssh_port)
+        report = with_ops(report, run)
     report = replace(report, findings=in_order([*report.findings, *of_this_host(report.survey)], hosts))
     if not args.quick and fabric.has_peers(report.survey):
-        report = fabric.with_fabric(report, _ALL_REDUCE, run, args.ssh_port)
+        report = fabric.with_fabric(report, _ALL_REDUCE, run)
     report = replace(report, elapsed_s=time.monotonic() - started)
     if args.json:
         print(json.dumps(report.as_json(), indent=1))

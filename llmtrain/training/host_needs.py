@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmtrain.base.errors import DataError, ModelError
-from llmtrain.cluster.doctor.checks import Folder
-from llmtrain.cluster.doctor.preflight import Needs
+from llmtrain.cluster.doctor.checks import Folder, Needs
 from llmtrain.config.on_disk import has_checkpoints, reads_weights
 from llmtrain.config.run import RunConfig
 from llmtrain.config.stages import data_of

@@ -57,6 +57,26 @@ class Folder:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Requirements of a run on its hosts."""
+
+    files: tuple[str, ...]
+    """Equal on all hosts: its YAML and its DeepSpeed JSON."""
+    folders: tuple[Folder, ...] = ()
+    """Folders that its ranks read, and the files in them."""
+    folder: str
+    """Folder of its checkpoints."""
+    own_folders: bool
+    """Each host may have its own there."""
+    sent_bytes: float | None = None
+    """Bytes that each host sends to others in an optimizer step, of the last plan; None: there is none."""
+    patience_s: float = 300.0
+    """Seconds without progress on any rank after which the run is ended."""
+    ops: tuple[str, ...]
+    """DeepSpeed ops that the run compiles at its start."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Survey:
     """All questions to the hosts, and their answers."""
 
@@ -75,6 +95,8 @@ class Survey:
     """Each host may have its own: checkpoint.dir is set."""
     port: int = 0
     """Port of the rendezvous, on the first host; 0: not asked."""
+    ssh_port: int | None = None
+    """Port of every sshd, where it is not 22."""
     folders: tuple[Folder, ...] = ()
     """Folders that the run reads on each host."""
     ops: tuple[str, ...] = ()

@@ -16,9 +16,9 @@ from typing import Any
 from llmtrain.base import units
 from llmtrain.base.child import read_marked
 from llmtrain.cluster.doctor import tcp_rates
-from llmtrain.cluster.doctor.checks import Finding, Level, Survey
+from llmtrain.cluster.doctor.checks import Finding, Level, Needs, Survey
 from llmtrain.cluster.doctor.differences import held, right_interfaces
-from llmtrain.cluster.doctor.preflight import Needs, Report, in_order
+from llmtrain.cluster.doctor.preflight import Report, in_order
 from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
@@ -108,9 +108,7 @@ def rounds(hosts: Sequence[str], most: int | None = None) -> list[list[tuple[str
     return found
 
 
-def measure_pairs(
-    survey: Survey, plan: Sequence[Sequence[tuple[str, str]]], window_s: float, ssh_port: int | None = None
-) -> list[Pair]:
+def measure_pairs(survey: Survey, plan: Sequence[Sequence[tuple[str, str]]], window_s: float) -> list[Pair]:
     """Measure the rounds with all their hosts at once: about a second a round, bounded if a host is absent."""
     names = list(dict.fromkeys(name for each in plan for pair in each for name in pair))
     base = random.randint(30001, 31990)  # above the ports that launches choose: one may be about to start
@@ -128,7 +126,7 @@ def measure_pairs(
     def one(name: str) -> Answer:
         own = [pair for each in plan for pair in each if name in pair]
         text = program(Path(tcp_rates.__file__), {**questions, "host": name, "pairs": own})
-        return ask_python(name, text, timeout_s=limit_s + 10.0, port=ssh_port)
+        return ask_python(name, text, survey, timeout_s=limit_s + 10.0)
 
     # All hosts at once: they wait for each other.
     answers = in_parallel(names, one, fan_out=len(names))
@@ -161,22 +159,12 @@ def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
         rate = max((pair, other), key=lambda each: each.rate)
         # The mean of the two duplex fractions: either may be of a busy moment.
         scale = (pair.duplex + other.duplex) / 2 / max(1e-9, rate.duplex)
-        found.append(
-            Pair(
-                first=pair.first,
-                second=pair.second,
-                trip_s=min(pair.trip_s, other.trip_s),
-                up=rate.up,
-                down=rate.down,
-                both_up=rate.both_up * scale,
-                both_down=rate.both_down * scale,
-                idle=rate.idle,
-            )
-        )
+        trip_s = min(pair.trip_s, other.trip_s)
+        found.append(replace(rate, trip_s=trip_s, both_up=rate.both_up * scale, both_down=rate.both_down * scale))
     return found
 
 
-def examine(survey: Survey, ssh_port: int | None = None) -> tuple[Fabric, list[Finding]]:
+def examine(survey: Survey) -> tuple[Fabric, list[Finding]]:
     """Measure all pairs, and odd ones a second time."""
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     if len(names) < 2:
@@ -184,12 +172,12 @@ def examine(survey: Survey, ssh_port: int | None = None) -> tuple[Fabric, list[F
     pairs = []
     for group in groups(names):
         plan = rounds(group, None if len(names) <= ALL_PAIRS_TO else SAMPLE)
-        pairs += measure_pairs(survey, plan, WINDOW_S, ssh_port)
+        pairs += measure_pairs(survey, plan, WINDOW_S)
     odd = {finding.host for finding in judge(pairs)}
     if odd:
         suspects = [pair for pair in pairs if pair.first in odd or pair.second in odd][: 4 * FAN_OUT]
         plan = _packed([(pair.first, pair.second) for pair in suspects])
-        pairs = better(pairs, measure_pairs(survey, plan, LONG_WINDOW_S, ssh_port))
+        pairs = better(pairs, measure_pairs(survey, plan, LONG_WINDOW_S))
     return Fabric(pairs=tuple(pairs)), judge(pairs)
 
 
@@ -350,7 +338,7 @@ def has_peers(survey: Survey) -> bool:
     return len(names) > 1 or any(len(each) > 1 for each in _here(survey, names).values())
 
 
-def measure_all_reduce(survey: Survey, module: str, ssh_port: int | None = None) -> dict[str, Any]:
+def measure_all_reduce(survey: Survey, module: str) -> dict[str, Any]:
     """Try a run's collectives: an all-reduce of all ranks, then each pair of a host's GPUs. There is a rank for each
     GPU in the hostfile, or one for each host without GPUs; at most 64 hosts are used. Sizes grow while they are quick.
     `module`: the program for each host, which gets its questions as JSON and prints `mark` and its answer.
@@ -377,7 +365,7 @@ def measure_all_reduce(survey: Survey, module: str, ssh_port: int | None = None)
     def one(name: str) -> Answer:
         worker = [sys.executable, "-m", module, json.dumps({**questions, "here": here[name]})]
         command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
-        return on_hosts([name], command, timeout_s=_WITHIN_S[backend], port=ssh_port, here=survey.alone)[name]
+        return on_hosts([name], command, timeout_s=_WITHIN_S[backend], port=survey.ssh_port, here=survey.alone)[name]
 
     found: dict[str, Any] = {"hosts": names, "backend": backend, "ranks": len(labels)}
     found |= {"steps": [], "pairs": [], "errors": {}}
@@ -470,11 +458,11 @@ def _bytes(count: float) -> str:
     return f"{count / 2**10:g} KiB"
 
 
-def with_fabric(report: Report, all_reduce: str, run: Needs | None = None, ssh_port: int | None = None) -> Report:
+def with_fabric(report: Report, all_reduce: str, run: Needs | None) -> Report:
     """Add the measurements between hosts, in seconds and bit/s, and between GPUs. `all_reduce`: module of the program
     with torch for the collectives."""
-    measured, findings = examine(report.survey, ssh_port)
-    reduced = measure_all_reduce(report.survey, all_reduce, ssh_port)
+    measured, findings = examine(report.survey)
+    reduced = measure_all_reduce(report.survey, all_reduce)
     if reduced["steps"] and not reduced["errors"]:  # over the connections that a run of this backend makes
         findings = without_doubt(findings, reduced["hosts"])
     findings = [*findings, *too_slow(measured.pairs, *((run.sent_bytes, run.patience_s) if run else (None, 0.0)))]

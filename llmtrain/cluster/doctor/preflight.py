@@ -22,7 +22,7 @@ from llmtrain.base import untrusted
 from llmtrain.base.rank.op_builds import BUILD_LOCK
 from llmtrain.base.units import counted, duration
 from llmtrain.cluster.doctor import checks, differences, survey
-from llmtrain.cluster.doctor.checks import CHECKS, STALE_S, Finding, Folder, Level, Survey
+from llmtrain.cluster.doctor.checks import CHECKS, STALE_S, Finding, Level, Needs, Survey
 from llmtrain.cluster.doctor.differences import right_interfaces
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import NO_PDSH, on_hosts
@@ -36,33 +36,12 @@ _OWN_FOLDERS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Requirements of a run on its hosts."""
-
-    files: tuple[str, ...]
-    """Equal on all hosts: its YAML and its DeepSpeed JSON."""
-    folders: tuple[Folder, ...] = ()
-    """Folders that its ranks read, and the files in them."""
-    folder: str
-    """Folder of its checkpoints."""
-    own_folders: bool
-    """Each host may have its own there."""
-    sent_bytes: float | None = None
-    """Bytes that each host sends to others in an optimizer step, of the last plan; None: there is none."""
-    patience_s: float = 300.0
-    """Seconds without progress on any rank after which the run is ended."""
-    ops: tuple[str, ...]
-    """DeepSpeed ops that the run compiles at its start."""
-
-
 def preflight(
     hosts: Sequence[Host],
     run: Needs | None = None,
     *,
     port: int = MASTER_PORT,
     ssh_port: int | None = None,
-    timeout_s: float = 25.0,
 ) -> Report:
     """Check all but the network between the hosts, in a few seconds.
 
@@ -70,22 +49,11 @@ def preflight(
         hosts: of read_hostfile, or select.
         port: of the rendezvous; 0: do not look at it.
         ssh_port: of every sshd, where it is not 22.
-        timeout_s: for each host.
 
     Raises: ConfigError: there is no ssh program.
     """
     started = time.monotonic()
-    found = survey.look(
-        hosts,
-        files=() if run is None else run.files,
-        folders=() if run is None else run.folders,
-        run_dir=None if run is None else run.folder,
-        own_folders=run is not None and run.own_folders,
-        port=port,
-        ops=() if run is None else run.ops,
-        timeout_s=timeout_s,
-        ssh_port=ssh_port,
-    )
+    found = survey.look(hosts, run, port, ssh_port)
     asked = set(CHECKS) - {"fabric"}
     asked -= set() if run is not None else {"config", "files"}
     asked -= set() if found.nonce else {"shared"}
@@ -309,57 +277,42 @@ for name in ask["ops"]:
 """
 
 
-def _build_ops(survey: Survey, ssh_port: int | None = None) -> tuple[list[str], list[Finding]]:
+def _build_ops(survey: Survey) -> tuple[list[str], list[Finding]]:
     """Build the run's missing ops on all hosts. Returns a line for each success, and findings."""
-    wanted: dict[str, tuple[list[str], Mapping[str, float]]] = {}
-    for host, facts in survey.facts.items():
-        ops = facts.get("ops")
-        if ops is not None:
-            missing = [name for name in survey.ops if name not in ops["built"]]
-            if missing or any(age > STALE_S for age in ops["locks"].values()):
-                wanted[host] = (missing, ops["locks"])
-    lines: list[str] = []
-    findings: list[Finding] = []
+    ranks = {name: value for name, value in os.environ.items() if name == "TORCH_EXTENSIONS_DIR"}  # a launch's, too
     # Hosts with equal needs share one call of on_hosts, which bounds the number of hosts at a time.
     alike: dict[str, list[str]] = {}
-    for host, (missing, locks) in wanted.items():
-        ranks = {name: value for name, value in os.environ.items() if name == "TORCH_EXTENSIONS_DIR"}  # a launch's, too
-        asked = {"ops": missing, "locks": sorted(locks), "stale_s": STALE_S, "lock": BUILD_LOCK, "variables": ranks}
-        text = json.dumps(asked)
-        alike.setdefault(text, []).append(host)
-    for text, hosts in alike.items():
-        built, failed = _build_on(survey, hosts, text, ssh_port)
-        lines += built
-        findings += failed
-    return lines, findings
-
-
-def _build_on(survey: Survey, hosts: Sequence[str], text: str, ssh_port: int | None) -> tuple[list[str], list[Finding]]:
-    command, ops = (sys.executable, "-c", _PROGRAM, text), json.loads(text)["ops"]
-    lines, findings = [], []
-    for host, answer in on_hosts(hosts, command, timeout_s=_BUILD_LIMIT_S, port=ssh_port, here=survey.alone).items():
-        if answer.code == 0:
-            what = f"built {', '.join(ops)} in {answer.elapsed_s:.0f} s" if ops else "removed a lock of a dead build"
-            lines.append(f"{host}: {what}")
+    for host, facts in survey.facts.items():
+        if (known := facts.get("ops")) is None:
             continue
-        printed = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
-        why = answer.trouble.text if answer.trouble and answer.code is None else "; ".join(printed[-2:])[:300]
-        findings.append(
-            Finding(
-                host=host,
-                check="ops",
-                level="red",
-                what=f"{', '.join(ops)} could not be built: {why}",
-                fix="see the compiler's words: " + survey.on(host, f"{sys.executable} -m deepspeed.env_report"),
-            )
-        )
+        ops, locks = [name for name in survey.ops if name not in known["built"]], known["locks"]
+        if ops or any(age > STALE_S for age in locks.values()):
+            asked = {"ops": ops, "locks": sorted(locks), "stale_s": STALE_S, "lock": BUILD_LOCK, "variables": ranks}
+            alike.setdefault(json.dumps(asked), []).append(host)
+    lines, findings = [], []
+    for text, hosts in alike.items():
+        command, ops = (sys.executable, "-c", _PROGRAM, text), json.loads(text)["ops"]
+        answers = on_hosts(hosts, command, timeout_s=_BUILD_LIMIT_S, port=survey.ssh_port, here=survey.alone)
+        for host, answer in answers.items():
+            if answer.code == 0:
+                what = (
+                    f"built {', '.join(ops)} in {answer.elapsed_s:.0f} s" if ops else "removed a lock of a dead build"
+                )
+                lines.append(f"{host}: {what}")
+                continue
+            printed = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
+            why = answer.trouble.text if answer.trouble and answer.code is None else "; ".join(printed[-2:])[:300]
+            what = f"{', '.join(ops)} could not be built: {why}"
+            fix = "see the compiler's words: " + survey.on(host, f"{sys.executable} -m deepspeed.env_report")
+            findings.append(Finding(host=host, check="ops", level="red", what=what, fix=fix))
     return lines, findings
 
 
-def with_ops(report: Report, run: Needs | None, port: int, ssh_port: int | None) -> Report:
-    lines, failed = _build_ops(report.survey, ssh_port)
+def with_ops(report: Report, run: Needs | None) -> Report:
+    asked = report.survey
+    lines, failed = _build_ops(asked)
     if not lines and not failed:
         return replace(report, notes=(*report.notes, "ops: all that this run needs are built"))
-    again = preflight(report.survey.hosts, run, port=port, ssh_port=ssh_port)
-    findings = in_order([*again.findings, *failed], report.survey.hosts)
+    again = preflight(asked.hosts, run, port=asked.port, ssh_port=asked.ssh_port)
+    findings = in_order([*again.findings, *failed], asked.hosts)
     return replace(again, findings=findings, notes=tuple(lines))

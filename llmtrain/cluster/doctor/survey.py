@@ -19,7 +19,7 @@ from llmtrain.base.child import read_marked
 from llmtrain.base.rank import op_builds
 from llmtrain.cluster import gpus
 from llmtrain.cluster.doctor import probe
-from llmtrain.cluster.doctor.checks import Folder, Survey
+from llmtrain.cluster.doctor.checks import Needs, Survey
 from llmtrain.cluster.hosts.hostfile import Host, is_alone, is_here
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
 from llmtrain.cluster.hosts.variables import PREFIXES
@@ -28,6 +28,8 @@ PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "triton", "safetensor
 VARIABLES = (*PREFIXES, "LD_LIBRARY_PATH", "LD_PRELOAD")
 PACKAGE = Path(__file__).resolve().parents[2]
 NO_PYTHON = 127
+_ANSWER_S = 25.0
+"""Limit of a host's answer."""
 
 # The interpreter of the launch, or any other that can report further faults there.
 _START = (
@@ -57,38 +59,27 @@ def program(module: Path, questions: Mapping[str, Any], *before: Path) -> str:
     return f"from __future__ import annotations\n{text}\nmain(json.loads({json.dumps(questions)!r}))\n"
 
 
-def ask_python(host: str, text: str, *, timeout_s: float, port: int | None = None, here: bool = False) -> Answer:
-    """Run a program with this process's interpreter on one host; `here`: as for on_hosts."""
+def ask_python(host: str, text: str, survey: Survey, *, timeout_s: float) -> Answer:
+    """Run a program with this process's interpreter on one host."""
     command = ("/bin/sh", "-c", _START, "sh", sys.executable)
-    return on_hosts([host], command, input=text, timeout_s=timeout_s, port=port, here=here)[host]
+    return on_hosts([host], command, input=text, timeout_s=timeout_s, port=survey.ssh_port, here=survey.alone)[host]
 
 
-def look(
-    hosts: Sequence[Host],
-    *,
-    files: Sequence[str] = (),
-    folders: Sequence[Folder] = (),
-    run_dir: str | None = None,
-    own_folders: bool = False,
-    port: int = 0,
-    ops: Sequence[str] = (),
-    timeout_s: float = 25.0,
-    ssh_port: int | None = None,
-) -> Survey:
-    """Ask each host all questions that it can answer alone. `files`: equal on all hosts, YAML and DeepSpeed JSON.
-    `folders`: read by the run. `own_folders`: `run_dir` may differ by host. `port`: of the rendezvous, 0: unasked.
-    `timeout_s`: for each host."""
+def look(hosts: Sequence[Host], run: Needs | None, port: int, ssh_port: int | None) -> Survey:
+    """Ask each host all questions that it can answer alone. `port`: of the rendezvous, 0: unasked."""
     folder = os.getcwd()
+    run_dir = folder if run is None else run.folder
+    folders = () if run is None else run.folders
     names = [host.name for host in hosts]
-    where = probe.nearest(run_dir or folder)
+    where = probe.nearest(run_dir)
     nonce = secrets.token_hex(16)
     nonce_path = os.path.join(where, f".llmtrain-nonce-{nonce[:8]}")
-    written = {"temporary files": os.environ.get("TMPDIR", "/tmp"), "the run": run_dir or folder}
+    written = {"temporary files": os.environ.get("TMPDIR", "/tmp"), "the run": run_dir}
     questions = {
         "packages": PACKAGES,
         "folder": folder,
         "package": str(PACKAGE),
-        "files": [os.path.abspath(file) for file in files],
+        "files": [] if run is None else [os.path.abspath(file) for file in run.files],
         "variables": VARIABLES,
         "extensions": os.environ.get("TORCH_EXTENSIONS_DIR"),  # a launch passes it to its hosts
         "folders_read": {each.path: each.files for each in folders},
@@ -107,29 +98,30 @@ def look(
         python=sys.executable,
         folder=folder,
         run_dir=where,
-        own_folders=own_folders,
+        own_folders=run is not None and run.own_folders,
         port=port,
-        folders=tuple(folders),
-        ops=tuple(ops),
+        ssh_port=ssh_port,
+        folders=folders,
+        ops=() if run is None else run.ops,
     )
-    survey = _facts(survey, questions, timeout_s, ssh_port)
+    survey = _facts(survey, questions)
     if survey.facts.get(names[0], {}).get("nonce", {}).get("written"):
         # The hosts that see the first one's file share the folder; then the file is removed.
         first, *others = [name for name in names if name in survey.facts]
-        answers = on_hosts(others, ("cat", nonce_path), timeout_s=timeout_s, port=ssh_port)
-        on_hosts([first], ("rm", "-f", nonce_path), timeout_s=timeout_s, port=ssh_port)
+        answers = on_hosts(others, ("cat", nonce_path), timeout_s=_ANSWER_S, port=ssh_port)
+        on_hosts([first], ("rm", "-f", nonce_path), timeout_s=_ANSWER_S, port=ssh_port)
         seen = {name: answer.stdout.strip() == nonce for name, answer in answers.items() if answer.code is not None}
         survey = replace(survey, nonce=seen)
     return survey
 
 
-def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_port: int | None) -> Survey:
+def _facts(survey: Survey, questions: Mapping[str, Any]) -> Survey:
     names = [host.name for host in survey.hosts]
 
     def one(name: str) -> tuple[Answer, float, float]:
         text = program(Path(probe.__file__), {**questions, "host": name}, Path(gpus.__file__), Path(op_builds.__file__))
         began = time.time()
-        answer = ask_python(name, text, timeout_s=timeout_s, port=ssh_port, here=survey.alone)
+        answer = ask_python(name, text, survey, timeout_s=_ANSWER_S)
         return answer, began, time.time()
 
     troubles, facts, failures, skew_s = {}, {}, {}, {}

@@ -24,7 +24,8 @@ from rich.console import Console
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import lock_folder
 from llmtrain.base.rank import messages
-from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Needs, preflight, print_report
+from llmtrain.cluster.doctor.checks import Needs
+from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, preflight, print_report
 from llmtrain.cluster.hosts.hostfile import Host, is_here
 from llmtrain.cluster.hosts.ssh import on_hosts
 from llmtrain.cluster.hosts.variables import deliver, remove

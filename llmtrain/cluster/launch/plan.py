@@ -19,7 +19,7 @@ from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank import messages
 from llmtrain.base.redact import redact_argv
-from llmtrain.cluster.doctor.preflight import Needs
+from llmtrain.cluster.doctor.checks import Needs
 from llmtrain.cluster.hosts.hostfile import Host, include_of, is_alone, render
 from llmtrain.cluster.hosts.ssh import NO_PDSH
 from llmtrain.cluster.hosts.variables import Travel, deepspeed_env, for_pdsh, path_problem, read_env_file, travelling

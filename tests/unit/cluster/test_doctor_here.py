@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from llmtrain import cli
+from llmtrain.cluster.doctor.checks import Needs
 from llmtrain.cluster.doctor.fabric import Pair, too_slow
-from llmtrain.cluster.doctor.preflight import Needs
 from llmtrain.config.load import load
 from llmtrain.config.planned import Planned, store
 from tests.helpers.launching import REPO, free_port, write_recipe
