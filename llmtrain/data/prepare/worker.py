@@ -129,13 +129,20 @@ class _ShardWriter:
         self._stream = open(self._partial, "wb")  # noqa: SIM115  # closed by commit or discard
         self._digest = xxhash.xxh3_64()
         self._origins: list[tuple[int, int]] = []
+        self._rows: list[Row] = []
         self.tokens = self.documents = 0
 
-    def write(self, rows: list[Row], origins: list[tuple[int, int]], separator_id: int | None) -> None:
-        """Append rows, each with the separator, if there is one. `origins`: (piece of the unit, record) of each."""
+    def add(self, rows: list[Row], origin: tuple[int, int]) -> None:
+        """Add the rows of a document, for the next `write`. `origin`: (piece of the unit, record)."""
+        self._rows += rows
+        self._origins += [origin] * len(rows)
+        self.documents += len(rows)
+
+    def write(self, separator_id: int | None) -> None:
+        """Write the added rows, each with the separator, if there is one."""
+        rows, self._rows = self._rows, []
         if not rows:
             return
-        self._origins += origins
         self._lengths += [len(row.ids) + (separator_id is not None) for row in rows]
         end = np.array([] if separator_id is None else [separator_id], dtype=rows[0].ids.dtype)
         block = np.concatenate([part for row in rows for part in (row.ids, end)])
@@ -149,7 +156,6 @@ class _ShardWriter:
         self._stream.write(data)
         self._digest.update(data)
         self.tokens += len(block)
-        self.documents += len(rows)
 
     def of_chat(self) -> dict[str, int]:
         """The manifest's figures: counted tokens, and tokens of the longest row or pair."""
@@ -189,8 +195,12 @@ class _ShardWriter:
 
 @dataclass
 class _Written:
-    """Counts and hashes of a unit's documents, for its record."""
+    """A unit's shards, and the counts and hashes of its documents, for its record."""
 
+    unit: Unit
+    settings: WorkerSettings
+    writers: dict[Split, _ShardWriter]
+    held_out: _HeldOut
     rejected: list[Rejection] = field(default_factory=list)
     lines: Lines = field(default_factory=Lines)
     """Lines that begin in the unit's last piece."""
@@ -210,6 +220,21 @@ class _Written:
     in_place: dict[Split, dict[str, Any] | None] | None = None
     """Manifest entries of shards that are parts of the source itself; None: the writers have the shards."""
 
+    def sides(self, text: str, data: bytes) -> list[tuple[Split, str]]:
+        """A text by split; empty if --validation-source has it. `data`: the text's bytes, or a conversation's training
+        rows."""
+        hashed = xxhash.xxh3_128_intdigest(data)
+        if self.unit.validation:
+            self.hashes += hashed.to_bytes(16, "big")
+            return [("validation", text)]
+        if hashed in self.held_out:
+            self.left_out += 1
+            return []
+        sides = parts(text, data, self.settings.validation_fraction, self.settings.cut_bytes)
+        self.cut += len(sides) > 1
+        self.lowest_draw = min(self.lowest_draw, draw(data))
+        return sides
+
 
 AnyEncoder = Encoder | ChatEncoder | ChoiceEncoder | TokenEncoder
 
@@ -227,13 +252,15 @@ def process_unit(
     """
     folder = out_folder.opened(settings.out, settings.here, settings.owner)
     own = folder.here / UNFINISHED / f"{socket.gethostname()}-{os.getpid()}"
-    writers: dict[str, _ShardWriter] = {}
+    writers: dict[Split, _ShardWriter] = {}
     try:
         (own / UNFINISHED).mkdir(parents=True, exist_ok=True)
         for split in SPLITS:
             writers[split] = _ShardWriter(own / f"{split}-{unit.index:05d}.bin", settings.chat)
         too_long = 0 if isinstance(encoder, Encoder) else encoder.too_long
-        written = _write_documents(unit, settings, encoder, writers, progress)
+        held_out = _HeldOut(Path(settings.here, settings.held_out) if settings.held_out else None)
+        written = _Written(unit, settings, writers, held_out)
+        _write_documents(written, encoder, progress)
         refuse_changed(unit.pieces)
         whole = len(written.rejected) <= settings.reject_limit  # else the caller ends, and the rest was not read
         files = [piece.origin for piece in unit.pieces]
@@ -278,15 +305,8 @@ def process_unit(
         shutil.rmtree(own, ignore_errors=True)
 
 
-def _write_documents(
-    unit: Unit,
-    settings: WorkerSettings,
-    encoder: AnyEncoder,
-    writers: dict[str, _ShardWriter],
-    progress: Callable[[int], None],
-) -> _Written:
-    written = _Written()
-    held_out = _HeldOut(Path(settings.here, settings.held_out) if settings.held_out else None)
+def _write_documents(written: _Written, encoder: AnyEncoder, progress: Callable[[int], None]) -> None:
+    unit, settings, writers = written.unit, written.settings, written.writers
     whole = not isinstance(encoder, Encoder)  # records are read completely, and their training rows decide their side
     separator = encoder.separator_id if settings.chat is None and isinstance(encoder, Encoder | TokenEncoder) else None
     batch: list[tuple[int, Document, Split, str]] = []
@@ -294,25 +314,21 @@ def _write_documents(
 
     def flush() -> None:
         nonlocal filled
-        chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
-        origins: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
         for (place, document, side, _), rows in zip(batch, _rows(encoder, [text for *_, text in batch]), strict=True):
             if isinstance(rows, str):
                 written.rejected.append(reject(unit.pieces[place], document, rows))
                 continue
             if whole:  # not the record, which may have another id
                 trained = b"".join(part.tobytes() for row in rows for part in (row.ids, row.counted))
-                sides = _sides(unit, document.text, trained, settings, held_out, written)
+                sides = written.sides(document.text, trained)
                 if not sides:
                     continue
                 side = sides[0][0]
-            at = writers["train"].documents + len(chosen["train"])
             if side == "train" and whole and len(written.sample) < settings.sample:
-                written.sample += filter(None, [kept(document.text, rows, at)])
-            chosen[side] += rows
-            origins[side] += [(place, document.number)] * len(rows)
-        for split in SPLITS:
-            writers[split].write(chosen[split], origins[split], separator)
+                written.sample += filter(None, [kept(document.text, rows, writers["train"].documents)])
+            writers[side].add(rows, (place, document.number))
+        for writer in writers.values():
+            writer.write(separator)
         progress(filled)
         batch.clear()
         filled = 0
@@ -321,13 +337,13 @@ def _write_documents(
         if piece.kind == "tokens":
             assert isinstance(encoder, TokenEncoder)
             flush()
-            _write_tokens(unit, place, settings, encoder, writers, held_out, written)
+            _write_tokens(written, place, encoder)
             progress(piece.bytes)
             continue
         written.lines = Lines(excluded=written.excluded)
         for item in read_piece(piece, None if whole else settings.field, settings.max_document_bytes, written.lines):
             if len(written.rejected) > settings.reject_limit:
-                return written
+                return
             if isinstance(item, Rejection):
                 written.rejected.append(item)
                 continue
@@ -335,14 +351,12 @@ def _write_documents(
             if whole:
                 batch.append((place, item, "train", item.text))
             else:
-                sides = _sides(unit, item.text, item.data, settings, held_out, written)
-                batch += [(place, item, split, text) for split, text in sides]
+                batch += [(place, item, split, text) for split, text in written.sides(item.text, item.data)]
             filled += len(item.data)
             if filled >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
                 flush()
     if batch:
         flush()
-    return written
 
 
 def _rows(encoder: AnyEncoder, texts: list[str]) -> list[list[Row] | str]:
@@ -360,35 +374,10 @@ def _rows(encoder: AnyEncoder, texts: list[str]) -> list[list[Row] | str]:
     return found
 
 
-def _sides(
-    unit: Unit, text: str, data: bytes, settings: WorkerSettings, held_out: _HeldOut, written: _Written
-) -> list[tuple[Split, str]]:
-    """A text by split; empty if --validation-source has it. `data`: the text's bytes, or a conversation's training
-    rows."""
-    hashed = xxhash.xxh3_128_intdigest(data)
-    if unit.validation:
-        written.hashes += hashed.to_bytes(16, "big")
-        return [("validation", text)]
-    if hashed in held_out:
-        written.left_out += 1
-        return []
-    sides = parts(text, data, settings.validation_fraction, settings.cut_bytes)
-    written.cut += len(sides) > 1
-    written.lowest_draw = min(written.lowest_draw, draw(data))
-    return sides
-
-
-def _write_tokens(
-    unit: Unit,
-    place: int,
-    settings: WorkerSettings,
-    encoder: TokenEncoder,
-    writers: dict[str, _ShardWriter],
-    held_out: _HeldOut,
-    written: _Written,
-) -> None:
+def _write_tokens(written: _Written, place: int, encoder: TokenEncoder) -> None:
     """Write the documents that begin in a range of a file of ids: in place if the file stores them as a shard does and
     the unit is only this range; else one by one. Raises DataError: an id is outside the vocabulary."""
+    unit, settings, writers = written.unit, written.settings, written.writers
     piece = unit.pieces[place]
     file = token_corpora.read(piece.path)
     borders = file.documents(piece.start, piece.stop, encoder.separator_id)
@@ -407,7 +396,7 @@ def _write_tokens(
     if as_it_is and settings.held_out is not None:
         documents = zip(starts.tolist(), ends.tolist(), strict=True)
         hashes = (xxhash.xxh3_128_intdigest(ids[start : end - 1].tobytes()) for start, end in documents)
-        as_it_is = not any(each in held_out for each in hashes)
+        as_it_is = not any(each in written.held_out for each in hashes)
     if as_it_is:
         held = int((borders[:-1] >= len(file.ids) * (1 - settings.validation_fraction)).sum())
         begin = (file.begin or 0) + int(borders[0]) * ids.dtype.itemsize
@@ -415,8 +404,6 @@ def _write_tokens(
         written.in_place = _as_they_lie(unit, ids, borders, held, begin, writers["train"].path.parent, link=link)
         written.content = xxhash.xxh3_128_intdigest(ids.data)
         return
-    chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
-    origins: dict[str, list[tuple[int, int]]] = {split: [] for split in SPLITS}
     for first, start, end in zip(borders[:-1].tolist(), starts.tolist(), ends.tolist(), strict=True):
         if first in piece.excluded:
             written.excluded.append((piece.origin, first))
@@ -427,11 +414,10 @@ def _write_tokens(
         if not len(row.ids):
             written.rejected.append(Rejection(piece.label, "token", first, "empty document"))
             continue
-        for split, _ in _sides(unit, "", data, settings, held_out, written):
-            chosen[split].append(row)
-            origins[split].append((place, first))
-    for split in SPLITS:
-        writers[split].write(chosen[split], origins[split], None if settings.chat else encoder.separator_id)
+        for split, _ in written.sides("", data):
+            writers[split].add([row], (place, first))
+    for writer in writers.values():
+        writer.write(None if settings.chat else encoder.separator_id)
 
 
 def _as_they_lie(
