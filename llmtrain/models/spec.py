@@ -21,6 +21,7 @@ from llmtrain.models.score import gives_scores, with_score
 from llmtrain.models.skeleton import decoder_layers, language_model, layer_configs, load_config, skeleton
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 from llmtrain.models.transformers_private import with_values
+from llmtrain.tracking.metrics import TokenFlops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -48,6 +49,20 @@ class ModelFacts:
     attention_width: int
     """heads x head size, the mean of all layers."""
     vocab_size: int
+
+    def flops(self, sequence_length: int) -> TokenFlops:
+        """Training FLOPs per token.
+
+        A weight costs 2 FLOPs per token forward and 4 backward: 6 N (Kaplan et al. 2020, section 2.1). Scores and
+        weighted values are two products of width * T each: 4 W T per layer forward, 12 W T with the backward pass
+        (PaLM, Chowdhery et al. 2022, appendix B; so in torchtitan and Megatron-LM). A causal mask needs half of them.
+        Recomputed activations are not counted: this is model FLOPs, not hardware FLOPs. A frozen weight gets no
+        gradient (2 FLOPs less), and one below everything that trains is not in the backward pass at all.
+        """
+        square = (12.0 * self.layers - 8.0 * self.forward_layers) * self.attention_width * sequence_length
+        weights = 6.0 * self.matmul_parameters - 2.0 * self.frozen_matmul_parameters
+        weights -= 2.0 * self.forward_matmul_parameters
+        return TokenFlops(causal=weights + square / 2, noncausal=weights + square)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

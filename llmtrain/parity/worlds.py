@@ -152,12 +152,9 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
 
     codes = []
     for name, sharp, until in comparisons(list(plans), steps, fp8=user.run.model.fp8 is not None):
-        resolved = plans[name]
-        split = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
         got = Trace(**torch.load(folder / f"{name}.trace", weights_only=True)).until(until)
         want = [trace.until(until) for trace in references[name]]
-        again = functools.partial(more, name)
-        codes.append(_tell(user, name, got, want, again, sharp=sharp, split=split, clip_norm=resolved.optim.clip_norm))
+        codes.append(_tell(user, name, plans[name], got, want, functools.partial(more, name), sharp=sharp))
     return worst_of(codes)
 
 
@@ -180,15 +177,15 @@ def worst_of(codes: list[int]) -> int:
 def _tell(
     user: Wanted,
     name: str,
+    plan: ResolvedRun,
     got: Trace,
     want: list[Trace],
     more: Callable[[int], list[Trace]],
     *,
     sharp: bool,
-    split: bool,
-    clip_norm: float,
 ) -> int:
     """Print one comparison; return SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
+    split = plan.degrees.tensor > 1 or plan.degrees.sequence > 1
     verdict = compare(got, want, fp32=sharp, split=split)
     instead = (
         f" instead of {user.precision}, which DeepSpeed has on GPUs only"
@@ -207,7 +204,7 @@ def _tell(
     if verdict.passed and verdict.blunt is not None:
         print("\n".join(report(title, verdict, passes="NO ANSWER")), flush=True)
         return _no_answer(verdict.blunt, recipe)
-    likely = "" if verdict.passed else hint(got, want[0], verdict, clip_norm)
+    likely = "" if verdict.passed else hint(got, want[0], verdict, plan.optim.clip_norm)
     if likely and isinstance(objective := user.run.objective, (ByToken, Pairs)):
         method, what = ("terms", "tokens") if isinstance(objective, ByToken) else ("losses", "pairs")
         shared = f"the {what} that share a micro-batch, such as by a mean over them"

@@ -190,34 +190,6 @@ class TokenFlops:
     noncausal: float
 
 
-def flops_per_token(
-    *,
-    matmul_params: int,
-    layers: int,
-    attention_width: int,
-    sequence_length: int,
-    frozen_params: int = 0,
-    forward_params: int = 0,
-    forward_layers: int = 0,
-) -> TokenFlops:
-    """Training FLOPs per token of a decoder.
-
-    `matmul_params` are the weights that multiply (output head included, embedding lookup not; for a mixture of experts
-    only the active ones), `attention_width` is heads * head size.
-
-    A weight costs 2 FLOPs per token forward and 4 backward: 6 N (Kaplan et al. 2020, section 2.1). Scores and weighted
-    values are two products of width * T each: 4 W T per layer forward, 12 W T with the backward pass (PaLM, Chowdhery
-    et al. 2022, appendix B; so in torchtitan and Megatron-LM). A causal mask needs half of them. Recomputed activations
-    are not counted: this is model FLOPs, not hardware FLOPs.
-
-    Of the weights, `frozen_params` get no gradient (2 FLOPs less), and `forward_params` of these, in `forward_layers`
-    layers, are not in the backward pass at all.
-    """
-    square = (12.0 * layers - 8.0 * forward_layers) * attention_width * sequence_length
-    weights = 6.0 * matmul_params - 2.0 * frozen_params - 2.0 * forward_params
-    return TokenFlops(causal=weights + square / 2, noncausal=weights + square)
-
-
 # Dense bf16/fp16 tensor-core peaks in TFLOP/s (fp32 accumulation) from the vendors' data sheets; where a
 # sheet states the sparse figure, half of it. A longer name comes before the shorter one that it contains.
 _PEAK_TFLOPS_16BIT: tuple[tuple[str, float], ...] = (

@@ -32,7 +32,6 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.columns import ColumnWriter, TeacherColumn, numbers, write_reference
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.dist.control import AgreedError, to_rank_0, together
 from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failure_reported
@@ -41,7 +40,6 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import leave_all
 from llmtrain.engine.losses.answers import LogProbs
 from llmtrain.engine.losses.likeliest import Likeliest
-from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model
 from llmtrain.objectives.by_token import Distill, NextToken
@@ -143,31 +141,24 @@ def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
                 places = units.counted(sum(column.places.values()), "token")
                 log.info(f"{folder}: {places}, {column.bytes_a_place} bytes each")
                 writer = ColumnWriter(PreparedSet(folder), column)
-        left = _write_teacher(engine, data, column, writer, (micro_batch, setup.mesh, ranks))
+        left = _write_teacher(setup, data, column, writer, micro_batch)
         log.info(f"{folder}: the {column.top_k} likeliest words of {asked.objective.teacher} at each counted token; "
                  f"all others have {left:.2%} of the mass")  # fmt: skip
     engine.close()
 
 
 def _write_teacher(
-    engine: Engine, data: TrainData, column: TeacherColumn, writer: ColumnWriter | None, form: tuple[int, Mesh, Ranks]
+    setup: Setup, data: TrainData, column: TeacherColumn, writer: ColumnWriter | None, micro_batch: int
 ) -> float:
-    """Write one folder's column. `writer`: on rank 0. `form`: micro-batch, mesh and ranks. Returns the mean probability
-    of words outside the column."""
-    micro_batch, mesh, ranks = form
-    place, data_parallel = mesh.place, mesh.degrees.data
-    dealt = (micro_batch, place.data, data_parallel, ranks.device.type == "cuda")
+    """Write one folder's column. `writer`: on rank 0. Returns the mean probability of words outside the column."""
+    ranks, place = setup.ranks, setup.mesh.place
     at_once = max(1, _BYTES_AT_ONCE // (micro_batch * data.sequence_length * column.bytes_a_place))
     left, tokens = 0.0, 0
     try:
         for split in SPLITS:
-            train = split == "train"
-            read = data.window_at if train else data.validation_window_at
-            rows = data.sequences_per_epoch if train else data.validation_sequences
-            batches = batches_of(read, rows, *dealt)
-            for some in _with_progress(batches, at_once, f"{split}:", rows, micro_batch * data_parallel, ranks):
+            for some in _read(setup, data, split, micro_batch, at_once):
                 collect = Likeliest(column.top_k, column.temperature)
-                figures, counted = engine.evaluate(some, collect)
+                figures, counted = setup.engine.evaluate(some, collect)
                 left, tokens = left + (figures["loss"] * counted if counted else 0.0), tokens + counted
                 mine = [(samples, words.numpy().astype(column.dtype), logs.numpy()) for samples, words, logs in
                         collect.found] if place.tensor == place.sequence == 0 else []  # fmt: skip
@@ -185,18 +176,17 @@ def _write_teacher(
     return left / (tokens or math.nan)
 
 
-def _with_progress(
-    batches: Iterator[MicroBatch], at_once: int, what: str, rows: int, rows_together: int, ranks: Ranks
-) -> Iterator[list[MicroBatch]]:
-    """Yield lists of `at_once` micro-batches, with a progress line on rank 0.
-
-    `rows_together`: rows that all ranks compute in one micro-batch each.
-    """
+def _read(setup: Setup, data: TrainData, split: Split, micro_batch: int, at_once: int) -> Iterator[list[MicroBatch]]:
+    """Yield lists of `at_once` of this rank's micro-batches, with a progress line on rank 0."""
+    ranks, data_parallel, train = setup.ranks, setup.mesh.degrees.data, split == "train"
+    read = data.window_at if train else data.validation_window_at
+    rows = data.sequences_per_epoch if train else data.validation_sequences
+    batches = batches_of(read, rows, micro_batch, setup.mesh.place.data, data_parallel, ranks.device.type == "cuda")
     done = 0
-    with log.Progress(what, rows, unit="row") if ranks.rank == 0 else contextlib.nullcontext() as progress:
+    with log.Progress(f"{split}:", rows, unit="row") if ranks.rank == 0 else contextlib.nullcontext() as progress:
         while some := list(itertools.islice(batches, at_once)):
             yield some
-            done = min(rows, done + len(some) * rows_together)
+            done = min(rows, done + len(some) * micro_batch * data_parallel)
             if progress is not None:
                 progress.show(done)
 
@@ -215,35 +205,28 @@ def _take(
 def write_columns(checked: Checked, ranks: Ranks) -> None:
     """Write the reference's column of each data folder. All ranks call it together. Raises UserError on all of them."""
     setup = Setup(decided(checked, ranks), ranks)
-    run, resolved, engine = setup.run, setup.resolved, setup.engine
+    run, resolved = setup.run, setup.resolved
     setup.start_from(setup.spec.initial_weights(run.train.seed, ranks.device))
     assert setup.began_with is not None
     for config, micro_batch in _folders(resolved):
         folder = str(config.path)
-        dealt = (micro_batch, setup.mesh.place.data, resolved.degrees.data, ranks.device.type == "cuda")
-        columns = {split: column(engine, config, split, dealt, ranks) for split in SPLITS}
+        columns = {split: _column(setup, config, split, micro_batch) for split in SPLITS}
         with together(ranks):
             if ranks.rank == 0:
                 model = setup.spec.config.to_dict()
                 write_reference(PreparedSet(folder), setup.began_with, resolved.precision, columns, model)
         rows = sum(map(len, columns.values()))
         log.info(f"{folder}: log-probabilities of {units.counted(rows, 'answer')} of {run.model.pretrained}")
-    engine.close()
+    setup.engine.close()
 
 
-def column(
-    engine: Engine, config: DataConfig, split: Split, dealt: tuple[int, int, int, bool], ranks: Ranks
-) -> np.ndarray:
-    """Return fp32 [numbers] for a split of one folder. `dealt`: micro-batch, this rank's place, data-parallel ranks,
-    pinned."""
+def _column(setup: Setup, config: DataConfig, split: Split, micro_batch: int) -> np.ndarray:
+    """Return fp32 [numbers] for a split of one folder."""
+    engine, ranks = setup.engine, setup.ranks
     with together(ranks):
         data = TrainData(config, trains=False)
-    train = split == "train"
-    read = data.window_at if train else data.validation_window_at
-    total = data.sequences_per_epoch if train else data.validation_sequences
     collect = LogProbs()
-    batches = batches_of(read, total, *dealt)
-    for some in _with_progress(batches, _AT_ONCE, f"{split}:", total, dealt[0] * dealt[2], ranks):
+    for some in _read(setup, data, split, micro_batch, _AT_ONCE):
         engine.evaluate(some, collect)
         if others := [micro.mismatched for micro in some if isinstance(micro, UnpairedBatch)]:
             engine.evaluate(others, collect)

@@ -24,7 +24,7 @@ from llmtrain.engine.dist.control import from_rank_0, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead, NextTokenLoss
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
-from llmtrain.tracking.metrics import Throughput, TokenFlops, flops_per_token, peak_flops, perplexity, routing_metrics
+from llmtrain.tracking.metrics import Throughput, TokenFlops, peak_flops, perplexity, routing_metrics
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position, is_due
@@ -332,16 +332,7 @@ class Logging(Part):
 
 def flops_of(setup: Setup, stage: int) -> TokenFlops:
     """FLOPs per token in sequences of that stage's length."""
-    sizes = setup.spec.facts
-    return flops_per_token(
-        matmul_params=sizes.matmul_parameters,
-        frozen_params=sizes.frozen_matmul_parameters,
-        forward_params=sizes.forward_matmul_parameters,
-        layers=sizes.layers,
-        forward_layers=sizes.forward_layers,
-        attention_width=sizes.attention_width,
-        sequence_length=setup.resolved.stages[stage].batch.sequence_length,
-    )
+    return setup.spec.facts.flops(setup.resolved.stages[stage].batch.sequence_length)
 
 
 def throughput_of(setup: Setup, step: int = 0) -> Throughput:

@@ -230,7 +230,7 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
         from llmtrain.models.own_settings import own_settings
 
         own = own_settings(spec, resolved.optim)
-    engine = build_engine(model, resolved.optim, own, resolved.mix, resolved.deepspeed, ranks, mesh)
+    engine = build_engine(model, resolved, own, ranks, mesh)
     apply_group_timeout(resolved.run.fault.timeout_s)  # to the groups that DeepSpeed has made
     progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
     return engine

@@ -5,18 +5,19 @@ Work between steps (logs, evaluation, checkpoints, an outer optimizer) is done b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.loader import MicroBatch, StepBatch
 from llmtrain.engine.api import Engine, Update
-from llmtrain.engine.dist.control import Agree, Agreement
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import NEXT_TOKEN, LooksAhead, LossFunction
 from llmtrain.engine.losses.with_metrics import quotients
@@ -64,6 +65,53 @@ class Request:
             save_failed=self.save_failed or other.save_failed,
             pace=other.pace if self.pace is None else self.pace,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """The sums over all ranks for one step."""
+
+    weight: int
+    """Divisor of the global batch's summed loss."""
+    stop: bool
+    """A rank was asked to stop."""
+    time_up: bool
+    """The run's time limit is reached."""
+    save: bool
+    """A rank was asked to save now, or the time for a checkpoint has come."""
+    save_ended: int = 0
+    """Ranks whose part of the save under way has ended (checkpoint/save.py)."""
+    save_failed: int = 0
+    """Ranks for which it failed."""
+    paces: tuple[int, ...] = ()
+    """Nanoseconds for a sequence on each rank (training/load_balance.py), 0: unknown; empty where shares stay equal."""
+
+
+class Agree:
+    """One small all-reduce a step, on the host, started early and read late, without a device synchronisation."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._group, self._rank, self._count = ranks.control, ranks.rank, ranks.world_size
+        self._rehearsed = ranks.rehearsed
+
+    def start(self, weight: int, asks: Request) -> Callable[[], Agreement]:
+        """Send this rank's part; the returned function waits for the sum."""
+        if self._rehearsed:
+            weight = max(1, weight * self._count)
+            return lambda: Agreement(weight=weight, stop=asks.stop, time_up=asks.time_up, save=asks.save)
+        paces = [] if asks.pace is None else [asks.pace if rank == self._rank else 0 for rank in range(self._count)]
+        own = [weight, asks.stop, asks.time_up, asks.save, asks.save_ended, asks.save_failed, *paces]
+        message = torch.tensor(own, dtype=torch.int64)
+        work = dist.all_reduce(message, group=self._group, async_op=True)
+
+        @functools.cache
+        def result() -> Agreement:
+            work.wait()
+            weights, stops, times, saves, ended, failed, *paces = message.tolist()
+            return Agreement(weight=weights, stop=stops > 0, time_up=times > 0, save=saves > 0, save_ended=ended,
+                             save_failed=failed, paces=tuple(paces))  # fmt: skip
+
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +164,7 @@ class Session:
             with heart.during("reference"):
                 self.objective.look(batch.micro_batches, self.engine.evaluate)
         counted = sum(map(self.objective.weight, batch.micro_batches))
-        agreement = self._agree.start(
-            weight=counted if self._leads else 0,
-            stop=request.stop,
-            time_up=request.time_up,
-            save=request.save,
-            save_status=(request.save_ended, request.save_failed),
-            pace=request.pace,
-        )
+        agreement = self._agree.start(counted if self._leads else 0, request)
         self.seed()
         lr_factor = self._rate(self.step_number)
         if not counted and not agreement().weight:  # nowhere: momentum alone would move the weights

@@ -151,7 +151,7 @@ def ours(task: Attempt) -> Any:
     mesh = mesh_of(resolved.degrees)
     spec = ModelSpec.of(model)
     language = build_model(resolved, spec, ranks.device, mesh)
-    engine = build_engine(language, resolved.optim, {}, resolved.mix, resolved.deepspeed, ranks, mesh)
+    engine = build_engine(language, resolved, {}, ranks, mesh)
     fill_parameters(engine, spec.initial_weights(0, torch.device("cpu")))
     engine.refresh()
 

@@ -81,15 +81,11 @@ def use(speed: float, model: ModelConfig, sequence: int, adapter: AdapterConfig 
     import torch
 
     from llmtrain.models.spec import ModelSpec
-    from llmtrain.tracking.metrics import flops_per_token, peak_flops
+    from llmtrain.tracking.metrics import peak_flops
 
     facts = ModelSpec.of(model, adapter).facts
     peak = peak_flops(torch.cuda.get_device_name(), "bf16")
-    flops = flops_per_token(
-        matmul_params=facts.matmul_parameters, frozen_params=facts.frozen_matmul_parameters,
-        forward_params=facts.forward_matmul_parameters, layers=facts.layers, forward_layers=facts.forward_layers,
-        attention_width=facts.attention_width, sequence_length=sequence,
-    )  # fmt: skip
+    flops = facts.flops(sequence)
     found = {"tflops_causal": speed * flops.causal / 1e12}
     return found if peak is None else {**found, "mfu_causal": speed * flops.causal / peak,
                                        "mfu_noncausal": speed * flops.noncausal / peak}  # fmt: skip

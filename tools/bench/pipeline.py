@@ -106,7 +106,7 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     mesh = mesh_of(resolved.degrees)
     spec = ModelSpec.of(resolved.run.model)
     model: Any = build_model(resolved, spec, ranks.device, mesh)
-    engine = build_engine(model, resolved.optim, {}, resolved.mix, resolved.deepspeed, ranks, mesh)
+    engine = build_engine(model, resolved, {}, ranks, mesh)
     fill_parameters(engine, spec.initial_weights(0, ranks.device))
     engine.refresh()
 

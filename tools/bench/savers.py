@@ -109,7 +109,7 @@ def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Zer
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
-    return build_engine(model, resolved.optim, {}, resolved.mix, resolved.deepspeed, ranks, mesh), ranks, resolved
+    return build_engine(model, resolved, {}, ranks, mesh), ranks, resolved
 
 
 @cache

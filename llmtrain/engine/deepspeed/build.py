@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups, z3_leaf_module
 from torch import nn
 
+from llmtrain.config.run import ResolvedRun
 from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed import patches
 from llmtrain.engine.deepspeed.engine import ZeroEngine
@@ -29,23 +30,17 @@ from llmtrain.models.experts import shape_of
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import MAGNITUDE, A, B, local_parameter
-from llmtrain.optim.optimizers import Optimizer
 
 if TYPE_CHECKING:
     from llmtrain.models.own_settings import OwnSettings
 
 
 def build_engine(
-    model: LanguageModel,
-    optim: Optimizer,
-    own: Mapping[str, OwnSettings],
-    mix: Mix,
-    exact: dict[str, Any],
-    ranks: Ranks,
-    mesh: Mesh,
+    model: LanguageModel, resolved: ResolvedRun, own: Mapping[str, OwnSettings], ranks: Ranks, mesh: Mesh
 ) -> ZeroEngine:
-    """Make the engine for a model without values. `own`: settings of single parameters, by Hugging Face name. `exact`:
-    DeepSpeed's dict. Raises ConfigError: DeepSpeed or torch lacks a feature that a run needs."""
+    """Make the engine for a model without values. `own`: settings of single parameters, by Hugging Face name. Raises
+    ConfigError: DeepSpeed or torch lacks a feature that a run needs."""
+    optim, mix, exact = resolved.optim, resolved.mix, resolved.deepspeed
     patches.check()
     if mix.mlp_tiles and get_accelerator().device_name() == "cpu":
         return_freed_memory()

@@ -1,4 +1,4 @@
-"""Stop and save requests from outside (signals, a vanished launcher), and the agreement of all ranks on them.
+"""Stop and save requests from outside (signals, a vanished launcher), and messages to all ranks.
 
 DeepSpeed's launcher signals its ranks one after another, up to 30 s apart, and kills each 30 s after its signal
 (launcher/launch.py). So a rank never acts on a signal alone: it raises a flag, the flags of all ranks are joined at the
@@ -8,18 +8,15 @@ next step boundary, and then all save and leave together.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from llmtrain.base import log
@@ -95,68 +92,6 @@ class StopRequests:
 
 class StopAsked(Exception):
     """A rank was asked to stop before the first step; raised on all ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """The sums over all ranks for one step."""
-
-    weight: int
-    """Divisor of the global batch's summed loss."""
-    stop: bool
-    """A rank was asked to stop."""
-    time_up: bool
-    """The run's time limit is reached."""
-    save: bool
-    """A rank was asked to save now, or the time for a checkpoint has come."""
-    save_ended: int = 0
-    """Ranks whose part of the save under way has ended (checkpoint/save.py)."""
-    save_failed: int = 0
-    """Ranks for which it failed."""
-    paces: tuple[int, ...] = ()
-    """Nanoseconds for a sequence on each rank (training/load_balance.py), 0: unknown; empty where shares stay equal."""
-
-
-class Agree:
-    """One small all-reduce a step, on the host, started early and read late, without a device synchronisation."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._group, self._rank, self._count = ranks.control, ranks.rank, ranks.world_size
-        self._rehearsed = ranks.rehearsed
-
-    def start(
-        self,
-        *,
-        weight: int,
-        stop: bool,
-        time_up: bool,
-        save: bool,
-        save_status: tuple[bool, bool],
-        pace: int | None = None,
-    ) -> Callable[[], Agreement]:
-        """Send this rank's part; the returned function waits for the sum. `save_status`: (this rank's part of the save
-        has ended, has failed). `pace`: this rank's speed; None on all ranks: none is sent."""
-        if self._rehearsed:
-            return lambda: Agreement(weight=max(1, weight * self._count), stop=stop, time_up=time_up, save=save)
-        paces = [] if pace is None else [pace if rank == self._rank else 0 for rank in range(self._count)]
-        message = torch.tensor([weight, stop, time_up, save, *save_status, *paces], dtype=torch.int64)
-        work = dist.all_reduce(message, group=self._group, async_op=True)
-
-        @functools.cache
-        def result() -> Agreement:
-            work.wait()
-            weights, stops, times, saves, ended, failed, *paces = message.tolist()
-            return Agreement(
-                weight=weights,
-                stop=stops > 0,
-                time_up=times > 0,
-                save=saves > 0,
-                save_ended=ended,
-                save_failed=failed,
-                paces=tuple(paces),
-            )
-
-        return result
 
 
 def from_rank_0(ranks: Ranks, make: Callable[[], T]) -> T:

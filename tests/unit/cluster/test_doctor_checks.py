@@ -180,7 +180,7 @@ def test_what_is_not_facts() -> None:
 def test_a_measurement_takes_no_port_that_a_launch_may_have_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def ask(host: str, text: str, **_: Any) -> Answer:
+    def ask(host: str, text: str, *_: Any, **__: Any) -> Answer:
         asked.append(text)
         return Answer(host, 0, "", "", 0.0, None)
 

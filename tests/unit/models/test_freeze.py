@@ -11,10 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.spec import ModelSpec
+from llmtrain.models.spec import ModelFacts, ModelSpec
 from llmtrain.models.transformers_private import loop_over_experts
 from llmtrain.parity.small import patterns_here
-from llmtrain.tracking.metrics import flops_per_token
 from tests.helpers.training import LLAMA
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
@@ -75,16 +74,36 @@ def test_flops_are_those_that_torch_counts(fields, patterns):
     assert sizes.trained == sum(p.numel() for p in hf.parameters() if p.requires_grad)
     with FlopCounterMode(display=False) as counter:
         hf(input_ids=torch.arange(32).unsqueeze(0), use_cache=False).logits.sum().backward()
-    flops = flops_per_token(
-        matmul_params=sizes.matmul_parameters,
-        frozen_params=sizes.frozen_matmul_parameters,
-        forward_params=sizes.forward_matmul_parameters,
-        layers=sizes.layers,
-        forward_layers=sizes.forward_layers,
-        attention_width=sizes.attention_width,
-        sequence_length=32,
-    )
-    assert 32 * flops.noncausal == counter.get_total_flops()
+    assert 32 * sizes.flops(32).noncausal == counter.get_total_flops()
+
+
+# (matmul weights, layers, heads * head size): from the models' config.json.
+LLAMA_8B = (7_504_658_432, 32, 4096)
+LLAMA_1B = (1_235_746_816, 16, 2048)
+QWEN_05B = (493_961_216, 24, 896)
+
+
+def published(weights: int, layers: int, width: int) -> ModelFacts:
+    return ModelFacts(parameters=weights, matmul_parameters=weights, frozen_matmul_parameters=0, trained=weights,
+                      forward_matmul_parameters=0, layers=layers, forward_layers=0, attention_width=width,
+                      vocab_size=1)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "weights_gf", "causal_attention_gf"),
+    [(LLAMA_8B, 45.0, 3.22), (LLAMA_1B, 7.41, 0.81), (QWEN_05B, 2.96, 0.53)],
+)
+def test_flops_per_token_at_4096(model, weights_gf, causal_attention_gf):
+    flops = published(*model).flops(4096)
+    assert flops.causal / 1e9 == pytest.approx(weights_gf + causal_attention_gf, rel=2e-3)
+    assert flops.noncausal / 1e9 == pytest.approx(weights_gf + 2 * causal_attention_gf, rel=2e-3)
+
+
+def test_llama_8b_at_8192_matches_both_published_conventions():
+    # torchtitan prints 57.9 GFLOP per token (whole square), Megatron-Bridge 51.5 (causal half).
+    flops = published(*LLAMA_8B).flops(8192)
+    assert flops.noncausal / 1e9 == pytest.approx(57.9, abs=0.05)
+    assert flops.causal / 1e9 == pytest.approx(51.5, abs=0.05)
 
 
 def test_a_parity_check_takes_the_patterns_that_its_small_copy_has():
