@@ -24,20 +24,17 @@ from llmtrain.storage.object_store import Store, Stored, StoreError, problem_of
 _SPARE = 64 << 20
 """Bytes that a download leaves free."""
 
+Choose = Callable[[Sequence[str], Path], Sequence[str]]
+"""Chooses the files to fetch, given all names and the folder with the files of earlier choices."""
+Wrong = Callable[[str], UserError]
+"""Makes an error from a clause that names the rule, and the remedy."""
 
-def fetch(
-    url: str,
-    revision: str | None,
-    choices: Sequence[Callable[[Sequence[str], Path], Sequence[str]]],
-    wrong: Callable[[str], UserError],
-) -> tuple[Path, str]:
+
+def fetch(url: str, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> tuple[Path, str]:
     """Files of a folder in a store. One process of a host downloads, the others wait.
 
     Args:
         revision: as returned before; the store is not asked if all files are here. None: the present one.
-        choices: each takes all names and the folder here, with the files of earlier choices, and returns the names to
-            download.
-        wrong: makes an error from a clause that names the rule, and the remedy.
 
     Returns: the folder, and its revision. Raises what `wrong` makes; a choice may raise too.
     """
@@ -98,7 +95,7 @@ def alone(lock: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def announce(name: str, files: Mapping[str, int], place: Path, remedy: str, wrong: Callable[[str], UserError]) -> None:
+def announce(name: str, files: Mapping[str, int], place: Path, remedy: str, wrong: Wrong) -> None:
     """Announce a download. Raises what `wrong` makes if the folder `place` has no room. `files`: bytes by name."""
     total, free = sum(files.values()), shutil.disk_usage(place).free
     if free < total + _SPARE:
@@ -121,20 +118,10 @@ def _revision(files: Mapping[str, Stored]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
 
 
-def _complete(
-    store: Store,
-    there: Mapping[str, Stored],
-    folder: Path,
-    chosen: Sequence[str],
-    wrong: Callable[[str], UserError],
-) -> None:
+def _complete(store: Store, there: Mapping[str, Stored], folder: Path, chosen: Sequence[str], wrong: Wrong) -> None:
     todo = {name: there[name].bytes for name in chosen if not (folder / name).is_file()}
     if todo:
         announce(store.url, todo, folder, "LLMTRAIN_CACHE to a folder with room", wrong)
     for name in todo:
         (folder / name).parent.mkdir(exist_ok=True)
         store.get(name, folder / name)
-
-
-Wrong = Callable[[str], UserError]
-"""Makes an error from a clause that names the rule, and the remedy."""

@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from llmtrain.base.files import replace_file
 from llmtrain.base.redact import redact_text
 from llmtrain.storage import folders
 from llmtrain.storage.addresses import COMMIT, INDEX, SINGLE, Repository, endpoint, is_remote, is_url
+from llmtrain.storage.folders import Choose, Wrong
 
 _NETWORK = ("TransportError", "ConnectionError", "TimeoutError", "LocalEntryNotFoundError")
 
@@ -120,11 +121,6 @@ def explain_push(error: BaseException, name: str) -> str:
     message = explain(error, Repository(kind="model", name=name), None).rstrip(".")
     return f"{message.replace('as a name on', 'on')}."
 
-
-Choose = Callable[[Sequence[str], Path], Sequence[str]]
-"""Chooses the files to fetch, given all names and the folder with the files of earlier choices."""
-Wrong = Callable[[str], UserError]
-"""Makes an error from a text, with key and value before it."""
 
 _NOTES = "llmtrain"  # a folder next to huggingface_hub's, and deleted with them
 _CHUNK = 8 << 20  # bytes

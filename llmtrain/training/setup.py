@@ -149,20 +149,9 @@ class Setup:
 
     def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None, *, step: int = 0) -> TrainLoader:
         """`sequences`: per step, by data-parallel rank; None: equal shares. `step`: steps done before."""
-        batch = self.resolved.stages.at(step).batch
-        return TrainLoader(
-            self.course.at(step).data,
-            global_batch=batch.global_batch,
-            micro_batch=batch.micro_batch,
-            accumulation=batch.accumulation,
-            rank=self.mesh.place.data,
-            data_parallel=batch.data_parallel,
-            start_index=start_index,
-            pin_memory=self.ranks.device.type == "cuda",
-            sequences=sequences,
-            course=self.course,
-            step=step,
-        )
+        pins = self.ranks.device.type == "cuda"
+        return TrainLoader(self.course, rank=self.mesh.place.data, start_index=start_index, pin_memory=pins,
+                           sequences=sequences, step=step)  # fmt: skip
 
 
 def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device) -> tuple[ModelSpec, list[str]]:

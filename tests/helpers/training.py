@@ -30,7 +30,7 @@ from llmtrain.config.run import (
 )
 from llmtrain.config.stages import StageConfig
 from llmtrain.config.topology import Degrees
-from llmtrain.data.stream.loader import AnswerBatch, StepBatch, TrainData, TrainLoader
+from llmtrain.data.stream.loader import AnswerBatch, StepBatch, TrainData
 from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.process_group import join_process_group
@@ -46,6 +46,7 @@ from llmtrain.training.examine import Checked, stage_data
 from llmtrain.training.resume import agreed_candidates
 from llmtrain.training.setup import Setup
 from llmtrain.training.step import Session
+from tests.helpers.loaders import loader_of
 from tests.helpers.plain import PlainTraining, mean_cross_entropy
 
 LLAMA = {
@@ -235,7 +236,7 @@ def batches(
 ) -> Iterator[StepBatch]:
     """Batches of (rank, ranks). `data`: in place of the case's."""
     rank, world = ranks
-    with TrainLoader(
+    with loader_of(
         data or TrainData(case_data(case)),
         global_batch=GLOBAL_BATCH,
         micro_batch=GLOBAL_BATCH // world // accumulation,

@@ -54,9 +54,7 @@ def stepped(case: Case, trains: Objective, scale: float = 1.0) -> tuple[float, f
     objective: LossFunction = loss_of(trains)
     if trains.reference == "column":
         course.data[0].take_reference("fp32")
-    with TrainLoader(course.data[0], global_batch=GLOBAL_BATCH, micro_batch=batch.micro_batch,
-                     accumulation=case.accumulation, rank=place.data, data_parallel=degrees.data,
-                     course=course) as loader:  # fmt: skip
+    with TrainLoader(course, rank=place.data) as loader:
         micros = loader.build(0)
     counted = torch.tensor([float(sum(map(objective.weight, micros.micro_batches)) if place.leads else 0)])
     dist.all_reduce(counted, group=ranks.control)

@@ -23,13 +23,14 @@ from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.hf.exporting import MARK
 from llmtrain.cli import main
 from llmtrain.config.run import DataConfig
-from llmtrain.data.stream.loader import TrainData, TrainLoader
+from llmtrain.data.stream.loader import TrainData
 from tests.helpers import forked
 from tests.helpers.checkpoints import at
 from tests.helpers.families import FROZEN
 from tests.helpers.hf_folders import new_model
 from tests.helpers.hub_server import serving
 from tests.helpers.launching import losses, write_run
+from tests.helpers.loaders import loader_of
 from tests.helpers.plain import PlainTraining, mean_cross_entropy
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -79,7 +80,7 @@ def plain_losses(folder: Path, data: str) -> list[float]:
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     training = PlainTraining(hf, lr=LR, betas=BETAS, decay=DECAY, clip=CLIP)
     given = TrainData(DataConfig(path=data, sequence_length=32))
-    with TrainLoader(given, global_batch=8, micro_batch=8, accumulation=1, rank=0, data_parallel=1) as loader:
+    with loader_of(given, global_batch=8, micro_batch=8, accumulation=1, rank=0, data_parallel=1) as loader:
         for _ in range(STEPS):
             (micro,) = next(loader).micro_batches
             logits = hf(input_ids=micro.inputs, use_cache=False).logits

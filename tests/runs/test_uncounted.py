@@ -16,10 +16,11 @@ import torch
 from llmtrain import cli
 from llmtrain.checkpoint.format import TRAINER, step_folder
 from llmtrain.config.run import DataConfig
-from llmtrain.data.stream.loader import TrainData, TrainLoader
+from llmtrain.data.stream.loader import TrainData
 from llmtrain.data.stream.order import permute
 from tests.helpers import forked
 from tests.helpers.launching import TINY, rows, write_run
+from tests.helpers.loaders import loader_of
 from tests.helpers.plain import PlainTraining, mean_cross_entropy
 
 pytestmark = pytest.mark.needs("peft")
@@ -137,7 +138,7 @@ def plain_losses(played: Path) -> dict[int, float]:
     training = PlainTraining(hf, lr=LR, betas=BETAS, decay=DECAY, clip=CLIP)
     data = TrainData(DataConfig(path=str(played / "data"), sequence_length=LENGTH, isolate_documents=True))
     found = {}
-    with TrainLoader(data, global_batch=2, micro_batch=2, accumulation=1, rank=0, data_parallel=1) as loader:
+    with loader_of(data, global_batch=2, micro_batch=2, accumulation=1, rank=0, data_parallel=1) as loader:
         for step in range(1, STEPS + 1):
             (micro,) = next(loader).micro_batches
             if (micro.labels == -100).all():

@@ -13,7 +13,7 @@ import os
 import re
 import sysconfig
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
@@ -28,7 +28,8 @@ from llmtrain.base.redact import redact_text
 from llmtrain.base.units import counted
 from llmtrain.data.prepare import inputs, plugin_source, token_corpora
 from llmtrain.storage.addresses import REVISION, Repository, is_name, is_url, leads_out
-from llmtrain.storage.hub import Wrong, fetch, fetch_model, known_files
+from llmtrain.storage.folders import Wrong
+from llmtrain.storage.hub import fetch, fetch_model, known_files
 from llmtrain.storage.hub import settings as tokenizer_files
 from llmtrain.storage.object_store import Store, Stored, StoreError, problem_of
 
@@ -240,8 +241,8 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
     if is_url(source):
         return _store_files(source, form, option)
     if os.path.isdir(source):
-        if _is_saved_dataset(source, option):
-            return _dataset_files(source)
+        if (saved := _saved(source, os.path.isfile, option)) is not None:
+            return _dataset_files(source, saved)
         paths, root = _below(source, option), source
     elif os.path.exists(source):
         paths, root = [source], os.path.dirname(source)
@@ -358,7 +359,7 @@ def _store_files(source: str, form: str, option: str) -> list[SourceFile]:
             found = Store(root).matching(pattern) if pattern else {}
         named = [name for name in found if name[-1:] != "/" and not _hidden(name, pattern)]
         urls = {f"{root}/{name}" if name else root: found[name] for name in named}
-        saved = _saved_in_store(root, urls, option)
+        saved = _saved(root, urls.__contains__, option)
         if saved is None and form in token_corpora.TOKEN_FORMATS and list(urls) != [root]:
             taken = _with_ids(source, list(urls), option)
             urls = {url: urls[url] for url in taken}
@@ -374,7 +375,7 @@ def _store_files(source: str, form: str, option: str) -> list[SourceFile]:
             return SourceFile(path=url, label=url, kind=kind, bytes=urls[url].bytes, version=version)
 
         with ThreadPoolExecutor(inputs.AT_ONCE) as threads:
-            return list(threads.map(file, sorted(urls) if saved is None else saved))
+            return list(threads.map(file, sorted(urls) if saved is None else _in_store(root, urls, saved)))
     except (StoreError, FileNotFoundError) as error:
         raise DataError(
             f"{option} {shown}: cannot be read ({error}); check the URL, the store's credentials on this host and the "
@@ -496,41 +497,28 @@ def _stdlib_files() -> list[SourceFile]:
 # --- saved `datasets` folders: Arrow IPC streams next to a state.json that lists them -------------
 
 
-def _is_saved_dataset(folder: str, option: str) -> bool:
-    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
-        splits = _read_json(os.path.join(folder, "dataset_dict.json")).get("splits", [])
-        named = " or ".join(os.path.join(folder, str(split)) for split in splits)
-        raise DataError(f"{option} {folder}: it holds several splits of a dataset; name the one to use: {named}")
-    return os.path.isfile(os.path.join(folder, "state.json")) and os.path.isfile(
-        os.path.join(folder, "dataset_info.json")
-    )
-
-
-def _dataset_files(folder: str) -> list[SourceFile]:
-    """The Arrow files by `Dataset.save_to_disk`, in row order (with any selection applied)."""
-    entries = _read_json(os.path.join(folder, "state.json")).get("_data_files") or []
-    name = os.path.basename(os.path.abspath(folder))
-    for entry in entries:
-        file = Path(folder, str(entry["filename"]))
-        if (target := leads_out(Path(folder), file)) is not None:
-            raise DataError(
-                f"{folder}/state.json names {untrusted.shown(entry['filename'])}, which is {target}, outside"
-            )
-    return [
-        _file(os.path.join(folder, entry["filename"]), os.path.join(name, entry["filename"]), "arrow")
-        for entry in entries
-    ]
-
-
-def _saved_in_store(root: str, urls: Collection[str], option: str) -> list[str] | None:
-    """The URLs of a saved dataset's files, in row order; None: no saved dataset."""
-    if f"{root}/dataset_dict.json" in urls:
-        splits = _read_json(f"{root}/dataset_dict.json").get("splits", [])
-        named = " or ".join(f"{root}/{split}" for split in splits)
+def _saved(root: str, is_there: Callable[[str], bool], option: str) -> list[str] | None:
+    """Names of the Arrow files by `Dataset.save_to_disk`, in row order (with any selection applied); None: no saved
+    dataset. `root`: a folder, or its URL."""
+    every, state, info = (os.path.join(root, name) for name in ("dataset_dict.json", "state.json", "dataset_info.json"))
+    if is_there(every):
+        named = " or ".join(os.path.join(root, str(split)) for split in _read_json(every).get("splits", []))
         raise DataError(f"{option} {root}: it holds several splits of a dataset; name the one to use: {named}")
-    if not {f"{root}/state.json", f"{root}/dataset_info.json"} <= set(urls):
+    if not (is_there(state) and is_there(info)):
         return None
-    found = [f"{root}/{each['filename']}" for each in _read_json(f"{root}/state.json").get("_data_files") or []]
+    return [str(entry["filename"]) for entry in _read_json(state).get("_data_files") or []]
+
+
+def _dataset_files(folder: str, saved: list[str]) -> list[SourceFile]:
+    for each in saved:
+        if (target := leads_out(Path(folder), Path(folder, each))) is not None:
+            raise DataError(f"{folder}/state.json names {untrusted.shown(each)}, which is {target}, outside")
+    name = os.path.basename(os.path.abspath(folder))
+    return [_file(os.path.join(folder, each), os.path.join(name, each), "arrow") for each in saved]
+
+
+def _in_store(root: str, urls: Collection[str], saved: list[str]) -> list[str]:
+    found = [f"{root}/{each}" for each in saved]
     for url in found:
         if url not in urls:
             raise DataError(f"{root}/state.json names {untrusted.shown(url)}, which is not there; save it again")
@@ -588,7 +576,7 @@ def _split(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
             stop = min(start + unit_bytes, file.bytes)
             yield _piece(file, start, stop, stop - start)
     elif file.kind in ("parquet", "arrow"):
-        sizes = _row_group_sizes(file.path) if file.kind == "parquet" else _batch_sizes(file.path)
+        sizes = _sizes(file)
         if not sizes:  # unreadable: the worker meets the same error and lists the file as rejected
             yield _piece(file, 0, 0, file.bytes)
         start = total = 0
@@ -612,29 +600,20 @@ def _piece(file: SourceFile, start: int, stop: int, size: int) -> Piece:
                  origin=file.origin or file.label, version=str(file.version) if is_url(file.path) else "")  # fmt: skip
 
 
-def _row_group_sizes(path: str) -> list[int]:
+def _sizes(file: SourceFile) -> list[int]:
+    """Bytes of the row groups of a parquet file, or of the batches of an Arrow file; empty: it cannot be understood."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with inputs.arrow_file(path, seeking=True) as file:
-            metadata = pyarrow.parquet.read_metadata(file)
+        with inputs.arrow_file(file.path, seeking=file.kind == "parquet") as raw:
+            if file.kind == "arrow":
+                return [batch.nbytes for batch in pyarrow.ipc.open_stream(raw)]
+            metadata = pyarrow.parquet.read_metadata(raw)
         return [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
     except (OSError, pyarrow.ArrowException) as error:
         if inputs.of_the_machine(error):
-            raise inputs.cannot_be_read(path, error) from error
-        return []
-
-
-def _batch_sizes(path: str) -> list[int]:
-    import pyarrow
-
-    try:
-        with inputs.arrow_file(path, seeking=False) as stream:
-            return [batch.nbytes for batch in pyarrow.ipc.open_stream(stream)]
-    except (OSError, pyarrow.ArrowException) as error:
-        if inputs.of_the_machine(error):
-            raise inputs.cannot_be_read(path, error) from error
+            raise inputs.cannot_be_read(file.path, error) from error
         return []
 
 

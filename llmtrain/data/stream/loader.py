@@ -20,11 +20,10 @@ import torch
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.config.stages import Batch, DataConfig, Stage, Stages
+from llmtrain.config.stages import Batch, Stages
 from llmtrain.data.stream.order import rows_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window
-from llmtrain.optim.schedules import Constant
 
 __all__ = [
     "RECORD",
@@ -78,11 +77,6 @@ class Course:
         """The first step of this launch, and the record of earlier steps."""
         self.first_number = 0
         """Number of the first stage: above 0 in a run that continues another one with other data."""
-
-    @classmethod
-    def of_one(cls, data: TrainData, batch: Batch) -> Course:
-        stage = Stage(first_step=0, data=DataConfig(), batch=batch, schedule=Constant(), schedule_from=0)
-        return cls(Stages((stage,)), [data])
 
     def at(self, step: int) -> Reading:
         stage = self.stages.number(step)
@@ -301,31 +295,19 @@ class TrainLoader:
 
     def __init__(
         self,
-        data: TrainData,
+        course: Course,
         *,
-        global_batch: int,
-        micro_batch: int,
-        accumulation: int,
         rank: int,
-        data_parallel: int,
         start_index: int = 0,
         pin_memory: bool = False,
         sequences: Sequence[int] | None = None,
-        course: Course | None = None,
         step: int = 0,
     ) -> None:
-        """`sequences`: of a step, by rank; None: equally many. `course`: the run's stages, one of which has this data
-        and batch. `step`: earlier steps of the run."""
-        assert global_batch == micro_batch * accumulation * data_parallel, (
-            global_batch,
-            micro_batch,
-            accumulation,
-            data_parallel,
-        )
-        assert 0 <= rank < data_parallel and start_index >= 0, (rank, data_parallel, start_index)
-        batch = Batch(global_batch=global_batch, micro_batch=micro_batch, accumulation=accumulation,
-                      data_parallel=data_parallel, sequence_length=data.sequence_length)  # fmt: skip
-        self._course = course or Course.of_one(data, batch)
+        """`sequences`: of a step, by rank; None: equally many. `step`: earlier steps of the run."""
+        batch = course.at(step).batch
+        assert batch.global_batch == batch.micro_batch * batch.accumulation * batch.data_parallel, batch
+        assert 0 <= rank < batch.data_parallel and start_index >= 0, (rank, batch, start_index)
+        self._course = course
         self._sequences = sequences
         self._rank = rank
         self._pin_memory = pin_memory

@@ -220,7 +220,7 @@ def test_a_wait_for_the_store_is_told_and_is_no_hang(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A store that does not answer, and then does; and one that does not for long."""
-    from llmtrain.data.stream.loader import TrainLoader
+    from tests.helpers.loaders import loader_of
 
     for name, value in {"_AGAIN_S": 0.05, "_GIVE_UP_S": 60.0}.items():
         monkeypatch.setattr(caches, name, value)
@@ -231,7 +231,7 @@ def test_a_wait_for_the_store_is_told_and_is_no_hang(
     beats: list[float] = []
     Lag.fault = OSError("connection reset")
     form: dict[str, Any] = {"global_batch": 4, "micro_batch": 4, "accumulation": 1, "rank": 0, "data_parallel": 1}
-    with TrainLoader(data, **form) as loader:
+    with loader_of(data, **form) as loader:
         back = threading.Timer(1.0, Lag.reset)
         back.start()
         monkeypatch.setattr(heart, "beat", lambda: beats.append(time.monotonic()))
@@ -241,6 +241,6 @@ def test_a_wait_for_the_store_is_told_and_is_no_hang(
     assert beats
     monkeypatch.setattr(caches, "_GIVE_UP_S", 0.2)
     Lag.fault = OSError("connection reset")
-    with TrainLoader(data, **form, start_index=40) as loader, pytest.raises(DataError, match="cannot be read") as error:
+    with loader_of(data, **form, start_index=40) as loader, pytest.raises(DataError, match="cannot be read") as error:
         next(loader)
     assert f"lag://{folder}" in str(error.value) and "connection reset" in str(error.value)

@@ -20,6 +20,7 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import MicroBatch, TrainLoader, validation_batches
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.training.finish import ngram_baselines
+from tests.helpers.loaders import loader_of
 from tests.helpers.prepared import random_shards, write_prepared
 
 T = 16
@@ -80,7 +81,7 @@ def test_without_the_mask_every_label_counts(folder: Path) -> None:
 
 def test_positions_begin_anew_after_each_separator(folder: Path) -> None:
     data = TrainData(DataConfig(path=str(folder), sequence_length=T, isolate_documents=True))
-    with TrainLoader(data, global_batch=8, micro_batch=4, accumulation=2, rank=0, data_parallel=1) as loader:
+    with loader_of(data, global_batch=8, micro_batch=4, accumulation=2, rank=0, data_parallel=1) as loader:
         micros = next(loader).micro_batches
     (*_, last) = validation_batches(data, sequences=5, micro_batch=2, rank=0, data_parallel=2)
     for micro in (*micros, last):
@@ -99,7 +100,7 @@ def test_the_union_over_the_ranks_is_the_global_batch(data: TrainData, layout: t
     ranks, accumulation, micro = layout
     rows: dict[int, tuple[list[int], list[int]]] = {}
     for rank in range(ranks):
-        with TrainLoader(
+        with loader_of(
             data,
             global_batch=12,
             micro_batch=micro,
@@ -120,16 +121,16 @@ def test_the_union_over_the_ranks_is_the_global_batch(data: TrainData, layout: t
     assert rows == {index: as_lists(data.sequence(index)) for index in range(24, 36)}
 
 
-def loader_of(data: TrainData, start: int = 0) -> TrainLoader:
-    return TrainLoader(data, global_batch=4, micro_batch=2, accumulation=2, rank=0, data_parallel=1, start_index=start)
+def of_four(data: TrainData, start: int = 0) -> TrainLoader:
+    return loader_of(data, global_batch=4, micro_batch=2, accumulation=2, rank=0, data_parallel=1, start_index=start)
 
 
 def test_a_seek_gives_what_iterating_gives(data: TrainData) -> None:
-    with loader_of(data) as loader:
+    with of_four(data) as loader:
         steps = [next(loader) for _ in range(12)]
         state = loader.next_index
         expected = next(loader)
-    with loader_of(data, start=state) as resumed:
+    with of_four(data, start=state) as resumed:
         found = next(resumed)
     assert state == 48 and found.first_index == expected.first_index == 48
     for a, b in zip(found.micro_batches, expected.micro_batches, strict=True):
@@ -138,14 +139,14 @@ def test_a_seek_gives_what_iterating_gives(data: TrainData) -> None:
 
 
 def test_the_state_is_what_was_taken_not_what_was_read_ahead(data: TrainData) -> None:
-    with loader_of(data) as loader:
+    with of_four(data) as loader:
         next(loader)
         time.sleep(0.1)  # the thread is steps ahead by now
         assert loader.next_index == 4
 
 
 def test_closing_ends_the_thread(data: TrainData) -> None:
-    loader = loader_of(data)
+    loader = of_four(data)
     next(loader)
     loader.close()
     assert not any(thread.name == "data" for thread in threading.enumerate())
@@ -159,7 +160,7 @@ def test_a_fault_in_the_thread_reaches_the_consumer(tmp_path: Path) -> None:
     data = TrainData(DataConfig(path=str(folder), sequence_length=T))
     shard = folder / "train-00000.bin"
     shard.write_bytes(b"\xff" * shard.stat().st_size)  # ids 65535 in a vocabulary of 50
-    loader = loader_of(data)
+    loader = of_four(data)
     with pytest.raises(DataError, match="holds the id 65535, outside the vocabulary"):
         next(loader)
 
@@ -318,7 +319,7 @@ def naive_bigram(data: TrainData, sequences: int) -> tuple[float, float]:
 
 
 def test_a_loader_goes_on_elsewhere(data: TrainData) -> None:
-    with TrainLoader(data, global_batch=4, micro_batch=2, accumulation=2, rank=0, data_parallel=1) as loader:
+    with loader_of(data, global_batch=4, micro_batch=2, accumulation=2, rank=0, data_parallel=1) as loader:
         next(loader)
         thread = loader._thread
         loader.seek(4)

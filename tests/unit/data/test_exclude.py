@@ -42,8 +42,7 @@ def course_of(config: DataConfig, ranks: int = 1) -> Course:
 
 def steps_of(config: DataConfig, steps: int, rank: int = 0, ranks: int = 1) -> list[StepBatch]:
     course = course_of(config, ranks)
-    with TrainLoader(course.data[0], global_batch=BATCH, micro_batch=BATCH // ranks // 2, accumulation=2, rank=rank,
-                     data_parallel=ranks, course=course) as loader:  # fmt: skip
+    with TrainLoader(course, rank=rank) as loader:
         return [loader.build(step) for step in range(steps)]
 
 
@@ -100,8 +99,7 @@ def answers_of(folder: str, **more: Any) -> list[Any]:
     course = course_of(config)
     windows: Any = course.data[0].windows_of(0)
     windows.reference = -np.arange(1000, dtype=np.float32)
-    with TrainLoader(course.data[0], global_batch=BATCH, micro_batch=2, accumulation=2, rank=0, data_parallel=1,
-                     course=course) as loader:  # fmt: skip
+    with TrainLoader(course, rank=0) as loader:
         return loader.build(0).micro_batches
 
 

@@ -22,7 +22,7 @@ from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.columns import read_reference, write_reference
-from llmtrain.data.stream.loader import AnswerBatch, TrainLoader, UnpairedBatch, batches_of, validation_batches
+from llmtrain.data.stream.loader import AnswerBatch, UnpairedBatch, batches_of, validation_batches
 from llmtrain.data.stream.rows import partners
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenizer_folder import stop_tokens
@@ -32,6 +32,7 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.objectives.preferences import Answers, Pairs
 from tests.helpers.chat import KINDS, expected, write_tokenizer
 from tests.helpers.config_workplace import write
+from tests.helpers.loaders import loader_of
 from tests.helpers.preference import DEFINITIONS, prepared_preferences, prepared_unpaired
 
 LENGTH = 192
@@ -141,7 +142,7 @@ def test_both_answers_of_a_pair_are_in_a_micro_batch_and_every_pair_once(folder:
     windows, seen = data.sequences_per_epoch, Counter[int]()
     batch = windows // 4 * 4
     for rank in range(2):
-        with TrainLoader(data, global_batch=batch, micro_batch=2, accumulation=batch // 4, rank=rank,
+        with loader_of(data, global_batch=batch, micro_batch=2, accumulation=batch // 4, rank=rank,
                          data_parallel=2) as loader:  # fmt: skip
             micros = next(loader).micro_batches
         for micro in micros:
