@@ -57,6 +57,16 @@ def replace_file(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder; files that are deleted in the meantime count as 0."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
+
+
 def refuse_if_in_use(run_dir: str) -> None:
     """Raise ConfigError if a launch holds the run's folder."""
     with contextlib.suppress(OSError):  # it is not there, or has no locks: the launch that takes it reports the error

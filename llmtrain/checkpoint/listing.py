@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from llmtrain.base import units, untrusted
 from llmtrain.base.errors import CheckpointError, UserError
+from llmtrain.base.files import folder_bytes
 from llmtrain.checkpoint.format import (
     MANIFEST,
     TRAINER,
@@ -230,18 +230,6 @@ def _unlisted(folder: Path, state: str, detail: str) -> Row:
         age_s=_age_s(folder),
         step=int(folder.name[5:13]) if _SHORT_STEP.match(folder.name) else None,
     )
-
-
-def folder_bytes(folder: Path) -> int:
-    """Deleted files count as 0."""
-    total = 0
-    for place, _, files in os.walk(folder):
-        for name in files:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_size
-            except OSError:
-                continue
-    return total
 
 
 def _age_s(path: Path) -> float:

@@ -27,7 +27,7 @@ import xxhash
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
-from llmtrain.base.files import cache_folder, lock_file, lock_folder, replace_file
+from llmtrain.base.files import cache_folder, folder_bytes, lock_file, lock_folder, replace_file
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact_text
 from llmtrain.data.manifest import NAME, SAMPLE, URL, Manifest, parse_manifest
@@ -273,22 +273,13 @@ def remove_partials(folder: Path, names: Iterable[str]) -> None:
             left.unlink(missing_ok=True)
 
 
-def bytes_of(folder: Path) -> int:
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.stat(f"{place}/{name}").st_size
-    return total
-
-
 def make_room(root: Path, wanted: int, bound: float) -> bool:
     """Delete folders that no process has open, the least recently used first; False: `wanted` bytes do not fit.
 
     The caller is the only process that downloads shards into this cache.
     """
     # Other folders are not ours to delete.
-    sizes = {path: bytes_of(path) for path in root.iterdir() if (path / URL).is_file()}
+    sizes = {path: folder_bytes(path) for path in root.iterdir() if (path / URL).is_file()}
     over = max(sum(sizes.values()) + wanted - bound, wanted + _LEFT_FREE - shutil.disk_usage(root).free)
     going: dict[Path, int] = {}
     try:

@@ -114,8 +114,18 @@ class Exchange:
             received += size
         base = None if self._form else (outer[0] if outer else common)[part]
         squares = {name: squared_distance(base, values) for name, values in found.items()}
-        steps = {name: told.trained / told.batch for name, told in sources.items()}
-        return self._joined(found, failed, outer, received, squares, steps)
+        # The ranks' results together; updates that are too large are refused.
+        reports = from_all(self._ranks, (failed, outer is not None, received, squares))
+        failures = {site: text for other, *_ in reversed(reports) for site, text in other.items()}
+        totals = {site: sum(parts[site] for *_, parts in reports) for site in found if site not in failures}
+        steps = {name: min(told.trained / told.batch, self._most_steps) for name, told in sources.items()}
+        failures |= outsized(totals, steps, self._site)
+        return Fetched(
+            found={site: values for site, values in found.items() if site not in failures},
+            failed=failures,
+            outer=outer if all(healed for _, healed, *_ in reports) else None,
+            received_bytes=sum(size for _, _, size, _ in reports),
+        )
 
     def _healed(
         self, healers: Sequence[PeerStatus], round_: int, deadline_s: float
@@ -138,29 +148,6 @@ class Exchange:
     def forget_all_but(self, sites: Collection[str]) -> None:
         """Forget all other sites: one that returns is another process."""
         self._peers = {site: peers for site, peers in self._peers.items() if site in sites}
-
-    def _joined(
-        self,
-        found: dict[str, Array],
-        failed: dict[str, str],
-        outer: tuple[Array, Array] | None,
-        received: int,
-        squares: Mapping[str, float],
-        steps: Mapping[str, float],
-    ) -> Fetched:
-        """Combine the ranks' results and refuse updates that are too large. `squares`: squared norms on this rank."""
-        reports = from_all(self._ranks, (failed, outer is not None, received, squares))
-        failures = {site: text for other, *_ in reversed(reports) for site, text in other.items()}
-        there = [site for site in found if site not in failures]
-        totals = {site: sum(parts[site] for *_, parts in reports) for site in there}
-        believed = {site: min(count, self._most_steps) for site, count in steps.items()}
-        failures |= outsized(totals, believed, self._site)
-        return Fetched(
-            found={site: values for site, values in found.items() if site not in failures},
-            failed=failures,
-            outer=outer if all(healed for _, healed, *_ in reports) else None,
-            received_bytes=sum(size for _, _, size, _ in reports),
-        )
 
     def _values(
         self, site: PeerStatus, kind: str, round_: int, part: slice | None, deadline_s: float

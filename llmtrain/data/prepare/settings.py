@@ -171,13 +171,14 @@ class PrepareSettings:
         if given and self.format not in CHAT_FORMATS:
             option = {"stop_tokens": "stop-token"}.get(given[0], given[0].replace("_", "-"))
             raise DataError(f"--{option}: is for conversations; add --format chat")
-        if self.format == "prompt" and (self.count != "assistant" or self.too_long != "reject"):
+        rules = {
+            "prompt": "a prompt is never cut, and none of its tokens is counted",
+            "preference": "a preference counts its two answers completely",
+            "unpaired": "a preference counts its answer completely",
+        }
+        if self.format in rules and (self.count != "assistant" or self.too_long != "reject"):
             option = f"--count {self.count}" if self.count != "assistant" else f"--too-long {self.too_long}"
-            raise DataError(f"{option}: a prompt is never cut, and none of its tokens is counted; leave it out")
-        if self.format in ("preference", "unpaired") and (self.count != "assistant" or self.too_long != "reject"):
-            option = f"--count {self.count}" if self.count != "assistant" else f"--too-long {self.too_long}"
-            answers = "its two answers" if self.format == "preference" else "its answer"
-            raise DataError(f"{option}: a preference counts {answers} completely; leave it out")
+            raise DataError(f"{option}: {rules[self.format]}; leave it out")
         if self.too_long != "reject" and self.max_tokens is None:
             raise DataError(f"--too-long {self.too_long}: say with --max-tokens N which row is too long")
         if self.vocab_size is not None and self.vocab_size < tokenize.LEAST_VOCABULARY:

@@ -83,19 +83,13 @@ class Exchange:
     def of_all(self, own: Tensor) -> Tensor:
         return all_to_all(self.group, own.expand(self.degree, *own.shape).contiguous())
 
-    def to_heads(self, x_BHtD: Tensor) -> Tensor:
-        """[B, H, t, D] -> [B, h, T, D]"""
-        rows, heads, length, size = x_BHtD.shape
-        parts = x_BHtD.view(rows, self.degree, heads // self.degree, length, size).transpose(0, 1)
-        came = all_to_all(self.group, parts)  # [S, B, h, t, D], by the columns' owner
-        return came.permute(1, 2, 0, 3, 4).reshape(rows, heads // self.degree, self.degree * length, size)
-
-    def to_columns(self, x_BThD: Tensor) -> Tensor:
-        """[B, T, h, D] -> [B, t, H, D]"""
-        rows, length, heads, size = x_BThD.shape
-        parts = x_BThD.view(rows, self.degree, length // self.degree, heads, size).transpose(0, 1)
-        came = all_to_all(self.group, parts)  # [S, B, t, h, D], by the heads' owner
-        return came.permute(1, 2, 0, 3, 4).reshape(rows, length // self.degree, self.degree * heads, size)
+    def turned(self, x: Tensor) -> Tensor:
+        """[B, H, t, D] -> [B, h, T, D], by heads; [B, T, h, D] -> [B, t, H, D], by columns: the second dimension is
+        shared over the ranks, and the third gathered from them."""
+        rows, shared, gathered, size = x.shape
+        parts = x.view(rows, self.degree, shared // self.degree, gathered, size).transpose(0, 1)
+        came = all_to_all(self.group, parts)  # [S, ...], by the third dimension's owner
+        return came.permute(1, 2, 0, 3, 4).reshape(rows, shared // self.degree, self.degree * gathered, size)
 
     def attend(self, inner: Callable[..., Any], module: Any, qkv: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
         """`inner`: transformers' attention function."""
@@ -107,12 +101,12 @@ class Exchange:
         copies = self.degree // math.gcd(key.shape[1], self.degree)
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        query, key, value = self.to_heads(query), self.to_heads(key), self.to_heads(value)
+        query, key, value = self.turned(query), self.turned(key), self.turned(value)
         if "position_ids" in kwargs:
             kwargs["position_ids"] = self.places_BT
         with _groups_of(module, query.shape[1] // key.shape[1]):
             output, weights = inner(module, query, key, value, *args, **kwargs)
-        return self.to_columns(output).contiguous(), weights  # some families view it
+        return self.turned(output).contiguous(), weights  # some families view it
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from llmtrain.base.errors import DataError
+from llmtrain.base.files import folder_bytes
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.units import GIB
 from llmtrain.config.run import DataConfig
@@ -192,11 +193,11 @@ def test_the_bound_holds_and_sets_in_use_stay(folder: Path, tmp_path: Path, monk
     live, _ = opened(copies[1], tmp_path)
     os.utime(paths[1] / ".used", (0, 0))
     root = Path(cache)
-    bound = caches.bytes_of(root) - 10_000 + 1000
+    bound = folder_bytes(root) - 10_000 + 1000
     monkeypatch.setattr("llmtrain.data.download._AGAIN_S", 0.0)
     third, cache = opened(copies[2], tmp_path)
     assert len(download(third, cache, files, bound / GIB)) == 8
-    assert not paths[0].exists() and len(shards_in(live)) == 8 and caches.bytes_of(root) - 10_000 <= bound
+    assert not paths[0].exists() and len(shards_in(live)) == 8 and folder_bytes(root) - 10_000 <= bound
     assert not make_room(root, bound, bound)  # both are open: nothing goes, and it does not fit
     assert len(shards_in(live)) == len(shards_in(third)) == 8
     del live, third
