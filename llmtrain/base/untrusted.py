@@ -99,6 +99,11 @@ def shown(text: object, most: int | None = None, *, lines: bool = False) -> str:
     return cut if cut.isprintable() else "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in cut)
 
 
+def first_line(error: BaseException, most: int | None = None) -> str:
+    """The first line of an error, or its class if it says nothing. `most`: see `shown`."""
+    return shown((str(error).strip().splitlines() or [type(error).__name__])[0], most)
+
+
 def names_code(fields: Any, where: str = "") -> str | None:
     """The key in a config.json or tokenizer_config.json by which transformers would load code, or None.
 

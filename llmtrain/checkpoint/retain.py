@@ -74,32 +74,30 @@ class Best:
         return sorted(found, key=lambda each: (sign * each[1], each[0]))[: self.keep]
 
 
-def best_of(checkpoints: Path, best: Best | None, good: Callable[[Path], bool] = looks_good) -> dict[Path, float]:
+def best_of(checkpoints: Path, best: Best | None) -> dict[Path, float]:
     """With their figures, best first."""
     if best is None:
         return {}
     found = {}
     for folder in complete_checkpoints(checkpoints):
         with contextlib.suppress(CheckpointError):
-            if (figure := best.figure(read_trainer(folder))) is not None and good(folder):
+            if (figure := best.figure(read_trainer(folder))) is not None and looks_good(folder):
                 found[step_of(folder) or 0] = (folder, figure)
     first = best.first((step, figure) for step, (_, figure) in found.items())
     return {found[step][0]: figure for step, figure in first}
 
 
-def outdated(
-    checkpoints: Path, keep: int, good: Callable[[Path], bool] = looks_good, *, best: Best | None = None
-) -> list[Path]:
+def outdated(checkpoints: Path, keep: int, *, best: Best | None = None) -> list[Path]:
     """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first; neither the `best`
     nor pinned ones."""
     kept = 0
     found = complete_checkpoints(checkpoints)
     for index, folder in enumerate(found):
-        if good(folder):
+        if looks_good(folder):
             kept += 1
         if kept >= max(1, keep):
             older = found[index + 1 :]
-            stays = [*best_of(checkpoints, best, good), *pinned(checkpoints, good)] if older else []
+            stays = [*best_of(checkpoints, best), *pinned(checkpoints)] if older else []
             return [each for each in older if each not in stays]
     return []
 
@@ -116,10 +114,12 @@ def pins_of(checkpoints: Path) -> list[int]:
     return [step for step in found if type(step) is int] if isinstance(found, list) else []
 
 
-def pinned(checkpoints: Path, good: Callable[[Path], bool] = looks_good) -> list[Path]:
+def pinned(checkpoints: Path) -> list[Path]:
     """The newest good checkpoint before each spike that waits for a replay."""
-    found = [folder for folder in complete_checkpoints(checkpoints) if good(folder)] if pins_of(checkpoints) else []
-    before = [[folder for folder in found if (step_of(folder) or 0) < spike] for spike in pins_of(checkpoints)]
+    if not (spikes := pins_of(checkpoints)):
+        return []
+    found = [folder for folder in complete_checkpoints(checkpoints) if looks_good(folder)]
+    before = [[folder for folder in found if (step_of(folder) or 0) < spike] for spike in spikes]
     return [folders[0] for folders in before if folders]
 
 

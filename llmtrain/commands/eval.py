@@ -108,10 +108,10 @@ def _tasks(names: list[str], include: list[str]) -> Any:
     try:
         loaded = manager.load(names)
     except Exception as error:  # datasets, the Hub, a YAML file or the code of a task may raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = untrusted.first_line(error, 300)
         raise UserError(
-            f"--tasks {','.join(names)}: cannot be loaded ({untrusted.shown(reason, 300)}). Without a network, give "
-            "tasks whose data is here, with --include-path FOLDER."
+            f"--tasks {','.join(names)}: cannot be loaded ({reason}). Without a network, give tasks whose data is "
+            "here, with --include-path FOLDER."
         ) from error
     manager.load = lambda _: loaded  # simple_evaluate would read all data again
     return manager

@@ -129,15 +129,11 @@ class TokenStream:
         if not self._rows:
             return None
         parts = [np.empty(0, dtype=bool)]
-        while length > 0:
-            index = bisect_right(self._starts, start) - 1
-            offset = start - self._starts[index]
-            size = min(length, self._starts[index + 1] - start)
+        for index, offset, size in self._pieces(start, length):
             first = 4 * self._rows[index] + offset // 8
             last = 4 * self._rows[index] + (offset + size + 7) // 8
             bits = np.unpackbits(np.memmap(rows_path(self._paths[index]), np.uint8, "r")[first:last])
             parts.append(bits[offset % 8 : offset % 8 + size].astype(bool))
-            start, length = start + size, length - size
         return np.concatenate(parts)
 
     def row_lengths(self) -> np.ndarray:

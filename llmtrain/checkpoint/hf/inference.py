@@ -182,11 +182,7 @@ def _loading(folder: Path) -> Iterator[None]:
 
         if device_fault(str(error)) is not None:  # not a fault of the folder
             raise
-        raise ModelError(f"{folder}: transformers cannot load it: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return untrusted.shown((str(error).strip().splitlines() or [type(error).__name__])[0])
+        raise ModelError(f"{folder}: transformers cannot load it: {untrusted.first_line(error)}") from error
 
 
 def _check_weights(folder: Path, config: Any) -> None:
@@ -254,7 +250,7 @@ def _tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, TypeError: any error about a folder's files
         raise ModelError(
-            f"{folder}: no tokenizer that transformers can load ({_first_line(error)}). Put the files of the "
+            f"{folder}: no tokenizer that transformers can load ({untrusted.first_line(error)}). Put the files of the "
             "tokenizer next to config.json; a run's is in the folder of its data, tokenizer/."
         ) from error
 

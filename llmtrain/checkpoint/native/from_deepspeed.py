@@ -354,7 +354,7 @@ def import_deepspeed(
             },
             advance=bar.advance,
         )
-    return _report(source, path, layout, trainer, reader, optimizer)
+    return _report(reader, path, layout, trainer, optimizer)
 
 
 @contextlib.contextmanager
@@ -411,7 +411,7 @@ class _Reader:
     """Values by Hugging Face name, each checked. Called from several threads."""
 
     def __init__(self, source: _Import) -> None:
-        self._source = source
+        self.source = source
         self._lock = threading.Lock()
         self._seen: dict[str, list[float]] = {}
         self.compared = 0
@@ -419,7 +419,7 @@ class _Reader:
 
     def read(self, kind: str, hf: str, start: int, stop: int) -> Tensor:
         """fp32 elements [start, stop). Raises CheckpointError: they differ from another copy, or are no numbers."""
-        state, name = self._source.state, self._source.names[hf]
+        state, name = self.source.state, self.source.names[hf]
         values = read_spans(state.spans[kind, name], start, stop)
         if not bool(torch.isfinite(values).all()):
             raise CheckpointError(f"{state.spans[kind, name][0].file.path.parent}: {kind} of {name} is not finite.")
@@ -446,8 +446,8 @@ class _Reader:
 
     def _refuse_constant(self, hf: str, values: Tensor) -> None:
         """Refuse a matrix with equal elements, which no training leaves. Raises CheckpointError."""
-        shape = self._source.target.shapes[hf]
-        if len(shape) < 2 or values.numel() == 0 or hf in self._source.target.frozen:
+        shape = self.source.target.shapes[hf]
+        if len(shape) < 2 or values.numel() == 0 or hf in self.source.target.frozen:
             return
         low, high = float(values.min()), float(values.max())
         with self._lock:
@@ -455,7 +455,7 @@ class _Reader:
             seen[:] = [seen[0] + values.numel(), min(low, seen[1]), max(high, seen[2])]
         if seen[0] == numel(shape) > 1 and seen[1] == seen[2]:
             raise CheckpointError(
-                f"{self._source.files.folder}: every element of {self._source.names[hf]} is {low}: it was never "
+                f"{self.source.files.folder}: every element of {self.source.names[hf]} is {low}: it was never "
                 "filled. Nothing was imported."
             )
 
@@ -530,14 +530,9 @@ def _loss_scale(source: _Import) -> dict[str, float]:
 
 
 def _report(
-    source: _Import,
-    path: Path,
-    layout: dict[str, Any],
-    trainer: dict[str, Any],
-    reader: _Reader,
-    optimizer: list[str],
+    reader: _Reader, path: Path, layout: dict[str, Any], trainer: dict[str, Any], optimizer: list[str]
 ) -> list[str]:
-    files, shapes = source.files, source.target.shapes
+    source, files, shapes = reader.source, reader.source.files, reader.source.target.shapes
     form = "universal" if files.universal else f"ZeRO {layout['zero_stage']} x {layout['world_size']} ranks"
     stages = f", {len(files.models)} pipeline stages" if files.layers else ""
     lines = [

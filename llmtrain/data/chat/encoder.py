@@ -22,8 +22,9 @@ import numpy as np
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
+from llmtrain.base.untrusted import first_line
 from llmtrain.data.chat.conversation import Conversation, RefusedError, conversation, preference, prompt_only, unpaired
-from llmtrain.data.chat.rendering import BoundsError, Rendered, RenderError, Template, Wanted, first_line
+from llmtrain.data.chat.rendering import BoundsError, Rendered, RenderError, Template, Wanted
 from llmtrain.data.chat.template_proof import SPLIT, Marked, check_generation, plain
 from llmtrain.data.manifest import SAMPLE
 from llmtrain.data.tokenize import as_ids
@@ -97,7 +98,7 @@ class ChatEncoder:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self._backend = self._tokenizer.backend_tokenizer
         except Exception as error:  # OSError, ValueError, TypeError: a folder's files can cause any
-            raise DataError(f"{folder}: transformers cannot load this tokenizer ({first_line(error)})") from error
+            raise DataError(f"{folder}: transformers cannot load this tokenizer ({first_line(error, 200)})") from error
         self._backend.no_truncation()
         self._backend.no_padding()
         self._options = options

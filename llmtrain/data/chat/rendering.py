@@ -86,7 +86,7 @@ class Template:
         try:
             return str(self._tokenizer.get_chat_template(tools=tools))
         except ValueError as error:
-            raise RenderError(first_line(error)) from error
+            raise RenderError(untrusted.first_line(error, 200)) from error
 
     def read(self, tools: list[dict[str, Any]] | None) -> frozenset[str]:
         """Names of the variables that the template reads. Raises RenderError: it is no template."""
@@ -164,11 +164,6 @@ class Template:
             "variables": {**self._tokenizer.special_tokens_map, **self._variables, **given.variables},
             "moment": self._moment,
         }
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error, at most 200 characters, safe to show on a terminal."""
-    return untrusted.shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
 
 
 # --- the process, from outside --------------------------------------------------------------------
@@ -338,7 +333,7 @@ def _main() -> None:
             except MemoryError:
                 answer = {"bounds": f"one rendering takes more than {bounds.memory_mib} MiB of memory"}
             except Exception as error:  # the template is foreign code
-                answer = {"error": first_line(error)}
+                answer = {"error": untrusted.first_line(error, 200)}
             parent.tell(answer)
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
+from llmtrain.base.untrusted import first_line
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import ChatOptions, Row
-from llmtrain.data.chat.rendering import first_line
 from llmtrain.data.tokenize import as_ids
 from llmtrain.data.tokenizer_folder import refuse_unsafe
 
@@ -136,7 +136,7 @@ class ChoiceEncoder:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # OSError, ValueError, TypeError: a folder's files can cause any
-            raise DataError(f"{folder}: transformers cannot load this tokenizer ({first_line(error)})") from error
+            raise DataError(f"{folder}: transformers cannot load this tokenizer ({first_line(error, 200)})") from error
         self._field = options.field
         first = self._tokenizer.bos_token_id
         self._begins = str(self._tokenizer.decode(self._tokenizer.eos_token_id if first is None else first))

@@ -19,6 +19,7 @@ from dataclasses import field as of_dataclass
 from typing import Any, BinaryIO, TextIO
 
 from llmtrain.base.units import size
+from llmtrain.base.untrusted import first_line
 from llmtrain.data.chat.conversation import no_repeats
 from llmtrain.data.prepare import inputs, plugin_source
 from llmtrain.data.prepare.sources import BOM, Piece
@@ -489,7 +490,7 @@ def _read_parquet(piece: Piece, field: str | None, max_bytes: int) -> Iterator[D
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         if inputs.of_the_machine(error):
             raise
-        yield Rejection(piece.label, "row", row, f"truncated or corrupt parquet ({_first_line(error)})")
+        yield Rejection(piece.label, "row", row, f"truncated or corrupt parquet ({first_line(error, 200)})")
 
 
 def _read_arrow(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
@@ -514,7 +515,7 @@ def _read_arrow(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
     except (OSError, pyarrow.ArrowException) as error:
         if inputs.of_the_machine(error):
             raise
-        yield Rejection(piece.label, "row", row, f"truncated or corrupt Arrow file ({_first_line(error)})")
+        yield Rejection(piece.label, "row", row, f"truncated or corrupt Arrow file ({first_line(error, 200)})")
 
 
 def _values(batch: Any, field: str | None) -> Iterator[object]:
@@ -537,7 +538,3 @@ def _without_nulls(value: Any) -> Any:
 def _named(value: object) -> dict[str, str]:
     """Placeholder for a value without a JSON form (bytes, a date)."""
     return {type(value).__name__: repr(value)}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

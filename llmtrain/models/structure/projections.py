@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from llmtrain.models.structure.small_copy import (
     attention_seen,
     probe_copy,
     run_copy,
+    structure,
     with_hidden,
 )
 from llmtrain.models.transformers_private import with_values
@@ -378,7 +378,7 @@ def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
             attended, calls = [], _calls(small, anatomy.layer_list)
         for call in calls:
             layer = small.get_submodule(call.path)
-            if (kind := _kind(layer)) in kinds:
+            if (kind := structure(layer)) in kinds:
                 continue
             try:
                 kinds[kind] = _of_layer(layer, call, heads, kv_heads, attended)
@@ -404,11 +404,6 @@ def _of_layer(
     divided = rehearse(layer, call, maps, norms, graph.attention, heads=heads, kv_heads=kv_heads)
     entries = [node.path for node in graph.nodes if node.role == "entry"]
     return _OfLayer(maps, norms, entries, graph.attention, divided, whole)
-
-
-def _kind(layer: nn.Module) -> frozenset[tuple[str, int]]:
-    """Kind of a layer: its parameters, without numbers in names and without sizes."""
-    return frozenset((re.sub(r"\d+", "*", name), p.dim()) for name, p in layer.named_parameters())
 
 
 def _maps(graph: LayerGraph) -> list[Map]:
@@ -464,7 +459,7 @@ def _of_whole_model(
     entries, attentions, widths = [], [], set()
     for part in anatomy.layers:
         layer = hf.get_submodule(part.path)
-        of_kind = kinds.get(_kind(layer))
+        of_kind = kinds.get(structure(layer))
         if of_kind is None:
             raise ModelError(f"model: {part.path} has parameters that no layer of its small copy has.")
         if of_kind.attention:

@@ -72,7 +72,7 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def check_same_structure(hf: nn.Module, small: nn.Module) -> None:
     """Raises ModelError: the parameters differ, apart from numbers in names and sizes."""
-    there, here = _structure(hf), _structure(small)
+    there, here = structure(hf), structure(small)
     if different := sorted(there ^ here):
         name, dimensions = different[0]
         holder = "the model itself" if (name, dimensions) in there else "its small copy"
@@ -82,8 +82,9 @@ def check_same_structure(hf: nn.Module, small: nn.Module) -> None:
         )
 
 
-def _structure(hf: nn.Module) -> set[tuple[str, int]]:
-    return {(re.sub(r"\d+", "*", name), parameter.dim()) for name, parameter in hf.named_parameters()}
+def structure(module: nn.Module) -> frozenset[tuple[str, int]]:
+    """Its parameters, without numbers in names and without sizes."""
+    return frozenset((re.sub(r"\d+", "*", name), parameter.dim()) for name, parameter in module.named_parameters())
 
 
 class _Sizes:

@@ -100,7 +100,7 @@ def test_flops_per_token_at_4096(model, weights_gf, causal_attention_gf):
 
 
 def test_llama_8b_at_8192_matches_both_published_conventions():
-    # torchtitan prints 57.9 GFLOP per token (whole square), Megatron-Bridge 51.5 (causal half).
+    # torchtitan prints 57.9 GFLOP per token (all of the square), Megatron-Bridge 51.5 (causal half).
     flops = published(*LLAMA_8B).flops(8192)
     assert flops.noncausal / 1e9 == pytest.approx(57.9, abs=0.05)
     assert flops.causal / 1e9 == pytest.approx(51.5, abs=0.05)
