@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 
-def ending_with_parent() -> Callable[[], Any]:
-    """Return a function for a new process, which the kernel then kills when the thread that has started it ends."""
-    return functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG of sys/prctl.h
+def ending_with_parent(number: int = signal.SIGKILL) -> Callable[[], Any]:
+    """Return a function for a new process, to which the kernel sends the signal when the thread that has started it
+    ends."""
+    return functools.partial(ctypes.CDLL(None).prctl, 1, number)  # PR_SET_PDEATHSIG of sys/prctl.h
 
 
 def child_environment(**more: str) -> dict[str, str]:

@@ -67,13 +67,13 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def refuse_if_in_use(run_dir: str) -> None:
-    """Raise ConfigError if a launch holds the run's folder."""
+def refuse_if_in_use(run_dir: str, key: str = "train.run_dir") -> None:
+    """Raise ConfigError if a launch holds the run's folder. `key`: the option that names the folder."""
     with contextlib.suppress(OSError):  # it is not there, or has no locks: the launch that takes it reports the error
         try:
             os.close(lock_folder(Path(run_dir), shared=True))
         except BlockingIOError:
-            raise ConfigError(in_use(Path(run_dir), "train.run_dir")) from None
+            raise ConfigError(in_use(Path(run_dir), key)) from None
 
 
 def in_use(folder: Path, key: str) -> str:

@@ -63,6 +63,8 @@ def main(argv: list[str]) -> int:
         if given is not None and bool(args.fit) is not with_fit:
             raise stop(flag, given, f"says nothing {'with' if args.fit else 'without'} --fit",
                        f"remove {flag}, or {'--fit' if args.fit else 'add --fit'}", COMMAND_LINE)  # fmt: skip
+        if flag != "--imbalance" and given is not None and not Path(given).absolute().parent.is_dir():
+            raise stop(flag, given, "is in no folder", "name a file in a folder that exists", COMMAND_LINE)
     with ending_on_sigterm():
         if args.fit:
             return _fit(words, machines, args)
@@ -159,12 +161,12 @@ def _fit(words: list[str], machines: Machines, args: argparse.Namespace) -> int:
 
         found = Fitter(run, machines, speeds, resolved).fit()
     first = found.best[0]
-    if args.out:
-        _write("--out", args.out, (json.dumps(first.choice.form.json(tree), indent=2) + "\n").encode())
     values = {"deepspeed": args.out or "FILE of --out", "train.global_batch": run.batch.global_batch}
     lines = [f"  {key}: {json.dumps(value)}" for key, value in (values | first.choice.values).items()]
     text = "\n".join([*found.text(), "", "in the YAML of the first:", *lines])
     print(json.dumps(found.as_json()) if args.json else text)
+    if args.out:
+        _write("--out", args.out, (json.dumps(first.choice.form.json(tree), indent=2) + "\n").encode())
     return 0
 
 

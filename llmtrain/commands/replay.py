@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import units, untrusted
+from llmtrain.base.child import ending_with_parent
 from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped
-from llmtrain.base.files import refuse_if_in_use
+from llmtrain.base.files import lock_folder, refuse_if_in_use
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer, step_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
 from llmtrain.commands.replay_page import lines_for, page_of, worst_rows
@@ -88,10 +90,15 @@ def main(argv: list[str]) -> int:
     if args.done:
         return _done(args.run)
     asked = _asked(args)
-    _prepare(asked)
-    _train(asked, args)
-    if asked.changed is not None:
-        return _finish(asked, args)
+    held = _prepare(asked)
+    try:
+        _train(asked, args, held)
+        return _report(asked, args) if asked.changed is None else _finish(asked, args)
+    finally:
+        os.close(held)
+
+
+def _report(asked: Asked, args: argparse.Namespace) -> int:
     answer = answer_of(asked)
     (asked.out / "answer.json").write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
     (asked.out / "replay.html").write_text(page_of(answer), encoding="utf-8")
@@ -129,8 +136,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 def _done(run: Path) -> int:
     folder = _checkpoints(run)
-    pins = pins_of(folder)
-    write_pins(folder, [])
+    if pins := pins_of(folder):
+        write_pins(folder, [])
+    if pins_of(folder):  # the warning has the reason
+        raise CheckpointError(f"{folder}: checkpoints before spikes are still kept; make the folder writable")
     steps = ", ".join(map(str, pins)) or "none was waiting"
     print(f"checkpoints before spikes are no longer kept (steps of the spikes: {steps})")
     return 0
@@ -168,11 +177,10 @@ def _asked(args: argparse.Namespace) -> Asked:
             f"{args.run / STEPS}: cannot be read ({error.strerror}); a run of an older llmtrain has none, and "
             "its steps cannot be compared"
         ) from None
-    if last not in record:
-        raise ConfigError(
-            f"--steps {args.steps}: the run has recorded steps up to {max(record, default=0)}; give steps that it has "
-            "done"
-        )
+    if first not in record or last not in record:
+        begins = f" from {min(record)}" if record and first < min(record) else ""
+        raise ConfigError(f"--steps {args.steps}: the run has recorded steps{begins} up to {max(record, default=0)}; "
+                          "give steps that it has done")  # fmt: skip
     settings = _settings(args.run)
     if settings["sites"]["name"]:
         raise ConfigError(f"{args.run}: sites.name is set, and the steps of a site depend on messages of other sites, "
@@ -197,6 +205,9 @@ def _asked(args: argparse.Namespace) -> Asked:
         if args.one_rank:
             raise ConfigError("--one-rank: goes without --write, whose run has the ranks of the old one; remove it")
         out = out.with_name(f"{out.name}-replay")
+    if out.resolve().is_relative_to(args.run.resolve()):
+        raise ConfigError(f"--out {args.out}: is in the folder of the run, which is only read; give a folder outside "
+                          "of it")  # fmt: skip
     return Asked(
         run=args.run, out=out, first=first, last=last, rows=args.rows, record=record, changed=changed,
         begins=before[0] if before else None,
@@ -291,22 +302,28 @@ def _finish(asked: Asked, args: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare(asked: Asked) -> None:
-    """Make the folder of the replay; the one of an earlier replay is deleted. Raises ConfigError."""
+def _prepare(asked: Asked) -> int:
+    """Make and hold the folder of the replay; the one of an earlier replay is deleted. Raises ConfigError."""
     if asked.out.exists():
-        refuse_if_in_use(str(asked.again))
+        for each in (asked.out, asked.again):  # a replay's own ranks may outlive it for a moment
+            refuse_if_in_use(str(each), "--out")
         if not (asked.out / MARK).is_file():
             raise ConfigError(f"--out {asked.out}: exists, and no replay has made it; give another folder")
         shutil.rmtree(asked.out)
     try:
         asked.out.mkdir(parents=True)
+        held = lock_folder(asked.out)
         (asked.out / MARK).touch()
     except OSError as error:
         raise ConfigError(f"--out {asked.out}: cannot be made ({error.strerror}); give another folder") from None
+    return held
 
 
-def _train(asked: Asked, args: argparse.Namespace) -> None:
-    """Train up to the last step in ranks of their own; their output goes to replay.log. Raises UserError."""
+def _train(asked: Asked, args: argparse.Namespace, held: int) -> None:
+    """Train up to the last step in ranks of their own; their output goes to replay.log. Raises UserError.
+
+    `held`: the lock of the folder, which lasts as long as the child.
+    """
     saves = [step for each in asked.within if (step := step_of(each)) is not None and step < asked.last]
     looks = {"rows": asked.rows, "saves": saves} if asked.changed is None else {"rows": 0, "saves": []}
     task = json.dumps({"first": asked.first, "last": asked.last, **looks}, separators=(",", ":"))
@@ -336,7 +353,8 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
     print(told, file=sys.stderr if args.json else sys.stdout, flush=True)
     environment = {**os.environ, REPLAYED: task}
     with open(asked.out / "replay.log", "wb") as output, ending_on_sigterm():
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, pass_fds=[held],
+                                 preexec_fn=ending_with_parent(signal.SIGTERM))  # fmt: skip
         try:
             code = child.wait()
         finally:
@@ -351,13 +369,16 @@ def _train(asked: Asked, args: argparse.Namespace) -> None:
         raise TrainingStopped(
             f"the replay has ended with exit code {code}: {error}\nall output: {asked.out / 'replay.log'}"
         )
+    if (reached := max((row.step for row in read_steps(asked.again / STEPS)), default=0)) != asked.last:
+        raise TrainingStopped(f"the replay has ended at step {reached}, not {asked.last}; all output: "
+                              f"{asked.out / 'replay.log'}")  # fmt: skip
 
 
 def reason_of(said: str) -> str:
     """Return the findings of the doctor that have kept a launch from its start, else the last error."""
-    said = re.sub(r"^[\w.-]+: (?=error: | {4})", "", said, flags=re.MULTILINE)  # pdsh names the host
+    said = re.sub(r"^[\w.-]+: (?=error: | {2})", "", said, flags=re.MULTILINE)  # pdsh names the host
     findings = re.findall(r"^red +(.*(?:\n {7}.*)*)", said, re.MULTILINE)
-    errors = re.findall(r"^error: (.*(?:\n {4}.*)*)", said, re.MULTILINE)
+    errors = re.findall(r"^error: (.*(?:\n {2}.*)*)", said, re.MULTILINE)
     return "\n".join(findings) or (errors or said.splitlines() or ["no output"])[-1]
 
 

@@ -3,7 +3,6 @@ replay names the document."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import html
 import json
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from llmtrain import cli
+from llmtrain.base.errors import CheckpointError
 from llmtrain.commands.prepare import main as prepare
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.steps import StepRow, read_steps
@@ -112,19 +112,19 @@ def content(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def replayed(spiked: Path) -> tuple[dict[str, Any], bool]:
     """(answer of the command that the event names, True if the run's folder is as before). A first replay is killed
-    while it looks at steps."""
+    while it looks at steps, and takes its ranks with it."""
     before, words = content(spiked / "run"), shlex.split(event(spiked / "run")["replay"])[1:]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     killed = subprocess.Popen([sys.executable, "-m", "llmtrain", *words], start_new_session=True, **silent)
     until_s = time.monotonic() + 120
     while not list(spiked.glob("run-replay-*/run/replay.jsonl")) and time.monotonic() < until_s:
         time.sleep(0.1)
-    family = [psutil.Process(killed.pid), *psutil.Process(killed.pid).children(recursive=True)]
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    family = psutil.Process(killed.pid).children(recursive=True)
+    killed.kill()
     killed.wait()
-    psutil.wait_procs(family, timeout=20)
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+    (stopped,) = spiked.glob("run-replay-*/run")
+    assert steps_of(stopped)[-1].step < event(spiked / "run")["step"] + 3
     assert content(spiked / "run") == before and not list(spiked.glob("run-replay-*/answer.json"))
     assert cli.main(words) == 0
     (folder,) = spiked.glob("run-replay-*")
@@ -162,7 +162,8 @@ def test_the_page_shows_the_row_and_no_markup_of_the_data(spiked: Path, replayed
         (("--steps", "180:250"), "--steps 180:250: the run has recorded steps up to 190"),
         (("--steps", "5:9", "--rows", "0"), "--rows 0: must be at least 1"),
         (("--steps", "5:9", "--one-rank", "--skip", "5", "--write", "--out", "{here}/new"), "goes without --write"),
-        (("--steps", "5:9", "--out", "{here}"), "exists, and no replay has made it"),
+        (("--steps", "5:9", "--out", "{here}/run/inside"), "is in the folder of the run, which is only read"),
+        (("--steps", "5:9", "--out", "{here}/set"), "exists, and no replay has made it"),
     ],
 )
 def test_a_wrong_request_is_refused_and_nothing_is_written(
@@ -203,8 +204,26 @@ def test_one_rank_trains_the_steps_of_two(
     assert set(degrees.values()) == {1}
 
 
+def test_a_replay_that_was_stopped_has_no_answer(spiked: Path, tmp_path: Path) -> None:
+    out = tmp_path / "stopped"
+    words = ["replay", str(spiked / "run"), "--steps", "1:120", "--one-rank", "--out", str(out)]
+    asked = subprocess.Popen([sys.executable, "-m", "llmtrain", *words], stderr=subprocess.PIPE, text=True)
+    until_s = time.monotonic() + 120
+    while not (out / "run/replay.jsonl").exists() and time.monotonic() < until_s:
+        time.sleep(0.1)
+    (child,) = psutil.Process(asked.pid).children()
+    child.terminate()
+    error = asked.communicate()[1]
+    assert asked.returncode == 3 and "the replay has ended at step" in error and "not 120" in error
+    assert not (out / "answer.json").exists()
+
+
 def test_done_lets_go_of_the_checkpoint(spiked: Path, replayed: object, capsys: pytest.CaptureFixture[str]) -> None:
-    step = event(spiked / "run")["step"]
+    step, blocked = event(spiked / "run")["step"], spiked / "run/checkpoints/spikes.json.tmp"
+    blocked.mkdir()  # as on a disk that is read-only
+    assert cli.main(["replay", str(spiked / "run"), "--done"]) == CheckpointError.exit_code
+    assert "are still kept" in capsys.readouterr().err
+    blocked.rmdir()
     assert cli.main(["replay", str(spiked / "run"), "--done"]) == 0
     assert f"steps of the spikes: {step}" in capsys.readouterr().out
     assert json.loads((spiked / "run/checkpoints/spikes.json").read_text()) == []

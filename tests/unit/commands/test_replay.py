@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from llmtrain.base.errors import ConfigError
+from llmtrain.commands import replay
 from llmtrain.commands.replay import modules_of, reason_of
 from llmtrain.commands.replay_page import lines_for, page_of, worst_rows
 
@@ -51,6 +56,18 @@ def test_an_answer_without_equal_steps_says_where_they_part() -> None:
     assert "&lt;b&gt;&amp;" in page and "<b>" not in page
 
 
+def test_two_replays_do_not_share_a_folder(tmp_path: Path) -> None:
+    asked: Any = SimpleNamespace(out=tmp_path / "out", again=tmp_path / "out/run")
+    held = replay._prepare(asked)
+    (asked.out / "replay.log").touch()
+    with pytest.raises(ConfigError, match=r"--out: .* is in use by another launch"):
+        replay._prepare(asked)
+    assert (asked.out / "replay.log").exists()
+    os.close(held)
+    os.close(replay._prepare(asked))
+    assert not (asked.out / "replay.log").exists()
+
+
 REFUSED = """\
  node-2     ok    ok    FAIL
 red    config: node-2: /tmp/run/config.yaml cannot be read (No such file or directory)
@@ -73,6 +90,8 @@ pdsh@node-1: node-2: ssh exited with exit code 2
                   "       fix: copy it: scp /tmp/run/config.yaml node-2:/tmp/run/config.yaml"),
         (OF_A_HOST, "data.path: data/x has changed\n    since the run"),
         ("error: one\nerror: two\nlast line\n", "two"),
+        ("error: hosts: 1 problem\n  cannot be read: give another\nlast line\n",
+         "hosts: 1 problem\n  cannot be read: give another"),
         ("Killed\n", "Killed"),
         ("", "no output"),
     ],

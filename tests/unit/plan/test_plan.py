@@ -173,6 +173,8 @@ def test_kinds_of_ranks() -> None:
         ("--link run.yaml.json", ["has no rates between hosts", "llmtrain doctor --json"]),
         ("--price nan", ["--price = NaN", "at least 0"]),
         ("--out mine.json", ['--out = "mine.json"', "says nothing without --fit"]),
+        ("--fit --device h100-80 --out gone/mine.json", ['--out = "gone/mine.json"', "is in no folder"]),
+        ("--png gone/mine.png", ['--png = "gone/mine.png"', "is in no folder"]),
         ("--fit --device h100-80 --imbalance 2", ["--imbalance = 2", "says nothing with --fit"]),
         ("--disk fast", ['--disk = "fast"', "is not a size"]),
         ("--imbalance nan", ["--imbalance = ", "at least 1"]),
