@@ -123,8 +123,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--launch", metavar="HOSTS", help="a hostfile for `llmtrain launch` (default: this machine)")
     where.add_argument("--one-rank", action="store_true", help="train in one process, without any parallelism")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="(default: RUN-replay-FIRST-LAST next to the run)")
-    add = parser.add_argument
+    add, folder = parser.add_argument, lambda text: Path(text).resolve()
+    add("--out", type=folder, metavar="FOLDER", help="(default: RUN-replay-FIRST-LAST next to the run)")
     add("--without", metavar="SEQUENCE,...", help="with --write: sequences of these steps that the new run leaves out")
     add("--skip", metavar="STEP,...", help="with --write: steps of these that the new run leaves out")
     add("--write", action="store_true", help="train the steps without them, and make --out a run that continues there")

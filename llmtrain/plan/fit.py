@@ -32,7 +32,7 @@ _EXPLORED = 3
 """Forms of which more than two rehearsals are made."""
 _TRIED = 8
 """Complete rehearsals after which the search ends, if one has fitted."""
-_CLOSE = 0.97
+_CLOSE = 0.95
 """Share of an estimated peak that has to fit: a complete rehearsal may find less."""
 _LONG, _TILE = 32_768, 4096
 """Tokens: of a row for which sequence parallelism and MLPs in tiles are tried, and of a tile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -70,11 +71,14 @@ def undone(folder: Path, row: tuple[int, int]) -> Path:
     """`new`: without the row and the update after it, trained to END; `control`: as `new` from the first step on."""
     step, sequence = row
     before, scratch = content(folder / "run"), folder / "new-replay"
-    words = words_of(folder, step, "--without", str(sequence), "--skip", str(step + 1), "--out", str(folder / "new"))
+    words = words_of(
+        folder, step, "--without", str(sequence), "--skip", str(step + 1), "--out", os.path.relpath(folder / "new")
+    )
     kill_at_work(words, scratch)
     assert not (folder / "new").exists() and (scratch / ".replay").is_file()
     assert cli.main(words) == 0
     assert not scratch.exists() and content(folder / "run") == before
+    assert f"run_dir: {folder / 'new'}\n" in (folder / "new/config.yaml").read_text()  # of any current folder
     assert [row.step for row in steps_of(folder / "new")] == list(range(161, step + 4))
     forked.train(folder / "new/config.yaml", f"--train.max_steps={(step + END) // 2}")
     forked.train(folder / "new/config.yaml", f"--train.max_steps={END}")
