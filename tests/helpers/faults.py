@@ -472,7 +472,7 @@ def teacher_without_temperature() -> Context:
 @fault("forward pass", zero=2, objective="distill")
 def every_token_distilled() -> Context:
     """Tokens that do not count are distilled as well."""
-    return patch("llmtrain.models.distillation.IGNORE", -1)  # type: ignore[return-value]
+    return patch("llmtrain.models.loss.IGNORE", -1)  # type: ignore[return-value]
 
 
 @fault("direction of a distillation", zero=2, objective="distill")

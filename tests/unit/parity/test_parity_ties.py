@@ -55,7 +55,7 @@ def more(until: int) -> list[Trace]:
 
 def told(got: Trace, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     want = [trained(0), trained(0), trained(0)]  # they agree: all chose alike
-    code = worlds._tell(USER, "fp32", got, want, more, sharp=True, split=False, clip_norm=RUN.run.optim.clip_norm)
+    code = worlds._tell(USER, "fp32", RUN, got, want, more, sharp=True)
     return code, capsys.readouterr().out
 
 
@@ -91,7 +91,7 @@ def test_a_wide_comparison_in_fp8_is_no_answer_and_says_what_has_one(capsys: pyt
     right = trained(0)
     other = replace(right, losses=[loss + 0.06 for loss in right.losses])
     user = replace(USER, run=replace(USER.run, model=replace(USER.run.model, fp8="rowwise")))
-    code = worlds._tell(user, "fp32", right, [right, other], more, sharp=True, split=False, clip_norm=1.0)
+    code = worlds._tell(user, "fp32", RUN, right, [right, other], more, sharp=True)
     said = capsys.readouterr().out
     assert code == worlds.NO_ANSWER and "0.24 would be tolerated" in said and "--model.fp8 null" in said, said
     assert "both with fp8 rowwise, step 1" in said
@@ -114,7 +114,7 @@ def test_a_comparison_that_would_tolerate_nearly_all_is_no_answer(capsys: pytest
     right = trained(0)
     other = replace(right, losses=[loss + 0.06 for loss in right.losses])
     got = replace(right, losses=[loss + 0.1 for loss in right.losses])
-    code = worlds._tell(USER, "fp32", got, [right, other, right], more, sharp=True, split=False, clip_norm=1.0)
+    code = worlds._tell(USER, "fp32", RUN, got, [right, other, right], more, sharp=True)
     said = capsys.readouterr().out
     assert code == worlds.NO_ANSWER and "  PASS" not in said, said
     assert "nothing is proved" in said and "0.24 would be tolerated (loss at step 1; at most 0.001 is a proof)" in said
@@ -125,6 +125,5 @@ def test_few_parameters_without_a_gradient_do_not_make_a_comparison_blunt(capsys
     name = next(name for name, value in right.parameters[0].items() if value.dim() == 1)
     moved = [dict(step) for step in right.parameters]
     moved[-1][name] = moved[-1][name] + 1e-3
-    code = worlds._tell(USER, "fp32", right, [right, replace(right, parameters=moved), right], more, sharp=True,
-                         split=False, clip_norm=1.0)  # fmt: skip
+    code = worlds._tell(USER, "fp32", RUN, right, [right, replace(right, parameters=moved), right], more, sharp=True)
     assert code == worlds.SAME, capsys.readouterr().out

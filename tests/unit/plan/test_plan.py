@@ -105,7 +105,11 @@ def test_the_text_and_the_picture(folder: Path, capsys: pytest.CaptureFixture[st
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main(["plan", "run.yaml", "--png", "none/plan.png"]) == 2
     output, error = capsys.readouterr()
-    assert "peak" in output and '--png = "none/plan.png"' in error and "No such file" in error
+    assert not output and '--png = "none/plan.png"' in error and "is in no folder" in error
+    Path("none").mkdir()
+    assert cli.main(["plan", "run.yaml", "--png", "none"]) == 2
+    output, error = capsys.readouterr()
+    assert "peak" in output and '--png = "none"' in error and "Is a directory" in error
 
 
 def test_what_does_not_fit_is_told_with_changes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
