@@ -123,8 +123,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--launch", metavar="HOSTS", help="a hostfile for `llmtrain launch` (default: this machine)")
     where.add_argument("--one-rank", action="store_true", help="train in one process, without any parallelism")
-    add, folder = parser.add_argument, lambda text: Path(text).resolve()
-    add("--out", type=folder, metavar="FOLDER", help="(default: RUN-replay-FIRST-LAST next to the run)")
+    add = parser.add_argument
+    add("--out", type=lambda folder: Path(folder).resolve(), metavar="FOLDER",
+        help="(default: RUN-replay-FIRST-LAST next to the run)")  # fmt: skip
     add("--without", metavar="SEQUENCE,...", help="with --write: sequences of these steps that the new run leaves out")
     add("--skip", metavar="STEP,...", help="with --write: steps of these that the new run leaves out")
     add("--write", action="store_true", help="train the steps without them, and make --out a run that continues there")
@@ -205,7 +206,7 @@ def _asked(args: argparse.Namespace) -> Asked:
         if args.one_rank:
             raise ConfigError("--one-rank: goes without --write, whose run has the ranks of the old one; remove it")
         out = out.with_name(f"{out.name}-replay")
-    if out.resolve().is_relative_to(args.run.resolve()):
+    if out.is_relative_to(args.run.resolve()):
         raise ConfigError(f"--out {args.out}: is in the folder of the run, which is only read; give a folder outside "
                           "of it")  # fmt: skip
     return Asked(

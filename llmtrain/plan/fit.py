@@ -102,7 +102,7 @@ class Fitted:
     accumulation: int
     peak: int
     left: int
-    """Bytes of the device that stay free, at least."""
+    """Bytes of the device that stay free, at least, next to train.memory_margin."""
     time: StepTime
 
 
@@ -149,7 +149,8 @@ class Fitter:
     ) -> None:
         """`resolve`: makes the run with a form and other values. Raises UserError: they are not legal together."""
         assert machines.memory is not None
-        self._memory, self._batch = machines.memory, run.batch
+        self._memory = int((1 - (run.run.train.memory_margin or 0.0)) * machines.memory)
+        self._batch = run.batch
         self._machines, self._speeds, self._resolve = machines, speeds, resolve
         self._precision = 4 if run.precision == "fp32" else 2
         self._facts = prepared(run, on_gpu=machines.on_gpu).spec.facts

@@ -601,7 +601,7 @@ def _piece(file: SourceFile, start: int, stop: int, size: int) -> Piece:
 
 
 def _sizes(file: SourceFile) -> list[int]:
-    """Bytes of the row groups of a parquet file, or of the batches of an Arrow file; empty: it cannot be understood."""
+    """Bytes of the row groups of a parquet file, or of the batches of an Arrow file; empty: of a damaged file."""
     import pyarrow
     import pyarrow.parquet
 

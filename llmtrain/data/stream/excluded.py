@@ -11,7 +11,7 @@ from llmtrain.data.stream.windows import IGNORED, Window
 
 
 def reader_without(data: TrainData, sequences: range, *, whole: bool) -> tuple[Callable[[int], Window], int]:
-    """Return (reader of a step's sequences, number of emptied sequences). `whole`: the reader empties all."""
+    """Return (reader of a step's sequences, number of emptied sequences). `whole`: empty all sequences."""
     left_out = {index for index in sequences if whole or data.place_of(index) in data.excluded}
 
     def window(index: int) -> Window:

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from llmtrain import cli
 from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
 from llmtrain.plan.decide import decide, fewest_layers, micro_batches
+from llmtrain.training.memory import free_bytes
 from tests.unit.plan.test_plan import RUN
 
 LAYERS = 4
@@ -116,3 +118,12 @@ def test_what_auto_does_not_go_with(
 def test_a_json_leaves_the_micro_batch_to_the_yaml(tmp_path: Path) -> None:
     run = asked(tmp_path, AUTO[0], train_batch_size=16, train_micro_batch_size_per_gpu="auto")
     assert micro_batches(run) == [1, 2, 4, 8]
+
+
+def test_free_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit without the memory that it has taken; the page cache gives way, shared memory does not."""
+    for name, text in {"max": "1000", "current": "300", "stat": "file 100\nshmem 20\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr("llmtrain.checkpoint.snapshot._GROUP", tmp_path)
+    monkeypatch.setattr("llmtrain.training.memory.ranks_of_this_host", lambda: 2)
+    assert free_bytes(torch.device("cpu")) == (1000 - 300 + 80) // 2

@@ -122,6 +122,16 @@ def test_the_search_goes_on_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("formula")
+def test_the_margin_of_the_run_stays_free() -> None:
+    machines = Machines(hosts=1, slots=4, device="x", on_gpu=False, memory=20 * MIB, host_memory=None)
+    peaks = []
+    for margin in (None, 0.25):
+        run = resolved(Form(stage=1), {"train.memory_margin": margin})
+        peaks.append(max(each.peak for each in Fitter(run, machines, SPEEDS, resolved).fit().best))
+    assert peaks[1] <= 15 * MIB < peaks[0] <= 20 * MIB
+
+
+@pytest.mark.usefixtures("formula")
 def test_long_rows_are_tried_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the MLPs of complete rows do not fit."""
     machines = Machines(hosts=1, slots=1, device="x", on_gpu=False, memory=4 * MIB + MIB // 5, host_memory=None)
