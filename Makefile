@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # With it every one of the tests' thousand processes compiles what it imports of this clone.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train tune check test test-all test-cluster test-sites test-runs test-ranks test-units test-slow test-oldest test-newest test-peers test-kernels lint install gpu-check clean
+.PHONY: train tune check test test-all test-cluster test-sites test-processors test-runs test-ranks test-units test-slow test-oldest test-newest test-peers test-kernels lint install gpu-check clean
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -84,6 +84,7 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j 3 'PART=more and not slow' test-runs test-ranks test-units
 	@$(MAKE) --no-print-directory -j 2 test-cluster test-sites
+	@$(MAKE) --no-print-directory test-processors
 
 test-runs: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/runs -m '$(PART)'
@@ -100,6 +101,17 @@ test-cluster: $(VENV)/.dev
 
 test-sites: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit tests/runs -m 'sites and not slow'
+
+# What compares figures with stored ones, or with plain PyTorch, once more with the instructions of other processors, whose
+# sums have another order: torch's loops, oneDNN's and MKL's products, one thread and two.
+COMPARISONS := tests/runs/test_golden.py tests/runs/test_saved_runs.py tests/runs/test_resume_runs.py \
+  tests/ranks/test_cells.py tests/ranks/test_parity.py
+
+test-processors: COMPARE := $(BIN)/python -m pytest $(COMPARISONS) -m 'not (slow or cluster or sites)' \
+  --deselect tests/ranks/test_cells.py::test_every_other_cell_is_plain_pytorch
+test-processors: $(VENV)/.dev
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(COMPARE)
+	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 TEST_THREADS=2 $(COMPARE)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow

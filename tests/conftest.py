@@ -29,7 +29,7 @@ _HOME = tempfile.mkdtemp(prefix="llmtrain-tests-")
 os.environ.update(NETRC=os.devnull, WANDB_CONFIG_DIR=_HOME, HF_TOKEN_PATH=os.devnull, LLMTRAIN_CACHE=_HOME)
 
 from tests.helpers import targets  # noqa: E402
-from tests.helpers.ranks import RankPool  # noqa: E402  # it reads the environment
+from tests.helpers.ranks import THREADS, RankPool  # noqa: E402  # it reads the environment
 
 # A busy machine takes a second for what a quiet one draws in milliseconds.
 settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
@@ -80,8 +80,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = {name for marker in item.iter_markers("needs") for name in marker.args}
     if missing := [name for name in sorted(needed) if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{', '.join(missing)}: not installed")
-    if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() > 1:
-        torch.set_num_threads(1)
+    if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() > THREADS:
+        torch.set_num_threads(THREADS)
 
 
 _BUILD = """

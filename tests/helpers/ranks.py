@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+THREADS = int(os.environ.get("TEST_THREADS", "1"))
+"""Of torch, in each process of the tests. More than one spin while they wait; `make test-processors` takes two."""
 _THREADS = 150
 """Ranks with more start anew: each engine leaves process groups behind, and gloo's threads keep waking."""
 PRELOAD = [
@@ -139,12 +141,12 @@ def become_rank(rank: int, world_size: int, port: int) -> None:
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
+        OMP_NUM_THREADS=str(THREADS),
     )
     os.environ.pop("LOCAL_SIZE", None)
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # 1.2 s, asked for by each optimizer in host memory
     gc.freeze()  # DeepSpeed collects when an engine begins: 0.4 s each time, with all that was imported
-    torch.set_num_threads(1)  # the variable comes too late for that; more threads than cores spin while they wait
+    torch.set_num_threads(THREADS)  # the variable comes too late for that
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:

@@ -22,7 +22,7 @@ from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from tests.helpers import forked
 from tests.helpers.checkpoints import flip
 from tests.helpers.launching import losses, rows, write_recipe
-from tests.runs.test_golden import machine
+from tests.helpers.stored import machine
 
 CONSTANT = ("--schedule.name", "constant")
 FORMAT_1 = Path(__file__).parents[1] / "data" / "checkpoints-1"
