@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
-"""Of torch, in each process of the tests. More than one spin while they wait; `make test-processors` takes two."""
+"""Threads of torch in each process of the tests. Several spin while they wait; `make test-processors` takes two."""
 _THREADS = 150
 """Ranks with more start anew: each engine leaves process groups behind, and gloo's threads keep waking."""
 PRELOAD = [

@@ -1,4 +1,4 @@
-"""Figures of a run beside those that a file of this repository has stored, on whatever processor this is.
+"""Compares the figures of a run with those that a file of this repository has stored, on whatever processor this is.
 
 `make test-processors` trains with the instructions of older processors, and holds what the stored files allow.
 """
@@ -18,7 +18,7 @@ SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTION
 
 
 def machine() -> str:
-    """What decides about the last bit: the processor's type, the instructions that torch takes, torch itself."""
+    """Return all that decides about the last bit: type of processor, instructions that torch takes, its version."""
     import torch
 
     lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
