@@ -125,7 +125,8 @@ class Parent:
         """Read messages in a thread. At their end the parent is gone, even by kill -9, and so is this process."""
 
         def read() -> None:
-            for line in sys.stdin.buffer:
+            # Not sys.stdin: the interpreter closes it at its end, and aborts while a thread waits in it.
+            for line in os.fdopen(os.dup(0), "rb"):
                 self._asked.put(json.loads(line))
             os._exit(0)
 

@@ -44,6 +44,7 @@ def test_a_run_goes_on_elsewhere_from_the_store_alone(small_data: str, tmp_path:
     folder.mkdir()
     output = forked.train(write_recipe(folder, small_data), *OFTEN, *steps, "--checkpoint.mirror", url)
     assert f"{url}: step-" in output and "resumed from" in output
+    assert "not mirrored" not in output and "Fatal Python error" not in output  # its process has ended as it should
     assert any(row["kind"] == "mirrored" for row in rows(folder / "run", "events.jsonl"))
     assert max(Mirrored(url).complete()) == 80 * (kills + 1)
     forked.train(whole, *OFTEN, *steps)
