@@ -18,6 +18,7 @@ import xxhash
 
 _PAGE = 4096
 _PIECE = 16 << 20  # bytes handed to the kernel at once
+_SYNCED = 256 << 20  # bytes after which a cache is emptied: one fsync of many GB would look like a disk that hangs
 _UNDER_WAY = 2  # pieces given to the disk: one is written, the next one waits, so that the disk never does
 
 
@@ -42,7 +43,7 @@ class DurableFile:
                 raise
             self._direct = False
             self._handle = os.open(path, flags, 0o644)
-        self._written = 0
+        self._written = self._synced = 0
         self._buffers = [mmap.mmap(-1, _PIECE) for _ in range(_UNDER_WAY + 1)]
         self._filled = 0  # bytes in buffer 0
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="durable-file")
@@ -124,6 +125,9 @@ class DurableFile:
                 self._direct = False
                 fcntl.fcntl(self._handle, fcntl.F_SETFL, fcntl.fcntl(self._handle, fcntl.F_GETFL) & ~os.O_DIRECT)
         self._written += piece.nbytes
+        if not self._direct and self._written - self._synced >= _SYNCED:
+            os.fdatasync(self._handle)
+            self._synced = self._written
 
 
 def write_durably(path: Path, text: str) -> tuple[int, str]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError
+from llmtrain.base.rank.heartbeat import OTHERS, heart
 from llmtrain.base.units import size
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
 from llmtrain.checkpoint.format import HOSTS, MANIFEST, NOWHERE, FrozenSource, complete_checkpoints, step_folder
@@ -136,6 +137,10 @@ class HostCopy:
         if self._writer is None:
             self._writer = WriterProcess(self.image, self._table)
         return self._writer
+
+    @property
+    def writer_pid(self) -> int:
+        return OTHERS if self._writer is None else self._writer.pid
 
     def answer(self) -> dict[str, Any] | None:
         return None if self._writer is None else self._writer.answer()
@@ -347,14 +352,19 @@ class Saver:
 
     def drain(self) -> Outcome | None:
         self.before_update()
-        while self.busy:
-            message = torch.tensor(self.status(), dtype=torch.int64)
-            dist.all_reduce(message, group=self._ranks.control)
-            outcome = self.advance(*message.tolist())
-            if outcome is not None:
-                return outcome
-            if self._stage is _Stage.WRITING or self._answer is None:
-                time.sleep(_POLL_S)
+        # What is written here and now is this rank's own work.
+        polling = heart.polling(OTHERS) if self.asynchronous else contextlib.nullcontext()
+        with heart.during("save"), polling:
+            while self.busy:
+                message = torch.tensor(self.status(), dtype=torch.int64)
+                if self.asynchronous:
+                    heart.awaits(OTHERS if self._copy is None or self._answer is not None else self._copy.writer_pid)
+                dist.all_reduce(message, group=self._ranks.control)
+                outcome = self.advance(*message.tolist())
+                if outcome is not None:
+                    return outcome
+                if self._stage is _Stage.WRITING or self._answer is None:
+                    time.sleep(_POLL_S)
         return None
 
     def _pieces(self) -> list[StateTensor]:

@@ -20,7 +20,7 @@ from llmtrain.commands import completion
 from llmtrain.config.load import load
 from llmtrain.config.on_disk import has_checkpoints, refuse_if_preempted
 from llmtrain.config.pinned import with_base
-from llmtrain.config.run import FaultConfig, ResolvedRun
+from llmtrain.config.run import ResolvedRun
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.engine.process_memory import none_while_importing
 from llmtrain.storage.addresses import is_url
@@ -105,7 +105,7 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
             named = {getattr(part, "NAME", type(part).__name__): part for part in parts}
             resolved = replace(resolved, run=replace(resolved.run, parts={**resolved.run.parts, **named}))
         watch.begin(
-            stall_timeout_s=stall_timeout_s(resolved.run.fault),
+            stall_timeout_s=resolved.run.fault.longest_s,
             start_timeout_s=resolved.run.fault.start_timeout_s,
             run_dir=resolved.run_dir,
             agent="llmtrain.cluster.watch.agent",
@@ -148,11 +148,6 @@ def _refuse_missing_hostfile() -> None:
                     f"--hostfile {path}: no such file (looked from {folder}), so deepspeed has started this host "
                     "alone. Correct the path, or leave --hostfile out to train on this host"
                 )
-
-
-def stall_timeout_s(fault: FaultConfig) -> float:
-    """Return a limit below the collectives' own: after that one the ranks are dead and cannot be asked."""
-    return min(fault.stall_timeout_s, 0.75 * fault.timeout_s)
 
 
 @contextlib.contextmanager

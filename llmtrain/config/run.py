@@ -282,6 +282,12 @@ class FaultConfig:
     """Newest spikes of the loss or gradient norm whose last checkpoint before is kept for `llmtrain replay`. 0 = none.
     """
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds without progress that are a fault: below the collectives' own limit, which leaves dead ranks that
+        cannot be asked."""
+        return min(self.stall_timeout_s, 0.75 * self.timeout_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:

@@ -15,11 +15,6 @@ def _is_site(run: RunConfig) -> bool:
     return run.sites.name is not None
 
 
-def _longest(run: RunConfig) -> float:
-    """Return the longest time without progress in seconds."""
-    return min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
-
-
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule(("sites.coordinator",), lambda r: not _is_site(r) and r.sites.coordinator is not None,
@@ -36,9 +31,9 @@ RULES: tuple[Rule, ...] = (
          lambda r: _is_site(r) and r.sites.listen is not None and not private(r.sites.listen),
          "must be an IP address of this host, and no public one: what sites send is neither encrypted nor signed",
          "give the address of a tunnel (WireGuard, ssh)", {**_SITE, "sites.listen": "8.8.8.8"}),
-    Rule(("sites.timeout_s",), lambda r: _is_site(r) and r.sites.timeout_s >= _longest(r),
-         lambda r, _: f"must be less than fault.stall_timeout_s and 3/4 of fault.timeout_s, here {_longest(r):g}: "
-                      "while a synchronisation waits, a site shows no progress",
+    Rule(("sites.timeout_s",), lambda r: _is_site(r) and r.sites.timeout_s >= r.fault.longest_s,
+         lambda r, _: "must be less than fault.stall_timeout_s and 3/4 of fault.timeout_s, here "
+                      f"{r.fault.longest_s:g}: while a synchronisation waits, a site shows no progress",
          "lower it, or raise them", {**_SITE, "sites.timeout_s": 300}),
     Rule(("train.stop_early.metric",), lambda r: _is_site(r) and r.train.stop_early.metric is not None,
          "would end each site at a step of its own, and the others would wait for it", "remove it",

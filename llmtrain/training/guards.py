@@ -23,7 +23,6 @@ from llmtrain.training.step import Position, Request, is_due
 
 _AT_ONCE = 4 << 30
 """Bytes of data that a resume compares with checksums before its first step; more are compared during the steps."""
-_BEAT_S = 1.0
 
 
 class Limits(Part):
@@ -111,7 +110,7 @@ class DataCheck(Part):
         self._files = [file for file in self._files if file.is_here]  # the others are compared when they arrive
         self._ranks, self._log_every = setup.ranks, setup.run.train.log_every
         self._launch = launch
-        self._closed, self._settled = False, False
+        self._closed, self._settled, self._is_awaited = False, False, False
         self._comparison: Future[str] | None = None
         """The error found by the thread; empty: none."""
 
@@ -139,8 +138,10 @@ class DataCheck(Part):
     def _look(self, *, waits: bool) -> None:
         """Read the ranks' results. `waits`: for all of them. Raises DataChanged, on all ranks."""
         assert self._comparison is not None
-        while waits and not wait([self._comparison], _BEAT_S).done:
-            heart.beat()
+        if waits:
+            self._is_awaited = True
+            wait([self._comparison])
+            self._is_awaited = False
         found = from_all(self._ranks, self._comparison.result() if self._comparison.done() else None)
         if wrong := next(filter(None, found), None):
             raise DataChanged(f"{wrong}. The run ends before it saves what it has trained on it")
@@ -151,12 +152,17 @@ class DataCheck(Part):
         if self._comparison is not None:
             wait([self._comparison])
 
+    def _goes_on(self) -> bool:
+        if self._is_awaited:  # what is read is this rank's progress, and a wait for a disk is none
+            heart.beat()
+        return not self._closed
+
     def _compare(self) -> str:
         with contextlib.suppress(OSError):  # the steps go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             for file in self._mine:
-                file.compare(lambda: not self._closed)
+                file.compare(self._goes_on)
         except DataError as error:
             return str(error)
         except Exception as error:

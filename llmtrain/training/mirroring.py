@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.base import log, units
 from llmtrain.base.child import Child, of_module
+from llmtrain.base.rank import processes
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import complete_checkpoints
@@ -87,21 +88,30 @@ class Mirror:
                 )
             self._failing = failing
 
-    def finish(self, *, complete: bool) -> None:
-        """Wait until the newest checkpoint is mirrored; only briefly if the run was asked to stop."""
-        limit_s = _AT_THE_END_S if complete else _WHEN_STOPPED_S
-        until = time.monotonic() + limit_s
+    def finish(self, *, complete: bool, idle_s: float) -> None:
+        """Wait until the newest checkpoint is mirrored; only briefly if the run was asked to stop, or if the process
+        does nothing for `idle_s`."""
+        began_s = worked_s = time.monotonic()
+        until, work = began_s + (_AT_THE_END_S if complete else _WHEN_STOPPED_S), None
         self.listen()
         self._process.send("finish")
-        while self._process.code is None and time.monotonic() < until:
-            heart.beat()
+        while self._process.code is None and time.monotonic() < min(until, worked_s + idle_s):
+            stat, moved = processes.stat(self._process.pid), processes.bytes_moved(self._process.pid)
+            before, work = work, (stat and stat.cpu_s, moved)
+            if work != before:
+                worked_s = time.monotonic()
+                heart.beat()
             self._pass_on()
             time.sleep(0.05)
         self._pass_on()
-        if self._process.code != 0:
+        if (code := self._process.code) != 0:
+            how = "is still at work" if code is None else f"has ended with code {code}"
+            if code is None and time.monotonic() < until:
+                how = f"has done nothing for {units.duration(idle_s)}"
             log.warn(
-                f"checkpoint.mirror {self._url}: the last checkpoint is not mirrored (after at most "
-                f"{units.duration(limit_s)}); it is in {self._folder}, and the run's next launch mirrors it"
+                f"checkpoint.mirror {self._url}: the last checkpoint is not mirrored. After "
+                f"{units.duration(time.monotonic() - began_s)} its process ({self._process.pid}) {how}. It is in "
+                f"{self._folder}, and the run's next launch mirrors it"
             )
 
     def close(self) -> None:

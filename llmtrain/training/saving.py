@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtrain.base import log
@@ -156,7 +157,9 @@ class Saving(Part):
         self._save_last(position)
         if self._settings.mirror is not None:
             mirror = self._mirror
-            at_length(self._ranks, lambda: None if mirror is None else mirror.finish(complete=complete))
+            idle_s = 0.5 * self._setup.run.fault.longest_s  # the end of the mirror's process is no end of the run
+            finish = (lambda: None) if mirror is None else partial(mirror.finish, complete=complete, idle_s=idle_s)
+            at_length(self._ranks, finish)
         if exports and self._folder.split:  # each host has its own ranks' files
             from llmtrain.checkpoint.host_files import fetch_all
 

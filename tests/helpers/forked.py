@@ -108,9 +108,9 @@ def finish(
     return codes[0], launch.output()
 
 
-def train(recipe: Path, *overrides: str, world_size: int = 2) -> str:
+def train(recipe: Path, *overrides: str, world_size: int = 2, before: Callable[[int], None] | None = None) -> str:
     """A run that must end well; its output."""
-    code, output = finish(recipe, *overrides, world_size=world_size)
+    code, output = finish(recipe, *overrides, world_size=world_size, before=before)
     assert code == 0, output
     return output
 

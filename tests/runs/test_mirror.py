@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -60,6 +63,24 @@ def test_a_store_that_is_not_there_costs_the_run_nothing(small_data: str, tmp_pa
     assert max(losses(tmp_path / "run")) == 4
 
 
+def _stops_its_mirror(rank: int) -> None:
+    from llmtrain.training import mirroring
+
+    finish = mirroring.Mirror.finish
+
+    def stop(self: mirroring.Mirror, **how: Any) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+        finish(self, **how)
+
+    mirroring.Mirror.finish = stop  # type: ignore[method-assign]
+
+
+def test_a_mirror_that_stands_still_holds_no_run_up(small_data: str, tmp_path: Path) -> None:
+    limits = ("--fault.stall_timeout_s", "4", "--train.max_steps", "4", "--checkpoint.mirror", f"file://{tmp_path}/s")
+    output = forked.train(write_recipe(tmp_path, small_data), *limits, before=_stops_its_mirror)
+    assert re.search(r"is not mirrored\. After \S+s its process \(\d+\) has done nothing for 2\.0s\.", output), output
+
+
 @pytest.mark.slow
 def test_a_killed_process_is_started_again(small_data: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
@@ -84,9 +105,9 @@ def _slow_store(rank: int) -> None:
 
     finish, fetch = mirroring.Mirror.finish, mirroring.fetch_newest
 
-    def slow_finish(self: mirroring.Mirror, *, complete: bool) -> None:
+    def slow_finish(self: mirroring.Mirror, **how: Any) -> None:
         time.sleep(12)
-        finish(self, complete=complete)
+        finish(self, **how)
 
     def slow_fetch(*words: Any) -> Path | None:
         time.sleep(12)

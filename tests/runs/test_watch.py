@@ -141,6 +141,29 @@ def test_a_stopped_rank_is_named_and_where_the_others_wait(small_data, tmp_path)
     assert "The others: rank 0 waits in" in event["text"] and "llmtrain/" in event["text"]
 
 
+def test_a_checkpoint_writer_that_stands_still_is_a_stall_and_named(small_data, tmp_path):
+    """The ranks ask each other a hundred times a second if the save has ended; the job is asked to stop meanwhile."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    often = ("--checkpoint.every_steps", "4", "--schedule.name", "constant", "--train.max_steps", "100000")
+    job = Launch(recipe, *often, "--fault.stall_timeout_s", "8", before=stalls.watched)
+    deadline = time.monotonic() + 120
+    while len(rows(run)) < 6 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    writer = job.writer(1)
+    assert writer is not None
+    writer.suspend()
+    while "pause" not in [e["kind"] for e in rows(run, "events.jsonl")] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for rank in job.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert None not in job.wait(60) and gone([*agents_of(run), writer], ENDED_S), job.output()[-3000:]
+    told, event = (e for e in rows(run, "events.jsonl") if e["kind"] in ("pause", "fault"))
+    assert (told["cause"], event["cause"], event["ranks"]) == ("child_stopped", "child_stopped", [1]), event["text"]
+    process = f"for process {writer.pid} (llmtrain.checkpoint.writer), which is stopped"
+    assert process in event["text"] and "in save at llmtrain/checkpoint/save.py" in event["text"], event["text"]
+    assert f"`kill -CONT {writer.pid}` lets it continue" in told["text"]
+
+
 def test_a_stop_that_ends_is_explained_and_the_run_goes_on(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     job = Launch(

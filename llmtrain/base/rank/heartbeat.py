@@ -30,6 +30,7 @@ _MAGIC = int.from_bytes(b"llmbeat1", "little")
 _WORDS = (
     *("magic", "pid", "started", "rank", "local_rank", "beats", "step", "phase", "left", "stopping", "collectives"),
     *("inside", "timed_steps", "beat_s", "waited_s", "own_s", "on_device", "given", "done"),
+    "awaits",
 )
 _AT = {name: index for index, name in enumerate(_WORDS)}
 _NAME_AT, NAME_BYTES = 8 * len(_WORDS), 48
@@ -39,8 +40,10 @@ _SIZE = mmap.PAGESIZE
 _BEATS, _STEP, _PHASE = _AT["beats"], _AT["step"], _AT["phase"]
 _COLLECTIVES, _INSIDE, _TIMED = _AT["collectives"], _AT["inside"], _AT["timed_steps"]
 _BEAT_S, _WAITED_S, _OWN_S = _AT["beat_s"], _AT["waited_s"], _AT["own_s"]
-_GIVEN, _DONE = _AT["given"], _AT["done"]
+_GIVEN, _DONE, _AWAITS = _AT["given"], _AT["done"], _AT["awaits"]
 _RUNNING = -1
+OTHERS = -1
+"""In place of a process id: a rank waits for what other ranks wait for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,8 @@ class Beat:
     """Marks that the device has reached."""
     plugin: str
     """The method of a plugin that runs, as "parts.count: after_step"; empty: none does."""
+    awaits: int
+    """While it polls (`Heartbeat.polling`): id of the process whose work is progress, or OTHERS; else 0."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -141,6 +146,21 @@ class Heartbeat:
         finally:
             self._memory[_CALL_AT] = 0
 
+    @contextlib.contextmanager
+    def polling(self, pid: int) -> Iterator[None]:
+        """Count no collective as progress while the block runs: in them the ranks ask each other in a loop if something
+        has ended. `pid`: see `awaits`."""
+        self.awaits(pid)
+        try:
+            yield
+        finally:
+            self.awaits(0)
+            self.beat()
+
+    def awaits(self, pid: int) -> None:
+        """Set the process whose work is progress until the end of the wait: a child, this rank itself, or OTHERS."""
+        self._words[_AWAITS] = pid
+
     def at_step(self, step: int) -> None:
         """Set the number of optimizer steps done before this launch."""
         self._words[_STEP] = step
@@ -168,17 +188,21 @@ class Heartbeat:
             return
         self._memory[_NAME_AT : _NAME_AT + NAME_BYTES] = name
         words[_COLLECTIVES] += 1
-        words[_BEATS] += 1
-        self._entered_s = self._times[_BEAT_S] = time.monotonic()
+        now = self._entered_s = time.monotonic()
+        if not words[_AWAITS]:
+            words[_BEATS] += 1
+            self._times[_BEAT_S] = now
 
     def leave(self) -> None:
         words, times = self._words, self._times
         words[_INSIDE] -= 1
         if words[_INSIDE] > 0:
             return
-        words[_BEATS] += 1
-        now = times[_BEAT_S] = time.monotonic()
+        now = time.monotonic()
         times[_WAITED_S] += now - self._entered_s
+        if not words[_AWAITS]:
+            words[_BEATS] += 1
+            times[_BEAT_S] = now
 
     def waited_s(self) -> float:
         """Seconds inside collectives since the launch."""
@@ -270,6 +294,7 @@ def read(page: Path | int) -> Beat | None:
         on_device=bool(words[_AT["on_device"]]),
         given=words[_GIVEN],
         done=words[_DONE],
+        awaits=words[_AWAITS],
         plugin=raw[_CALL_AT : _CALL_AT + _CALL_BYTES].partition(b"\0")[0].decode(errors="replace"),
     )
 

@@ -56,6 +56,27 @@ def _stopped(facts: JobFacts) -> Cause | None:
     )
 
 
+def _awaits_process(facts: JobFacts) -> Cause | None:
+    those = [r for r in live(facts) if r.awaited]
+    if not those or not all(r.awaits for r in live(facts)):
+        return None
+    first, process = those[0], those[0].awaited
+    stopped = process["state"] in ("T", "t")
+    how = "is stopped (SIGSTOP, or a debugger holds it)" if stopped else "moves no bytes and does not compute"
+    how += f" (kernel: {process['waits_in']})" if process["waits_in"] and not stopped else ""
+    lets = "lets" if facts.trigger == "pause" else "would have let"
+    return Cause(
+        name="child_stopped" if stopped else "child_waits",
+        ranks=those,
+        detail=process["program"],
+        says=f"{who(those)} <waits|wait> in {first.phase}{stands(first)} for process {first.awaits} "
+        f"({process['program']}), which {how}{', with ' + process['file'] + ' open' if process['file'] else ''}.",
+        remedy=f"On {first.host}, `kill -CONT {first.awaits}` {lets} it continue; ask who stops processes there."
+        if stopped
+        else f"Look at the file server and the disks of {first.host}; checkpoint.dir wants a fast one.",
+    )
+
+
 def _in_plugin(facts: JobFacts) -> Cause | None:
     those = [r for r in live(facts) if r.plugin]
     if not those:
@@ -383,8 +404,8 @@ def _begun(rank: RankFacts, group: str) -> int:
 
 
 STALLS = (
-    *(_stopped, _in_plugin, _left_early, _disk, _connecting, _unheard, rank_0_only, _uneven, _expert, _mismatch),
-    *(never_began, _one_computes, _network, _behind, _devices_wait, _unknown),
+    *(_stopped, _awaits_process, _in_plugin, _left_early, _disk, _connecting, _unheard, rank_0_only, _uneven),
+    *(_expert, _mismatch, never_began, _one_computes, _network, _behind, _devices_wait, _unknown),
 )
 """The first cause counts: certain ones come before likely ones."""
 

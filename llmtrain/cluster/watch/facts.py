@@ -66,6 +66,10 @@ class RankFacts:
     """NCCL's flight recorder, read at a stall."""
     resident: int = 0
     """Bytes of memory that it held when it was last seen alive."""
+    awaits: int = 0
+    """While it asks the other ranks in a loop if a wait has ended: see `Beat.awaits`."""
+    awaited: dict[str, str] = field(default_factory=dict)
+    """That process: its `program`, `state` in /proc, the kernel function that it `waits_in`, and its last `file`."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> RankFacts:

@@ -14,7 +14,7 @@ from typing import Any
 from llmtrain.base.rank import processes
 from llmtrain.base.rank.device_faults import telling_line
 from llmtrain.base.rank.folder import RECORD_WANTED, STACK_SIGNAL, of_rank, read_json
-from llmtrain.base.rank.heartbeat import Beat, read
+from llmtrain.base.rank.heartbeat import OTHERS, Beat, read
 from llmtrain.base.rank.processes import Process, Stat
 from llmtrain.base.rank.stacks import parse_stacks
 from llmtrain.cluster.gpus import MEMORY_REPORT, Command, KernelLog, memory_fault, read_report
@@ -43,8 +43,10 @@ _D_STATE_S = 5.0
 
 @dataclass(frozen=True)
 class _Use:
-    """Resources that a rank and the processes below it have used so far."""
+    """Resources that a rank, or the process that it awaits, and the processes below have used so far."""
 
+    root: int
+    """Id of the uppermost process."""
     own_s: float
     below_s: float
     moved: int
@@ -179,6 +181,8 @@ class HostRanks:
         frames = parse_stacks(text.decode(errors="replace"))
         report["stack"] = [[f.file, f.line, f.function] for f in frames[:40]]
         report["waits_in"] = processes.waits_in(report["pid"])
+        if report["awaits"] not in (0, OTHERS, report["pid"]):
+            report["awaited"] = _awaited(report["awaits"])
 
     def _look_for_new(self) -> None:
         for path in sorted(self._folder.glob("rank-*.beat")):
@@ -229,6 +233,7 @@ class HostRanks:
             inside=beat.inside,
             idle_s=round(idle_s, 1),
             cpu_busy=seen.computes or seen.works,
+            awaits=beat.awaits,
             stopping=beat.stopping,
             code=beat.left if beat.left is not None else _code(seen.exit_status),
             signal=_signal(seen.exit_status) if state == "dead" and not error else "",
@@ -248,8 +253,8 @@ class HostRanks:
             return
         if seen.use is not None and now - seen.sampled_s < _SAMPLE_S:
             return
-        use, before = _used(seen.beat.pid, found), seen.use
-        if before is not None:
+        use, before = _used(seen.beat.pid, found, seen.beat.awaits), seen.use
+        if before is not None and before.root == use.root:
             least_s = _BUSY_SHARE * (now - seen.sampled_s)
             seen.computes = use.own_s - before.own_s > least_s
             seen.works = (
@@ -262,6 +267,8 @@ class HostRanks:
     def _active(self, seen: _Seen, facts: RankFacts) -> bool:
         """True for a silent rank that works for an unknown time or waits for others to join. A processor that polls for
         a device does not count: the device's progress is its heartbeat (engine/progress.py)."""
+        if facts.state == "running" and facts.awaits:  # its collectives are questions, and end at once
+            return facts.awaits != OTHERS and (seen.works or (seen.computes and not facts.on_device))
         if facts.state != "running" or facts.inside:
             return False
         if facts.phase == "rendezvous":
@@ -283,14 +290,31 @@ class HostRanks:
         return str(raw.get("error", "")), str(raw.get("at", "")), str(raw.get("phase", ""))
 
 
-def _used(pid: int, found: Stat) -> _Use:
-    """Return the resources used by a process, whose /proc stat is `found`, and by those below it."""
-    below_s, moved, resident = 0.0, processes.bytes_moved(pid), found.resident
+def _used(pid: int, found: Stat, awaits: int) -> _Use:
+    """Return the resources used by a rank, whose /proc stat is `found`, and by the processes below it. `awaits`: of the
+    process that it awaits, if it is another one."""
+    own_s, below_s, resident = found.cpu_s, 0.0, found.resident
+    if awaits not in (0, OTHERS, pid):
+        child = processes.stat(awaits)
+        pid, own_s, below_s, resident = awaits, 0.0, child.cpu_s if child else 0.0, child.resident if child else 0
+    moved = processes.bytes_moved(pid)
     for each in processes.descendants({pid}):
         below = processes.stat(each)
         below_s += below.cpu_s if below else 0.0
         moved += processes.bytes_moved(each)
-    return _Use(own_s=found.cpu_s, below_s=below_s, moved=moved, resident=resident)
+    return _Use(root=pid, own_s=own_s, below_s=below_s, moved=moved, resident=resident)
+
+
+def _awaited(pid: int) -> dict[str, str]:
+    """Describe a process for which a rank waits; `file`: the one that it has opened last."""
+    words, found, files = processes.words(pid), processes.stat(pid), [""]
+    with contextlib.suppress(OSError):
+        for handle in sorted(int(name) for name in os.listdir(f"/proc/{pid}/fd"))[3:]:
+            file = os.readlink(f"/proc/{pid}/fd/{handle}")
+            files += [file] if file.startswith("/") and not file.startswith(("/dev/", "/memfd:")) else []
+    program = words[words.index("-m") + 1] if "-m" in words[:-1] else " ".join(words[:1])
+    state, waits_in = found.state if found else "", processes.waits_in(pid)
+    return {"program": program, "state": state, "waits_in": waits_in, "file": files[-1]}
 
 
 def _text(path: Path) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from llmtrain.base import log
 from llmtrain.base.errors import UserError
 from llmtrain.base.rank import messages, watch
-from llmtrain.base.rank.heartbeat import heart
+from llmtrain.base.rank.heartbeat import OTHERS, heart
 from llmtrain.base.threads import in_thread
 from llmtrain.engine.dist.ranks import Ranks
 
@@ -118,10 +118,12 @@ _IN_TOUCH_S = 1.0
 
 def at_length(ranks: Ranks, call: Callable[[], T]) -> T:
     """Return the result of a long call on this rank. All ranks must call it, and exchange messages until all calls have
-    ended, so that none waits in a collective for too long. Raises the call's error at the end."""
+    ended, so that none waits in a collective for too long. For the watch the call's work is progress, and no message
+    is. Raises the call's error at the end."""
     future = in_thread(call, "at length")
-    while not all(from_all(ranks, bool(wait([future], _IN_TOUCH_S).done))):
-        pass
+    with heart.polling(os.getpid()):
+        while not all(from_all(ranks, bool(wait([future], _IN_TOUCH_S).done))):
+            heart.awaits(OTHERS if future.done() else os.getpid())
     return future.result()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from llmtrain.base.files import lock_folder
 from llmtrain.base.rank import folder, processes, watch
-from llmtrain.base.rank.heartbeat import PHASES, Heartbeat, named, read
+from llmtrain.base.rank.heartbeat import OTHERS, PHASES, Heartbeat, named, read
 from llmtrain.base.rank.watched import Watched
 from llmtrain.cluster.watch import agent, observe
 from llmtrain.cluster.watch.agent import Server, answers, call, wait
@@ -350,13 +350,60 @@ def test_memory_that_fills_is_work(heart, tmp_path, monkeypatch):
     """A model is built, or memory is locked for checkpoints, without a beat and without a byte that moves."""
     ranks = observe.HostRanks(tmp_path, "node-1", 1)
     seen, found = observe._Seen(0, 0, 0, read(tmp_path / "rank-00003.beat")), processes.stat(os.getpid())
-    used = iter([observe._Use(own_s=1.0, below_s=0.0, moved=0, resident=n << 20) for n in (100, 110, 200, 90)])
+    used = iter([observe._Use(root=1, own_s=1.0, below_s=0.0, moved=0, resident=n << 20) for n in (100, 110, 200, 90)])
     monkeypatch.setattr(observe, "_used", lambda *_: next(used))
     works = []
     for now in (10.0, 12.0, 14.0, 16.0):
         ranks._sample(seen, found, 9.0, now)
         works.append(seen.works)
     assert works == [False, False, True, False] and not seen.computes
+
+
+_WRITES = """
+import os, sys, time
+with open(sys.argv[1], "wb", buffering=0) as file:
+    while True:
+        file.write(bytes(100_000))
+        time.sleep(0.25)
+"""
+
+
+def test_a_poll_is_no_progress_and_the_bytes_of_the_process_that_is_awaited_are(heart, tmp_path, monkeypatch):
+    """A slow writer, then one that is stopped; the ranks ask each other all the time if it has ended."""
+    monkeypatch.setattr(observe, "_SAMPLE_S", 0.5)
+    monkeypatch.setattr(observe, "_BUSY_BYTES", 64 << 10)
+    file, child = tmp_path / "file", subprocess.Popen([sys.executable, "-c", _WRITES, str(tmp_path / "file")])
+    ranks, ask, active = observe.HostRanks(tmp_path, "node-1", 2), named("all_reduce"), {}
+
+    def look(what, seconds):
+        active[what], until_s = [], time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            heart.enter(ask)
+            heart.leave()
+            (report,) = ranks.observe(time.monotonic())
+            if report["idle_s"] > 1.2:
+                active[what].append(report["active"])
+            time.sleep(0.02)
+        return report
+
+    try:
+        while not file.exists():
+            time.sleep(0.01)
+        assert look("steps", 1.0)["beats"] > 50 and active["steps"] == []
+        with heart.polling(child.pid):
+            beats = look("writes", 3.0)["beats"]
+            child.send_signal(signal.SIGSTOP)
+            report = look("stopped", 3.0)
+            process = observe._awaited(child.pid)
+            heart.awaits(OTHERS)
+            look("others", 1.0)
+        assert report["beats"] == beats and all(active["writes"]) and not any(active["others"])
+        assert not any(active["stopped"][-50:]) and not report["inside"]
+        assert report["awaits"] == child.pid and (process["state"], process["file"]) == ("T", str(file))
+        assert ranks.observe(time.monotonic())[0]["beats"] == beats + 1
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_who_does_not_know_the_token_is_hung_up_on():
