@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import secrets
+import stat
 from pathlib import Path
 
 from llmtrain.base import untrusted
@@ -44,11 +47,28 @@ def cache_folder() -> Path:
     return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llmtrain").expanduser().absolute()
 
 
+def open_regular(path: Path, more: int = 0) -> int:
+    """Open a regular file for reading; a pipe in its place holds nobody up. `more`: flags of os.open. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | more)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return handle
+
+
+def content_of(path: Path, size: int = -1) -> bytes:
+    """Return the first `size` bytes of a regular file, or all. Raises OSError."""
+    with open(open_regular(path), "rb") as file:
+        return file.read(size)
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Write, fsync, rename: after a crash there is the old file or the new one. Raises OSError."""
-    temporary = path.with_name(path.name + ".tmp")
+    # A name that nobody else has or can foresee: another process may replace the file now, too.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(temporary, "wb") as file:
+        with open(os.open(temporary, flags, 0o666), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import re
-import stat
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ import xxhash
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import CheckpointError
+from llmtrain.base.files import open_regular
 from llmtrain.base.untrusted import natural, word
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.addresses import commit_of, here
@@ -428,14 +428,10 @@ def _children(folder: Path) -> Iterator[Path]:
 
 
 def open_file(path: Path) -> int:
-    """Open a regular file of a checkpoint for reading; never a link, a pipe or a device. Raises OSError."""
+    """Open a file of a checkpoint for reading; never a link, a pipe or a device. Raises OSError."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link, and its target does not belong to the checkpoint")
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is no regular file")
-    return handle
+    return open_regular(path, os.O_NOFOLLOW)
 
 
 def read_file(path: Path) -> bytes:

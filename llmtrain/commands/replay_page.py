@@ -20,6 +20,11 @@ def lines_for(answer: dict[str, Any]) -> Iterator[str]:
         first = next((each["step"] for each in steps if not each["equal"]), None)
         yield (f"the steps are not equal to the run's record {how}: first at step {first}, largest relative difference "
                f"{worst:.1e}")  # fmt: skip
+        until = max((each["step"] for each in steps if each["equal"]), default=0)
+        odd = [each["step"] for each in steps if not each["equal"] and each["step"] < until]
+        if odd and answer["exact"]:  # another update there would have changed every later step
+            yield (f"later steps are equal to the bit, up to step {until}: the replay repeats the run's course, and "
+                   f"steps.bin is damaged, or has no row, at the steps {units.spans(odd)}")  # fmt: skip
     for each in answer["checkpoints"]:
         yield f"checkpoint of step {each['step']}: " + ("; ".join(each["lines"]) or "equal")
     yield from units.lines_of(_steps(answer))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import log, untrusted
-from llmtrain.base.files import replace_file
+from llmtrain.base.files import content_of, replace_file
 from llmtrain.base.redact import redact
 from llmtrain.tracking.sink import Sink
 
@@ -57,8 +57,7 @@ def read_rows(path: Path, size: int = -1) -> tuple[list[dict[str, Any]], int]:
     No file: ([], 0).
     """
     try:
-        with open(path, "rb") as file:
-            lines = file.read(size).splitlines()
+        lines = content_of(path, size).splitlines()
     except FileNotFoundError:
         return [], 0
     rows = [_parse(line) for line in lines if line.strip()]
@@ -118,7 +117,7 @@ class HeldFile:
         """Create the file if missing. Raises OSError."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
 
     def put_back(self) -> bool:
         """Write the file again if it was removed; returns True if so. Raises OSError."""

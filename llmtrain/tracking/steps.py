@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain.base import log, units
+from llmtrain.base.files import content_of, replace_file
 from llmtrain.tracking.local import AppendedFile
 
 STEPS = "steps.bin"
@@ -20,7 +22,7 @@ LOOKS = "replay.jsonl"
 """File of a replay with a line for each step."""
 REPLAYED = "LLMTRAIN_REPLAY"
 """Environment variable with the task of a replay's ranks, as JSON."""
-_HEAD = struct.Struct("<QQIIddd")
+_HEAD, _STEP = struct.Struct("<QQIIddd"), struct.Struct("<Q")
 _SKIPPED, _LEFT_OUT = 1, 2
 
 
@@ -51,35 +53,59 @@ class StepRow:
 
 
 def read_steps(path: Path, first: int = 0) -> Iterator[StepRow]:
-    """Yield complete rows from step `first` on. Raises OSError."""
-    with open(path, "rb") as file:
-        while len(head := file.read(_HEAD.size)) == _HEAD.size:
-            step, weight, flags, groups, loss, norm, lr_factor = _HEAD.unpack(head)
-            if step < first:
-                file.seek(4 * groups, os.SEEK_CUR)
-                continue
-            if len(body := file.read(4 * groups)) < 4 * groups:
-                return
-            yield StepRow(step=step, weight=weight, loss=loss, norm=norm, lr_factor=lr_factor,
-                          skipped=bool(flags & _SKIPPED), left_out=bool(flags & _LEFT_OUT),
-                          shares=tuple(array("f", body)))  # fmt: skip
+    """Yield the undamaged rows from step `first` on. Raises OSError."""
+    return (row for row, _ in _rows(content_of(path), first))
+
+
+def _rows(data: bytes, first: int = 0) -> Iterator[tuple[StepRow, int]]:
+    """Yield each row that fits, and its end. Bytes between two such rows are damaged."""
+    at = before = layout = 0
+    while at + _HEAD.size <= len(data):
+        step, weight, flags, groups, loss, norm, lr_factor = _HEAD.unpack_from(data, at)
+        end = at + _HEAD.size + 4 * groups
+        # What a flipped bit would have to hit twice: the step is the next one, the size is that of the row before, and
+        # where one of them is not (a launch with other ranks, rows that a power cut has taken), the next row follows.
+        follows = end == len(data) or (end + 8 <= len(data) and _STEP.unpack_from(data, end)[0] == step + 1)
+        fits = step == before + 1 or (step > before and follows)
+        if not (fits and (groups == layout or follows) and groups and flags <= 3 and end <= len(data)):
+            at += 4
+            continue
+        if step >= first:
+            shares = tuple(array("f", data[end - 4 * groups : end]))
+            yield StepRow(step=step, weight=weight, loss=loss, norm=norm, lr_factor=lr_factor, shares=shares,
+                          skipped=bool(flags & _SKIPPED), left_out=bool(flags & _LEFT_OUT)), end  # fmt: skip
+        at, before, layout = end, step, groups
 
 
 class StepFile(AppendedFile):
     lost = "and a replay has nothing to compare with"
 
     def __init__(self, path: Path, *, start_step: int) -> None:
-        """Cut off the rows of later steps than `start_step`: the launch trains them again."""
+        """Cut off the rows of later steps than `start_step`: the launch trains them again. A damaged file is kept as
+        steps.bin.damaged, without its damage as steps.bin."""
+        self.damage = ""
+        """What this launch has found damaged, or missing at the end."""
 
         def repair(path: Path) -> None:
             if not path.exists():
                 return
-            size = 0
-            for row in read_steps(path):
-                if row.step > start_step:
-                    break
-                size += len(row.pack())
-            os.truncate(path, size)
+            data = content_of(path)
+            rows = [(row.step, row.pack(), end) for row, end in _rows(data)]
+            _, last, end = rows[-1] if rows else (0, bytes(_HEAD.size + 4), 0)
+            # A kill leaves less than a row, at the end.
+            is_damaged = end > sum(len(packed) for _, packed, _ in rows) or len(data) - end >= len(last)
+            kept = {step: packed for step, packed, _ in rows if step <= start_step}
+            if is_damaged:
+                os.replace(path, path.with_name(f"{path.name}.damaged"))
+                replace_file(path, b"".join(kept.values()))
+            else:
+                os.truncate(path, sum(map(len, kept.values())))
+            if is_damaged or max(kept, default=0) < start_step:
+                missing = [step for step in range(min(kept, default=1), start_step + 1) if step not in kept]
+                was = f" was damaged and is kept as {path}.damaged; its readable rows are written again." * is_damaged
+                gap = f" A replay cannot compare the steps {units.spans(missing, most=4)}, which have no row."
+                self.damage = f"{path}:{was}{gap * bool(missing)}"
+                log.warn(self.damage)
 
         super().__init__(path, repair)
 

@@ -56,6 +56,8 @@ class Record(Part):
     def begin(self, position: Position) -> None:
         if self._ranks.rank == 0:
             self._file = StepFile(self._folder.path / STEPS, start_step=position.step)
+            if self._file.damage:
+                self._tracker.event("record_damaged", step=position.step, text=self._file.damage)
 
     def to_json(self) -> list[Any]:
         return self.detector.to_json()

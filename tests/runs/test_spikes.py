@@ -62,6 +62,8 @@ def spiked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spiked")
     path = recipe_with_garbage(folder, max_steps=190)
     forked.train(path, "--train.max_steps=120")
+    record = (folder / "run/steps.bin").read_bytes()
+    (folder / "run/steps.bin").write_bytes(record[:224] + b"odd." + record[224:])  # between the rows of steps 4 and 5
     (folder / "log").write_text(forked.train(path))
     return folder
 
@@ -78,6 +80,8 @@ def event(run: Path) -> dict[str, Any]:
 def test_each_step_is_recorded_as_it_was_logged(spiked: Path) -> None:
     steps = steps_of(spiked / "run")
     assert [row.step for row in steps] == list(range(1, 191))
+    (damage,) = [row for row in read_rows(spiked / "run/events.jsonl")[0] if row["kind"] == "record_damaged"]
+    assert damage["text"] in (spiked / "log").read_text() and (spiked / "run/steps.bin.damaged").exists()
     logged = {row["step"]: row for row in read_rows(spiked / "run/metrics.jsonl")[0] if "loss" in row}
     assert len(logged) == 19
     for step, row in logged.items():

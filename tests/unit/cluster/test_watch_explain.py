@@ -122,8 +122,8 @@ CASES: dict[str, tuple[JobFacts, int | None, str]] = {
         among(3, {1: {**SAVES, "inside": False, "awaits": 77, "awaited": {
             "program": "llmtrain.checkpoint.writer", "state": "D", "waits_in": "nfs_wait", "file": "/runs/a/rank-1"}},
             **{rank: {**SAVES, "awaits": -1} for rank in (0, 2)}}), 1,
-        "in save at llmtrain/data/loader.py:88 (__next__) for process 77 (llmtrain.checkpoint.writer), which moves no bytes "
-        "and does not compute (kernel: nfs_wait), with /runs/a/rank-1 open. The others: "),
+        "in save at llmtrain/data/loader.py:88 (__next__) for process 77 (llmtrain.checkpoint.writer), which moves no "
+        "bytes and does not compute (kernel: nfs_wait), with /runs/a/rank-1 open. The others: "),
     "slow_data": (among(3, {1: READS}), 1,
                   "rank 1 on node-2 is in data at llmtrain/data/loader.py:88 (__next__), for 31 s"),
     "uneven_batches": (among(3, {1: {"phase": "evaluate", "step": 22, "collectives": 220}}), 1,

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from llmtrain.tracking.steps import StepFile, StepRow, read_steps
 
@@ -55,3 +58,66 @@ def test_a_removed_file_is_written_again(tmp_path: Path) -> None:
     path.unlink()
     file.append([replace(ROW, step=2)])
     assert [row.step for row in read_steps(path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "what", ["step", "groups", "no groups", "weight", "zeros", "foreign", "twice", "first", "torn"]
+)
+def test_a_damaged_record_loses_the_damaged_rows_alone(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A flipped bit of row 5 had cut off all rows behind it, without a word."""
+    path, size = tmp_path / "steps.bin", 48 + 4 * 2
+    write(path, range(1, 13))
+    data, row = path.read_bytes(), 4 * size
+    lost = [1] if what == "first" else [5]
+    if what == "step":
+        data = data[: row + 7] + b"\x40" + data[row + 8 :]
+    elif what == "weight":
+        data = data[: row + 1] + b"\x01" + data[row + 2 :]  # step 261
+    elif what in ("groups", "no groups"):
+        data = data[: row + 20] + (b"\xff" if what == "groups" else b"\0") * 4 + data[row + 24 :]
+    elif what == "zeros":
+        data, lost = data + bytes(4096), []
+    elif what == "foreign":
+        data, lost = data[:row] + b"odd." + data[row:], []
+    elif what == "twice":
+        data, lost = data + data[row:], []
+    elif what == "torn":
+        data, lost = data[:-3], [12]
+    else:
+        data = b"\x40" + data[1:]
+    path.write_bytes(data)
+    kept = [step for step in range(1, 13) if step not in lost]
+    assert [each.step for each in read_steps(path)] == kept
+    file = StepFile(path, start_step=12)
+    file.append([replace(ROW, step=13)])
+    file.close()
+    assert [each.step for each in read_steps(path)] == [*kept, 13]
+    said, aside = capsys.readouterr().err, tmp_path / "steps.bin.damaged"
+    if what == "torn":  # a kill
+        assert not aside.exists() and "the steps 12, which have no row" in said
+    else:
+        assert aside.read_bytes() == data and f"{path}: was damaged and is kept as {aside}" in said
+        assert ("steps 5, which" if lost == [5] else "written again.\n") in said
+
+
+def test_a_record_that_is_no_file_holds_nothing_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    os.mkfifo(tmp_path / "steps.bin")
+    with pytest.raises(OSError, match="no regular file"):
+        list(read_steps(tmp_path / "steps.bin"))
+    file = StepFile(tmp_path / "steps.bin", start_step=3)
+    file.append([ROW])
+    assert "steps.bin cannot be written (it is no regular file)" in capsys.readouterr().err
+
+
+def test_a_record_without_damage_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "steps.bin"
+    file = StepFile(path, start_step=100)  # a run that continues another one's checkpoint
+    file.append([replace(ROW, step=101), replace(ROW, step=102), replace(ROW, step=104)])
+    file.append([replace(ROW, step=105, shares=(1.0,)), replace(ROW, step=106, shares=(1.0,))])
+    file.close()
+    StepFile(path, start_step=105).close()
+    assert [each.step for each in read_steps(path)] == [101, 102, 104, 105]
+    StepFile(path, start_step=105).close()
+    assert capsys.readouterr().err == "" and list(tmp_path.iterdir()) == [path]
