@@ -48,7 +48,7 @@ def cache_folder() -> Path:
 
 
 def open_regular(path: Path, more: int = 0) -> int:
-    """Open a regular file for reading; a pipe in its place holds nobody up. `more`: flags of os.open. Raises OSError."""
+    """Open a regular file for reading; a pipe in its place holds nobody up. `more`: further flags. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | more)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

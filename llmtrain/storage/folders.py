@@ -17,7 +17,7 @@ from pathlib import Path
 
 from llmtrain.base import units, untrusted
 from llmtrain.base.errors import UserError
-from llmtrain.base.files import lock_folder, replace_file
+from llmtrain.base.files import content_of, lock_folder, replace_file
 from llmtrain.storage.addresses import place_of
 from llmtrain.storage.object_store import Store, Stored, StoreError, problem_of
 
@@ -48,11 +48,11 @@ def fetch(url: str, revision: str | None, choices: Sequence[Choose], wrong: Wron
         raise wrong(text) from error
     with alone(place):
         folder, note = place / str(revision), place / f"{revision}.json"
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # a damaged note is made anew
             if revision is not None:
-                sizes: dict[str, int] = json.loads(note.read_bytes())
+                sizes: dict[str, int] = untrusted.loads(content_of(note))
                 chosen = [name for choose in choices for name in choose(sorted(sizes), folder)]
-                if all((folder / name).stat().st_size == sizes[name] for name in chosen):
+                if sizes and all((folder / name).stat().st_size == sizes[name] for name in chosen):
                     return folder, revision
         try:
             store = Store(url)

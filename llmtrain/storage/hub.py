@@ -25,7 +25,7 @@ import psutil
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import ModelError, UserError
-from llmtrain.base.files import replace_file
+from llmtrain.base.files import content_of, replace_file
 from llmtrain.base.redact import redact_text
 from llmtrain.storage import folders
 from llmtrain.storage.addresses import COMMIT, INDEX, SINGLE, Repository, endpoint, is_remote, is_url
@@ -319,9 +319,10 @@ def _stat(path: Path) -> list[int] | None:
 
 
 def _read_note(repository: Repository, name: str) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        note = untrusted.loads((repository.folder / _NOTES / f"{name}.json").read_bytes())
-        return note if isinstance(note, dict) else {}
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # a damaged one is made anew
+        note = untrusted.loads(content_of(repository.folder / _NOTES / f"{name}.json"))
+        [untrusted.natural(size or 0) for size, _ in (note.get("files") or {}).values()]
+        return {**note, "proved": dict(note.get("proved") or {})}
     return {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,9 +229,23 @@ def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], mo
     plan(capsys, "--slots 2 --device cpu --imbalance 2")  # is not what a run is compared with
     assert stored(resolved(), on_gpu=False) == kept
     [file] = (folder / "cache/plans").iterdir()
-    for damaged in ("", "[]", json.dumps(json.loads(file.read_text()) | {"peak": "much"})):
+    whole = json.loads(file.read_text())
+    lacks = {key: value for key, value in whole.items() if key != "phases"}
+    wrong: list[dict[str, Any]] = [{"peak": "much"}, {"changes": []}, {"changes": {"a": "b"}}, {"memory": "much"}]
+    wrong += [
+        {"more": 1},
+        {"date": "\x1b[31m"},
+        {"changes": {"\x1b[31m": 1}},
+        {"phases": {"step": []}},
+        {"step_s": {"computing": None}},
+        {"chosen": ["a"]},
+    ]
+    for damaged in ("", "[]", "null", json.dumps(lacks), *(json.dumps(whole | each) for each in wrong)):
         file.write_text(damaged)
-        assert stored(resolved(), on_gpu=False) is None
+        assert stored(resolved(), on_gpu=False) is None, damaged
+    file.unlink()
+    os.mkfifo(file)
+    assert stored(resolved(), on_gpu=False) is None
 
 
 def facts_of(resolved: ResolvedRun) -> ModelFacts:
@@ -261,6 +276,14 @@ def test_layers_and_micro_batch_for_a_memory(
     assert stored(decided, on_gpu=False) == kept
     assert decided.batch == Batch(global_batch=32, micro_batch=8, accumulation=2, data_parallel=2, sequence_length=64)
     assert decided.run.train.accumulation == 2 and decided.deepspeed["train_micro_batch_size_per_gpu"] == 8
+    for wrong in ({"micro_batch": 8}, {"micro_batch": 3}, {"micro_batch": -1}, {"micro_batch": "x"}, {"recompute": 4},
+                  {"recompute": {"layers": "some"}}, "many", [8]):  # fmt: skip
+        lacks = {"micro_batch": 8} if wrong == {"micro_batch": 8} else None
+        other = {**half["chosen"], **wrong} if isinstance(wrong, dict) else wrong
+        store(asked, replace(kept, chosen=lacks or other), on_gpu=False)
+        assert stored(asked, on_gpu=False) is None, wrong
+        assert cli.main(["config", "check", "run.yaml", *rows]) in (0, 2)
+    store(asked, kept, on_gpu=False)
     said = note_of_autos(asked)
     assert "train.micro_batch auto: the start decides" in said and "took micro-batch 8, no layers recomputed" in said
     assert cli.main(["plan", "run.yaml", *rows]) == 2

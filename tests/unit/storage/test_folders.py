@@ -42,6 +42,9 @@ def test_a_model_is_fetched_once_and_what_it_needs_alone(tmp_path: Path, got: li
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert model_folder(f"{url}/", asked_by="from-hf") == folder == local_folder(url, folder.name)
     assert sorted(got) == ["config.json", "model.safetensors"]
+    for damaged in ("", "{", "[]", "{}", "4", '["config.json"]', '{"config.json": "many"}', '{"a": {}}'):
+        folder.with_name(f"{folder.name}.json").write_text(damaged)
+        assert model_folder(url, folder.name, asked_by="from-hf") == folder
     shutil.rmtree(tmp_path / "bucket")
     assert model_folder(url, folder.name, asked_by="from-hf") == folder  # the store is not asked
     with pytest.raises(ModelError, match=r"from-hf: file://.*/model: no file is there\. Correct the address"):

@@ -115,6 +115,10 @@ def test_what_is_fetched_and_that_a_second_start_asks_nothing_of_a_commit(hub: H
     before = len(hub.asked)
     assert fetched(revision=commit) == model
     assert len(hub.asked) == before
+    note = model.folder.parents[1] / fetching._NOTES / f"{commit}.json"
+    for damaged in ("", "[]", '{"files": []}', '{"files": {"a": 1}}', '{"files": {"a": ["b", 1]}}', '{"proved": [1]}'):
+        note.write_text(damaged)
+        assert fetched(revision=commit) == model, damaged
 
 
 def test_only_the_settings_are_fetched_for_a_run_that_goes_on(hub: Hub, tiny: Path) -> None:
