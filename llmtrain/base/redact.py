@@ -21,10 +21,13 @@ _TEXT_TOKENS = frozenset(
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _URL_USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_URL_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&\s\"'<>]+)")
 _SIGNATURES = (["sig"], ["signature"])
 """Last words of the parameters that sign a URL, as S3, Google and Azure do."""
-_KNOWN_FORMS = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|wandb_v\d_\w{20,}|AKIA[0-9A-Z]{16})\b")
+_KNOWN_FORMS = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|wandb_v\d_\w{20,}|dapi[0-9a-f]{32}|AKIA[0-9A-Z]{16})\b"
+)
 
 
 def is_secret(key: str) -> bool:
@@ -44,6 +47,11 @@ def redact_text(text: str) -> str:
             text = text.replace(value, REDACTED)
     text = _URL_QUERY.sub(_parameter, _URL_USERINFO.sub(REDACTED, text))
     return _KNOWN_FORMS.sub(REDACTED, text)
+
+
+def holds_secret(text: str) -> bool:
+    """True for a URL with a password or a secret parameter, and for a key of known form."""
+    return bool(_URL_PASSWORD.search(text) or _KNOWN_FORMS.search(text) or _URL_QUERY.sub(_parameter, text) != text)
 
 
 def _parameter(found: re.Match[str]) -> str:

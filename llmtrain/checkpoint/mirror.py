@@ -80,14 +80,14 @@ class Mirrored:
                 return None
         return content if all(sizes.get(name) == entry.bytes for name, entry in files.items()) else None
 
-    def damaged(self, complete: Collection[int]) -> list[int]:
-        """Steps with a manifest that are not `complete`; a step without one ended early."""
+    def incomplete(self, complete: Collection[int]) -> dict[int, bool]:
+        """The other steps, and if they have a manifest; one without ended early, or has lost it."""
         files = {(step, name) for step, name, _ in self._files()}
         others = sorted({step for step, _ in files}.difference(complete))
         for step in others:
             with contextlib.suppress(FileNotFoundError):
                 files |= {(step, MANIFEST)} if self.store.stat(_name(step, MANIFEST)) else set()
-        return [step for step in others if (step, MANIFEST) in files]
+        return {step: (step, MANIFEST) in files for step in others}
 
     def run(self, step: int) -> str | None:
         return _run_id(untrusted.loads(self.store.read(_name(step, TRAINER)), infinite=True))
@@ -176,7 +176,9 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
     try:
         store = Mirrored(url)
         steps = list(store.complete())
-        damaged = [f"step-{step:08d}" for step in store.damaged(steps)]
+        others = store.incomplete(steps)
+        damaged = [f"step-{step:08d}" for step, has_manifest in others.items() if has_manifest]
+        without = [f"step-{step:08d}" for step, has_manifest in others.items() if not has_manifest]
         for step in steps:
             partial = step_folder(checkpoints, step).with_suffix(".mirror.tmp")
             shutil.rmtree(partial, ignore_errors=True)
@@ -213,6 +215,16 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
         raise CheckpointError(
             f"checkpoint.mirror {redact_text(url)}: none of its {len(steps)} checkpoints has the contents that its "
             "manifest lists; remove them, or leave checkpoint.mirror out to begin again"
+        )
+    if len(without) > 1:  # an upload that ends early leaves one, before there is a complete checkpoint
+        raise CheckpointError(
+            f"checkpoint.mirror {redact_text(url)}: it has files of {', '.join(without)} without their manifest.json, "
+            "and no complete checkpoint. Put the manifests back; to begin again: --resume none"
+        )
+    if without:
+        log.warn(
+            f"checkpoint.mirror {redact_text(url)}: {without[0]} has no manifest there, as after an upload that ended "
+            "early, and no other checkpoint is there: the run begins again"
         )
     return None
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import CheckpointError
-from llmtrain.base.files import lock_folder, replace_file
+from llmtrain.base.files import content_of, lock_folder, replace_file
 from llmtrain.checkpoint.durable import remove_tree
 from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, read_trainer, stale_folders, step_of
 
@@ -108,7 +109,7 @@ _PINS = "spikes.json"
 def pins_of(checkpoints: Path) -> list[int]:
     """Steps of the spikes that wait for a replay."""
     try:
-        found = untrusted.loads((checkpoints / _PINS).read_bytes())
+        found = untrusted.loads(content_of(checkpoints / _PINS))
     except (OSError, ValueError):
         return []
     return [step for step in found if type(step) is int] if isinstance(found, list) else []
@@ -118,9 +119,9 @@ def pinned(checkpoints: Path) -> list[Path]:
     """The newest good checkpoint before each spike that waits for a replay."""
     if not (spikes := pins_of(checkpoints)):
         return []
-    found = [folder for folder in complete_checkpoints(checkpoints) if looks_good(folder)]
-    before = [[folder for folder in found if (step_of(folder) or 0) < spike] for spike in spikes]
-    return [folders[0] for folders in before if folders]
+    found = sorted((step_of(folder) or 0, folder) for folder in complete_checkpoints(checkpoints) if looks_good(folder))
+    places = {bisect_left(found, (spike,)) for spike in spikes}
+    return [found[place - 1][1] for place in places if place]
 
 
 def pin(checkpoints: Path, spike: int, most: int) -> bool:

@@ -179,19 +179,24 @@ def spans(run: Path) -> list[Span]:
     folder has no record."""
     rows, _ = read_rows(run / "events.jsonl")
     found: list[Span] = []
-    for row in rows:
-        if row.get("kind") == "reads":
-            event = {**(found[-1].event if found else {}), **row}  # an event with a place only keeps the data
-        elif row.get("kind") == "shares" and found:
-            event = {**found[-1].event, "shares": row["after"], "next": found[-1].sequence_at(int(row["step"]))}
-        else:
-            continue
-        step = int(row["step"])
-        while found and found[-1].after >= step:
-            found.pop()
-        if found:
-            found[-1] = replace(found[-1], until=int(row.get("trained", step)))
-        found.append(Span(step, None, int(event["next"]), event))
+    try:
+        for row in rows:
+            if row.get("kind") == "reads":
+                event = {**(found[-1].event if found else {}), **row}  # an event with a place only keeps the data
+            elif row.get("kind") == "shares" and found:
+                event = {**found[-1].event, "shares": row["after"], "next": found[-1].sequence_at(int(row["step"]))}
+            else:
+                continue
+            step = int(row["step"])
+            while found and found[-1].after >= step:
+                found.pop()
+            if found:
+                found[-1] = replace(found[-1], until=int(row.get("trained", step)))
+            found.append(Span(step, None, int(event["next"]), event))
+            found[-1].batch, found[-1].folders  # of numbers and texts
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise DataError(f"{run}/events.jsonl: the row {untrusted.shown(row, 100)} does not say which data is read from "
+                        "which step on; restore it, or remove it if it is foreign") from None  # fmt: skip
     if not found:
         raise DataError(f"--run {run}: its events.jsonl does not say what it has read; give the folder of a run")
     return found

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from llmtrain.base.choice import HOST_PATH, Choice, Entry
-from llmtrain.base.redact import redact_text
+from llmtrain.base.redact import holds_secret, redact_text
 from llmtrain.config import strict_yaml
 from llmtrain.config.problems import Problems, remedy_of
 from llmtrain.config.schema import ENTRIES, default_choice
@@ -49,8 +49,6 @@ _CODE = {
 
 _MOST_COUNTED = 10**15
 """Upper limit of counted steps, tokens or sequences, whose products fit into 64 bits."""
-_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
-"""Matches USER:PASSWORD@ in a URL."""
 _FREE_TEXT = "train.sample_prompt"
 """The field whose text may be empty or have line breaks."""
 
@@ -337,8 +335,8 @@ def _check_text(value: str, key: str, problems: Problems) -> None:
         problems.add(key, value, "is empty", remedy_of(key))
     elif not value.isprintable():
         problems.add(key, value, "has control characters, which a terminal obeys", "leave them out")
-    elif key.partition(".")[0] in Entry.SECTIONS and _PASSWORD.search(value):
-        problems.add(key, redact_text(value), "has a password, which config.yaml and each checkpoint would keep",
+    elif key.partition(".")[0] in Entry.SECTIONS and holds_secret(value):
+        problems.add(key, redact_text(value), "has a secret, which config.yaml and each checkpoint would keep",
                      "leave it to an environment variable (MLFLOW_TRACKING_URI)")  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmtrain.base.redact import redact_text
+from llmtrain.base.redact import holds_secret, redact_text
 from llmtrain.base.threads import in_thread
 
 Result = TypeVar("Result")
@@ -43,7 +43,7 @@ def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:
     protocol, sign, rest = url.partition("://")
     if not sign or not rest or protocol not in fsspec.available_protocols():
         return "is no URL of a store", "write PROTOCOL://BUCKET/FOLDER, such as s3://bucket/runs/name"
-    if "@" in rest.partition("/")[0]:
+    if "@" in rest.partition("/")[0] or holds_secret(url):
         return "has a user or a password in it", "leave them to the store's own settings (such as AWS_PROFILE)"
     if writes and protocol == "hf" and not rest.startswith("buckets/"):
         rule = "is a repository, where each file becomes a commit and deleted files stay in the history"

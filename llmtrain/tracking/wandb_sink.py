@@ -128,7 +128,7 @@ class WandbSink(Sink):
         samples = {
             event["step"]: {"samples": list(zip(event["prompts"], event["texts"], strict=True))}
             for event in read_rows(self._run_dir / "events.jsonl")[0]
-            if event.get("kind") == "samples"
+            if event.get("kind") == "samples" and {"step", "prompts", "texts"} <= event.keys()
         }
         for row in rows:
             # Left open: this launch may log the evaluation of the last step.

@@ -188,6 +188,21 @@ def test_a_folder_without_a_run_is_refused(spiked: Path, tmp_path: Path, capsys:
     assert "is not the file of a run" in capsys.readouterr().err
 
 
+def test_a_foreign_event_is_refused_with_its_line(
+    spiked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.yaml", "deepspeed.json", "steps.bin", "events.jsonl"):
+        shutil.copy(spiked / "run" / name, tmp_path)
+    leaves_out = ("--steps", "5:9", "--without", "40", "--write", "--out", str(tmp_path / "new"))
+    for foreign in ({"data": 5}, {"step": 3, "data": 5}, {"step": 3, "data": {"pages": 1}}, {"step": []}):
+        (tmp_path / "events.jsonl").write_bytes((spiked / "run/events.jsonl").read_bytes())
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": "reads", **foreign}) + "\n")
+        assert cli.main(["replay", str(tmp_path), *leaves_out]) == 2
+        told = f"events.jsonl: the row { ({'kind': 'reads', **foreign}) } does not say which data"
+        assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("parallel", [{}, {"tensor_parallel": {"autotp_size": 2}}, {"pipeline": {"stages": 2}}])
 def test_one_rank_trains_the_steps_of_two(
     spiked: Path, parallel: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,6 +228,12 @@ def test_the_checkpoint_before_a_spike_stays(run: Path) -> None:
     assert not pin(folder, 100, 2)  # none is older
     (folder / "spikes.json").write_text("[1, {]")
     assert pins_of(folder) == []
+    (folder / "spikes.json").write_text(json.dumps([*range(120, 200_000), 150]))  # each save reads it
+    began_s = time.process_time()
+    assert sorted(pinned(folder)) == [at(run, 100), at(run, 200), at(run, 300)] and time.process_time() - began_s < 1.5
+    (folder / "spikes.json").unlink()
+    os.mkfifo(folder / "spikes.json")
+    assert pinned(folder) == []
 
 
 def test_the_best_stay_and_are_named(tmp_path: Path, say: Say) -> None:

@@ -174,6 +174,24 @@ def test_a_manifest_that_cannot_be_read_is_no_empty_mirror(
     assert "step-00000003 is damaged there; step 2 is taken" in capsys.readouterr().err
 
 
+def test_checkpoints_that_have_lost_their_manifests_are_no_empty_mirror(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One step without a manifest is the first upload, cut off; several had a complete one before."""
+    store = Mirrored(url)
+    mirror, _ = mirroring(tmp_path, store)
+    for step in (4, 8):
+        write_checkpoint(tmp_path, step, seed=step)
+        mirror.go_on()
+    store.store.remove([f"step-{step:08d}/manifest.json" for step in (4, 8)])
+    with pytest.raises(CheckpointError, match=r"step-00000004, step-00000008 without their manifest.json.*resume none"):
+        fetch_newest(url, tmp_path / "a", "run", lambda: None)
+    store.drop(lambda step: step == 8)
+    assert fetch_newest(url, tmp_path / "b", "run", lambda: None) is None
+    told = capsys.readouterr().err
+    assert "step-00000004 has no manifest there" in told and "the run begins again" in told
+
+
 def test_a_mirror_on_a_disk_keeps_no_empty_folders(tmp_path: Path) -> None:
     mirror, _ = mirroring(tmp_path, Mirrored(f"file://{tmp_path}/store"), keep=1)
     for step in (1, 2, 3):
@@ -186,6 +204,7 @@ def test_what_cannot_be_a_mirror_is_told_before_anything_begins() -> None:
     for wrong in ("bucket/run", "s4://bucket/run", "s3://"):
         assert (problem_of(wrong) or [""])[0] == "is no URL of a store", wrong
     assert (problem_of("memory://user:secret@bucket/run") or [""])[0] == "has a user or a password in it"
+    assert (problem_of("s3://bucket/run?token=secret") or [""])[0] == "has a user or a password in it"
     assert problem_of("hf://org/name/run", writes=True) is not None
     assert problem_of("hf://org/name/run") is None is problem_of("hf://buckets/org/name/run", writes=True)
     assert problem_of("memory://bucket/run") is None

@@ -22,6 +22,18 @@ def test_a_password_in_a_trackers_url_is_refused(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().err
     assert 'trackers.mlflow.uri = "https://[redacted]@mlflow.mine/"' in told and "MLFLOW_TRACKING_URI" in told
     assert "a-secret" not in told
+    for secret in (
+        f"dapi{'0a' * 16}",
+        "https://mlflow.mine/x?token=a-secret",
+        "https://mlflow.mine/?a=b&api_key=a-secret",
+    ):
+        uri = secret if "//" in secret else f"databricks://{secret}"
+        write(tmp_path, {"trackers": {"mlflow": {"uri": uri}}})
+        assert main(["config", "check", "run.yaml", "--world-size", "2"]) == 2
+        told = capsys.readouterr().err
+        assert "has a secret, which config.yaml" in told and "[redacted]" in told and secret not in told
+    write(tmp_path, {"trackers": {"mlflow": {"uri": "databricks://profile"}}})  # a name in ~/.databrickscfg
+    assert "has a secret" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", [None, "alembic", "tensorboard"])
