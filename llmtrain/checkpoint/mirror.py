@@ -205,21 +205,17 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
             f"checkpoint.mirror {redact_text(url)}: it holds checkpoints of the run {written_for}, and this one is "
             f"{run_dir}. Give each run an address of its own; to continue that one, give train.run_dir its name"
         )
-    if damaged and not steps:
+    # An upload that ends early has no manifest; before there is a complete checkpoint it leaves one such step.
+    if (damaged or len(without) > 1) and not steps:
         raise CheckpointError(
-            f"checkpoint.mirror {redact_text(url)}: the manifest of {', '.join(damaged)} cannot be read, or lists "
-            "other files than are there, and no other checkpoint is there. Put the checkpoint right or remove it; "
-            "to begin again: --resume none"
+            f"checkpoint.mirror {redact_text(url)}: the manifest of {', '.join(damaged or without)} cannot be read, or "
+            "lists other files than are there, and no other checkpoint is there. Put the checkpoint right or remove "
+            "it; to begin again: --resume none"
         )
     if steps:
         raise CheckpointError(
             f"checkpoint.mirror {redact_text(url)}: none of its {len(steps)} checkpoints has the contents that its "
             "manifest lists; remove them, or leave checkpoint.mirror out to begin again"
-        )
-    if len(without) > 1:  # an upload that ends early leaves one, before there is a complete checkpoint
-        raise CheckpointError(
-            f"checkpoint.mirror {redact_text(url)}: it has files of {', '.join(without)} without their manifest.json, "
-            "and no complete checkpoint. Put the manifests back; to begin again: --resume none"
         )
     if without:
         log.warn(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import secrets
 import shutil
 import threading
@@ -352,20 +353,18 @@ class Saver:
 
     def drain(self) -> Outcome | None:
         self.before_update()
-        # What is written here and now is this rank's own work.
-        polling = heart.polling(OTHERS) if self.asynchronous else contextlib.nullcontext()
-        with heart.during("save"), polling:
+        outcome = None
+        with heart.during("save"):
             while self.busy:
                 message = torch.tensor(self.status(), dtype=torch.int64)
-                if self.asynchronous:
-                    heart.awaits(OTHERS if self._copy is None or self._answer is not None else self._copy.writer_pid)
+                here = OTHERS if self._answer is not None or self._copy is None else self._copy.writer_pid
+                heart.awaits(here if self.asynchronous else os.getpid())
                 dist.all_reduce(message, group=self._ranks.control)
                 outcome = self.advance(*message.tolist())
-                if outcome is not None:
-                    return outcome
-                if self._stage is _Stage.WRITING or self._answer is None:
+                if self.busy and (self._stage is _Stage.WRITING or self._answer is None):
                     time.sleep(_POLL_S)
-        return None
+            heart.awaits(0)
+        return outcome
 
     def _pieces(self) -> list[StateTensor]:
         return written((*self._engine.state(), *self._more()), self._frozen.parts)

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import untrusted
-from llmtrain.base.choice import bounded
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import cache_folder, content_of, replace_file
 from llmtrain.base.units import size
-from llmtrain.base.untrusted import word
 from llmtrain.config.chosen import with_chosen
 from llmtrain.config.problems import Problems
-from llmtrain.config.reader import WRONG, read
+from llmtrain.config.reader import read
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
 from llmtrain.tracking.environment import versions
 
@@ -59,14 +57,6 @@ class Planned:
         return "; ".join(gives) or "`llmtrain plan RUN.yaml --memory SIZE` rehearses changes, with the peak of each"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Chosen:
-    """The fields of `Planned.chosen`."""
-
-    micro_batch: int = bounded(1, at_least=1)
-    recompute: RecomputeConfig
-
-
 def store(resolved: ResolvedRun, planned: Planned, *, on_gpu: bool) -> None:
     """Raises OSError."""
     path = _path(resolved, on_gpu)
@@ -78,15 +68,17 @@ def stored(resolved: ResolvedRun, *, on_gpu: bool) -> Planned | None:
     """Return the plan; None: there is none, or its file is damaged, or of another version."""
     problems = Problems()
     try:
-        planned = read(Planned, untrusted.loads(content_of(_path(resolved, on_gpu))), "", problems)
-        chosen = None if planned is WRONG or planned.chosen is None else read(_Chosen, planned.chosen, "", problems)
+        planned: Planned = read(Planned, untrusted.loads(content_of(_path(resolved, on_gpu))), "", problems)
         problems.raise_if_any()
-        if chosen is not None:
-            with_chosen(resolved, chosen.micro_batch, chosen.recompute)
-        word("".join((*planned.changes, *planned.phases, *planned.step_s)))
-    except (OSError, ValueError):  # ConfigError is one
+        if planned.chosen is not None:
+            recompute = read(RecomputeConfig, planned.chosen["recompute"], "", problems)
+            problems.raise_if_any()
+            if not untrusted.natural(planned.chosen["micro_batch"]):
+                return None
+            with_chosen(resolved, planned.chosen["micro_batch"], recompute)
+        untrusted.word("".join((*planned.changes, *planned.phases, *planned.step_s)))
+    except (OSError, ValueError, LookupError, TypeError):  # ConfigError is a ValueError
         return None
-    assert isinstance(planned, Planned)
     return planned
 
 

@@ -110,7 +110,7 @@ class DataCheck(Part):
         self._files = [file for file in self._files if file.is_here]  # the others are compared when they arrive
         self._ranks, self._log_every = setup.ranks, setup.run.train.log_every
         self._launch = launch
-        self._closed, self._settled, self._is_awaited = False, False, False
+        self._closed, self._settled = False, False
         self._comparison: Future[str] | None = None
         """The error found by the thread; empty: none."""
 
@@ -139,9 +139,9 @@ class DataCheck(Part):
         """Read the ranks' results. `waits`: for all of them. Raises DataChanged, on all ranks."""
         assert self._comparison is not None
         if waits:
-            self._is_awaited = True
+            heart.awaits(os.getpid())  # what it reads is progress, and a wait for a disk is none
             wait([self._comparison])
-            self._is_awaited = False
+            heart.awaits(0)
         found = from_all(self._ranks, self._comparison.result() if self._comparison.done() else None)
         if wrong := next(filter(None, found), None):
             raise DataChanged(f"{wrong}. The run ends before it saves what it has trained on it")
@@ -152,17 +152,12 @@ class DataCheck(Part):
         if self._comparison is not None:
             wait([self._comparison])
 
-    def _goes_on(self) -> bool:
-        if self._is_awaited:  # what is read is this rank's progress, and a wait for a disk is none
-            heart.beat()
-        return not self._closed
-
     def _compare(self) -> str:
         with contextlib.suppress(OSError):  # the steps go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             for file in self._mine:
-                file.compare(self._goes_on)
+                file.compare(lambda: not self._closed)
         except DataError as error:
             return str(error)
         except Exception as error:

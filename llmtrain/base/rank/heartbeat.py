@@ -85,7 +85,7 @@ class Beat:
     plugin: str
     """The method of a plugin that runs, as "parts.count: after_step"; empty: none does."""
     awaits: int
-    """While it polls (`Heartbeat.polling`): id of the process whose work is progress, or OTHERS; else 0."""
+    """The process whose work is its progress, or OTHERS (`Heartbeat.awaits`); 0: its own beats are."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -146,20 +146,11 @@ class Heartbeat:
         finally:
             self._memory[_CALL_AT] = 0
 
-    @contextlib.contextmanager
-    def polling(self, pid: int) -> Iterator[None]:
-        """Count no collective as progress while the block runs: in them the ranks ask each other in a loop if something
-        has ended. `pid`: see `awaits`."""
-        self.awaits(pid)
-        try:
-            yield
-        finally:
-            self.awaits(0)
-            self.beat()
-
     def awaits(self, pid: int) -> None:
-        """Set the process whose work is progress until the end of the wait: a child, this rank itself, or OTHERS."""
+        """Begin a wait in which the work of a process is progress, a child's or this rank's own; no collective is: in
+        them the ranks ask each other if it has ended. OTHERS: for work of other ranks. 0: it is over."""
         self._words[_AWAITS] = pid
+        self._words[_BEATS] += not pid
 
     def at_step(self, step: int) -> None:
         """Set the number of optimizer steps done before this launch."""

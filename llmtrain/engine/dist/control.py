@@ -121,9 +121,10 @@ def at_length(ranks: Ranks, call: Callable[[], T]) -> T:
     ended, so that none waits in a collective for too long. For the watch the call's work is progress, and no message
     is. Raises the call's error at the end."""
     future = in_thread(call, "at length")
-    with heart.polling(os.getpid()):
-        while not all(from_all(ranks, bool(wait([future], _IN_TOUCH_S).done))):
-            heart.awaits(OTHERS if future.done() else os.getpid())
+    heart.awaits(os.getpid())
+    while not all(from_all(ranks, bool(wait([future], _IN_TOUCH_S).done))):
+        heart.awaits(OTHERS if future.done() else os.getpid())
+    heart.awaits(0)
     return future.result()
 
 

@@ -390,13 +390,14 @@ def test_a_poll_is_no_progress_and_the_bytes_of_the_process_that_is_awaited_are(
         while not file.exists():
             time.sleep(0.01)
         assert look("steps", 1.0)["beats"] > 50 and active["steps"] == []
-        with heart.polling(child.pid):
-            beats = look("writes", 3.0)["beats"]
-            child.send_signal(signal.SIGSTOP)
-            report = look("stopped", 3.0)
-            process = observe._awaited(child.pid)
-            heart.awaits(OTHERS)
-            look("others", 1.0)
+        heart.awaits(child.pid)
+        beats = look("writes", 3.0)["beats"]
+        child.send_signal(signal.SIGSTOP)
+        report = look("stopped", 3.0)
+        process = observe._awaited(child.pid)
+        heart.awaits(OTHERS)
+        look("others", 1.0)
+        heart.awaits(0)
         assert report["beats"] == beats and all(active["writes"]) and not any(active["others"])
         assert not any(active["stopped"][-50:]) and not report["inside"]
         assert report["awaits"] == child.pid and (process["state"], process["file"]) == ("T", str(file))

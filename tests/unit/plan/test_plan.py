@@ -276,13 +276,12 @@ def test_layers_and_micro_batch_for_a_memory(
     assert stored(decided, on_gpu=False) == kept
     assert decided.batch == Batch(global_batch=32, micro_batch=8, accumulation=2, data_parallel=2, sequence_length=64)
     assert decided.run.train.accumulation == 2 and decided.deepspeed["train_micro_batch_size_per_gpu"] == 8
-    for wrong in ({"micro_batch": 8}, {"micro_batch": 3}, {"micro_batch": -1}, {"micro_batch": "x"}, {"recompute": 4},
-                  {"recompute": {"layers": "some"}}, "many", [8]):  # fmt: skip
-        lacks = {"micro_batch": 8} if wrong == {"micro_batch": 8} else None
-        other = {**half["chosen"], **wrong} if isinstance(wrong, dict) else wrong
-        store(asked, replace(kept, chosen=lacks or other), on_gpu=False)
+    wrong_ones = [{"micro_batch": 3}, {"micro_batch": -1}, {"micro_batch": 0}, {"micro_batch": "x"}, {"recompute": 4}]
+    wrong_ones += [{"recompute": {"layers": "some"}}, {"recompute": {"layers": -2}}]
+    for wrong in ("many", [8], {"micro_batch": 8}, *({**half["chosen"], **each} for each in wrong_ones)):
+        store(asked, replace(kept, chosen=wrong), on_gpu=False)
         assert stored(asked, on_gpu=False) is None, wrong
-        assert cli.main(["config", "check", "run.yaml", *rows]) in (0, 2)
+        assert "the last plan took" not in note_of_autos(asked)  # a line of `config check`
     store(asked, kept, on_gpu=False)
     said = note_of_autos(asked)
     assert "train.micro_batch auto: the start decides" in said and "took micro-batch 8, no layers recomputed" in said
