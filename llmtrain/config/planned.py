@@ -13,7 +13,6 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import cache_folder, content_of, replace_file
 from llmtrain.base.units import size
-from llmtrain.config.chosen import with_chosen
 from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
@@ -71,6 +70,8 @@ def stored(resolved: ResolvedRun, *, on_gpu: bool) -> Planned | None:
         planned: Planned = read(Planned, untrusted.loads(content_of(_path(resolved, on_gpu))), "", problems)
         problems.raise_if_any()
         if planned.chosen is not None:
+            from llmtrain.config.chosen import with_chosen  # most plans have chosen nothing
+
             recompute = read(RecomputeConfig, planned.chosen["recompute"], "", problems)
             problems.raise_if_any()
             if not untrusted.natural(planned.chosen["micro_batch"]):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
+from llmtrain.base.files import open_regular
 
 ITEM_BYTES = {
     "F64": 8,
@@ -78,13 +78,10 @@ class TensorFile:
         self.path = path
         self._most = most
         try:
-            # A pipe under this name must not make the open wait for a writer.
-            self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) if handle is None else handle
+            self._handle = open_regular(path) if handle is None else handle
         except OSError as error:
             raise TensorFileError(f"{path} cannot be opened: {error.strerror}") from error
         try:
-            if not stat.S_ISREG(os.fstat(self._handle).st_mode):
-                raise TensorFileError(f"{path} is no regular file.")
             self.bytes = os.fstat(self._handle).st_size
             self.entries, self.metadata = self._header()
         except BaseException:

@@ -96,7 +96,7 @@ class StepFile(AppendedFile):
             is_damaged = end > sum(len(packed) for _, packed, _ in rows) or len(data) - end >= len(last)
             kept = {step: packed for step, packed, _ in rows if step <= start_step}
             if is_damaged:
-                os.replace(path, path.with_name(f"{path.name}.damaged"))
+                replace_file(path.with_name(f"{path.name}.damaged"), data)
                 replace_file(path, b"".join(kept.values()))
             else:
                 os.truncate(path, sum(map(len, kept.values())))

@@ -105,9 +105,8 @@ class Mirror:
             time.sleep(0.05)
         self._pass_on()
         if (code := self._process.code) != 0:
-            how = "is still at work" if code is None else f"has ended with code {code}"
-            if code is None and time.monotonic() < until:
-                how = f"has done nothing for {units.duration(idle_s)}"
+            idle = f"has done nothing for {units.duration(time.monotonic() - worked_s)}"
+            how = idle if code is None else f"has ended with code {code}"
             log.warn(
                 f"checkpoint.mirror {self._url}: the last checkpoint is not mirrored. After "
                 f"{units.duration(time.monotonic() - began_s)} its process ({self._process.pid}) {how}. It is in "
