@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import tempfile
@@ -116,8 +117,9 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
         # Only now torch and DeepSpeed: earlier errors are reported in a fraction of a second.
         with none_while_importing():
             from llmtrain.training.examine import examine
-
+        with none_while_importing():
             checked = examine(resolved)
+            gc.collect()  # frozen, the small copies of the model that it has tried would stay for the whole run
             from llmtrain.training.run import train
 
         return resolved, train(checked)
