@@ -139,9 +139,10 @@ class Engine(Protocol):
         """
         ...
 
-    def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Sequence[Tensor | None]:
-        """Return the gradient of each trained parameter on this data-parallel rank alone, times fp16's loss scale; it
-        is kept nowhere. ZeRO 0 to 2, without a pipeline. `weight`: divisor of the loss."""
+    def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Tensor:
+        """Compute the gradient of each trained parameter on this data-parallel rank alone, times fp16's loss scale, for
+        the parameters' hooks; it is kept nowhere. ZeRO 0 to 2, without a pipeline. `weight`: divisor of the loss.
+        Returns the micro-batch's sums [figures]."""
         ...
 
     def evaluate(

@@ -1,4 +1,4 @@
-"""Finds machines that compute wrong: the gradients of some sequences are computed on all data-parallel ranks.
+"""Finds machines that compute wrong: losses and gradients of some sequences are computed on all data-parallel ranks.
 
 A defective core gives wrong gradients, and their reduction spreads the damage to all replicas equally: a comparison of
 replicas (replica_check.py) sees nothing.
@@ -53,7 +53,7 @@ class Recheck(Part):
         """Equal on ranks with equal work."""
         self._turn, self._parts = 0, list[Tensor]()
         self._bound: float | None = None
-        """Relative; None: gradients are equal bit for bit."""
+        """Relative; None: losses and gradients are equal bit for bit."""
         self._agreed_step: int | None = None
 
     def begin(self, position: Position) -> None:
@@ -81,9 +81,10 @@ class Recheck(Part):
             micros = self._micros(step)
         if named := sorted(rank for rank, times in odd.items() if times > 1):
             self._end(step, named, found)
-        text = f"step {step}: {self._seats(sorted(odd))} had another gradient, but not in {computed} more sequences."
+        seats = self._seats(sorted(odd))
+        text = f"step {step}: {seats} had another loss or gradient, but not in {computed} more sequences."
         log.warn(text)
-        self._launch.part(ReplicaCheck).tell(step, "a gradient differed once", sorted(odd), [], text)
+        self._launch.part(ReplicaCheck).tell(step, "a loss or gradient differed once", sorted(odd), [], text)
 
     def _micros(self, step: int) -> list[MicroBatch]:
         """Return some sequences of a rank's next step, each alone, on all ranks. The data-parallel ranks take turns."""
@@ -106,7 +107,7 @@ class Recheck(Part):
         if sorted(from_all(self._ranks, not torch.equal(once, again)))[second]:
             self._bound = math.inf
             once, again = self._gradients(micros), self._gradients(micros)
-            apart = float(((once - again).norm(dim=1) / once.norm(dim=1)).nan_to_num(0.0).max())
+            apart = float(((once - again).norm(dim=2) / once.norm(dim=2)).nan_to_num(0.0).max())
             self._bound = max(bound or 0.0, _MARGIN * sorted(from_all(self._ranks, apart))[second])
 
     def _differences(self, micros: list[MicroBatch]) -> list[Difference]:
@@ -114,16 +115,17 @@ class Recheck(Part):
         if self._bound is not None:  # 0 near the median rank, else a number of its own
             alike = [each for like, each in from_all(self._ranks, (self._like, values)) if like == self._like]
             middle = torch.stack(alike).median(dim=0).values
-            values = ((values - middle).norm(dim=1) > self._bound * middle.norm(dim=1)) * (self._ranks.rank + 1)
-        own = {f"gradient {row} {self._like}": value for row, value in enumerate(values.tolist())}
+            odd = (values - middle).norm(dim=2) > self._bound * middle.norm(dim=2)
+            values = odd.any(dim=1) * (self._ranks.rank + 1)
+        own = {f"sequence {row} {self._like}": value for row, value in enumerate(values.tolist())}
         return Replicas(self._engine, self._ranks).differences({"sequences": len(micros)}, own, parameters=False)
 
     def _gradients(self, micros: list[MicroBatch]) -> Tensor:
-        """Return a hash of each sequence's gradient, int64 [sequences]; with a bound fp64 [sequences, _BUCKETS]. The
-        random numbers of the run stay."""
+        """Return a hash of each sequence's loss and gradient, int64 [sequences]; with a bound their sums, fp64
+        [sequences, 2, _BUCKETS]. The random numbers of the run stay."""
         objective, device = self._launch.session.objective, self._ranks.device
         trained = [parameter for parameter in self._engine.module.parameters() if parameter.requires_grad]
-        found = [torch.zeros(0 if self._bound is None else (0, _BUCKETS), dtype=torch.int64)]
+        found = [torch.zeros(0 if self._bound is None else (0, 2, _BUCKETS), dtype=torch.int64)]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             stack.enter_context(compiler.uncompiled())
@@ -136,8 +138,15 @@ class Recheck(Part):
                 # A divisor of a step's size: fp16 would overflow.
                 weight = max(1, objective.weight(micro)) * self._data * len(micros)
                 self._parts = []
-                self._engine.own_gradient(micro, weight, objective)
-                found.append(torch.stack(self._parts).sum(0).unsqueeze(0).cpu())
+                # A head that goes wrong after its logits gives a wrong loss alone.
+                loss = self._engine.own_gradient(micro, weight, objective)[:1]
+                gradient = torch.stack(self._parts).sum(0)
+                if self._bound is None:
+                    gradient = gradient + tensor_hash(loss) * (2 * len(trained) + 1)
+                else:
+                    loss = F.pad(loss.double().nan_to_num(0.0, 0.0, 0.0), (0, _BUCKETS - 1))
+                    gradient = torch.stack([loss, gradient])
+                found.append(gradient.unsqueeze(0).cpu())
                 heart.beat()
         return torch.cat(found)
 
@@ -153,7 +162,7 @@ class Recheck(Part):
 
     def _end(self, step: int, named: list[int], found: list[Difference]) -> None:
         sure = all(2 * len(each.groups[0]) > sum(map(len, each.groups)) for each in found)
-        than = "other gradients than the other ranks" if sure else "different gradients, and no majority decides"
+        than = "other losses or gradients than the other ranks" if sure else "different ones, and no majority decides"
         before = "Earlier checkpoints" if self._agreed_step is None else f"Checkpoints after step {self._agreed_step}"
         text = (
             f"after step {step}: twice, {self._seats(named)} computed {than}, from equal sequences and parameters. Its "

@@ -12,11 +12,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from llmtrain.models import loss
 from tests.helpers import training
 from tests.helpers.training import Case
 
 GUILTY = 1
 """The rank that computes wrong."""
+LOGITS = "logits"
+"""In place of a module's name: what the head's matrix gives, before loss and gradient are made of it."""
 SIGN, EXPONENT, MANTISSA = (31,), range(23, 31), range(19, 23)
 """Bits of fp32: of the mantissa the highest four."""
 
@@ -79,6 +82,17 @@ def modules_of(model: nn.Module) -> list[str]:
 def compute_wrong(model: nn.Module, wrong: Wrong) -> Callable[[], None]:
     """Returns the repair."""
     calls = [0]
+    if wrong.module == LOGITS:
+        right = loss._in_place
+
+        def in_place(logits_CV: Tensor, *others: Any) -> Any:
+            calls[0] += 1
+            is_wrong = (calls[0] - 1) % wrong.every == (wrong.first or 0)
+            return right(flipped(logits_CV, wrong) if is_wrong else logits_CV, *others)
+
+        patch = mock.patch.object(loss, "_in_place", in_place)
+        patch.start()
+        return patch.stop
 
     def hook(_module: nn.Module, _given: Any, output: Tensor) -> Tensor | None:
         calls[0] += 1
@@ -142,11 +156,16 @@ class Machine:
 
 
 def found(
-    case: Case, seeds: list[int], at_random: bool = False, global_batch: int = training.GLOBAL_BATCH
+    case: Case,
+    seeds: list[int],
+    at_random: bool = False,
+    global_batch: int = training.GLOBAL_BATCH,
+    modules: list[str] | None = None,
 ) -> list[tuple[int, str, bool]]:
-    """For each seeded fault the check, of three, that has ended the run, its message, and if a start may succeed."""
+    """For each seeded fault the check, of three, that has ended the run, its message, and if a start may succeed.
+    `modules`: names of those that may compute wrong, in place of all but the head."""
     machine = Machine(case, global_batch)
-    modules, answers = modules_of(machine.setup.engine.module), []
+    modules, answers = modules or modules_of(machine.setup.engine.module), []
     for seed in seeds:
         part = machine.part()
         wrong = Wrong.seeded(seed, modules, at_random)

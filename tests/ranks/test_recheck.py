@@ -12,7 +12,7 @@ import torch
 from tests.helpers.families import FAMILIES
 from tests.helpers.processors import on_device
 from tests.helpers.training import LLAMA, Case, view_of
-from tests.helpers.wrong_machine import GUILTY, Machine, Wrong, compute_wrong, found
+from tests.helpers.wrong_machine import GUILTY, LOGITS, Machine, Wrong, compute_wrong, found
 
 DROPOUT = {**LLAMA, "attention_dropout": 0.1}
 
@@ -23,8 +23,16 @@ def test_the_rank_that_computes_wrong_is_named_within_three_checks(pools: Any, s
     for answers in pools(3).run(found, Case(data=small_data, stage=1, model=DROPOUT), list(seeds), False, 24):
         for check, text, passing in answers:
             assert check, text
-            assert f"rank {GUILTY} on " in text and "computed other gradients than the other ranks" in text, text
+            assert f"rank {GUILTY} on " in text and "computed other losses or gradients than the other ranks" in text, text
             assert passing  # launch starts again, without the host
+
+
+@pytest.mark.parametrize("place", ["hf.lm_head", LOGITS])
+def test_a_head_that_computes_wrong_is_named(pools: Any, small_data: str, place: str) -> None:
+    """Of the head's output, which is the loss, a wrong value leaves each gradient as it is."""
+    for answers in pools(3).run(found, Case(data=small_data, stage=1), list(range(6)), False, 24, [place]):
+        for check, text, _ in answers:
+            assert check and f"rank {GUILTY} on " in text, text
 
 
 FORMS = [
@@ -129,7 +137,7 @@ def passing(case: Case) -> tuple[list[int], list[str]]:
 
 def test_after_a_fault_that_does_not_come_again_the_run_continues(pools: Any, small_data: str) -> None:
     for codes, events in pools(3).run(passing, Case(data=small_data, stage=1)):
-        assert codes == [0, 0] and events == ["a gradient differed once"] * 2
+        assert codes == [0, 0] and events == ["a loss or gradient differed once"] * 2
 
 
 def noisy(case: Case, checks: int) -> tuple[list[int], tuple[int, str, bool]]:

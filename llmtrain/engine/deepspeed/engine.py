@@ -277,14 +277,16 @@ class ZeroEngine:
         dist.all_reduce(found, group=self._ranks.control)
         return (math.sqrt(found[0]), float(found[1])) if found[2] else (math.inf, math.nan)
 
-    def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Sequence[Tensor | None]:
+    def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Tensor:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         routing, self.module.routing = self.module.routing, None  # its counts are of steps
         try:
             with self._attention([micro]):
                 # Of the module: DeepSpeed's forward pass would make the backward pass its own.
-                loss = self._sums(micro, objective, self.module)[0] / weight * self.loss_scale().get("cur_scale", 1.0)
-                return torch.autograd.grad(loss, trained, allow_unused=True)
+                sums = self._sums(micro, objective, self.module)
+                loss = sums[0] / weight * self.loss_scale().get("cur_scale", 1.0)
+                torch.autograd.grad(loss, trained, allow_unused=True)
+                return sums.detach()
         finally:
             self.module.routing = routing
 
