@@ -121,11 +121,11 @@ class Recheck(Part):
         return Replicas(self._engine, self._ranks).differences({"sequences": len(micros)}, own, parameters=False)
 
     def _gradients(self, micros: list[MicroBatch]) -> Tensor:
-        """Return a hash of each sequence's loss and gradient, int64 [sequences]; with a bound their sums, fp64
+        """Return a hash of each sequence's loss and gradient, int64 [sequences, 2]; with a bound their sums, fp64
         [sequences, 2, _BUCKETS]. The random numbers of the run stay."""
         objective, device = self._launch.session.objective, self._ranks.device
         trained = [parameter for parameter in self._engine.module.parameters() if parameter.requires_grad]
-        found = [torch.zeros(0 if self._bound is None else (0, 2, _BUCKETS), dtype=torch.int64)]
+        found = [torch.zeros((0, 2) if self._bound is None else (0, 2, _BUCKETS), dtype=torch.int64)]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             stack.enter_context(compiler.uncompiled())
@@ -139,26 +139,22 @@ class Recheck(Part):
                 weight = max(1, objective.weight(micro)) * self._data * len(micros)
                 self._parts = []
                 # A head that goes wrong after its logits gives a wrong loss alone.
-                loss = self._engine.own_gradient(micro, weight, objective)[:1]
-                gradient = torch.stack(self._parts).sum(0)
-                if self._bound is None:
-                    gradient = gradient + tensor_hash(loss) * (2 * len(trained) + 1)
-                else:
-                    loss = F.pad(loss.double().nan_to_num(0.0, 0.0, 0.0), (0, _BUCKETS - 1))
-                    gradient = torch.stack([loss, gradient])
-                found.append(gradient.unsqueeze(0).cpu())
+                loss = self._reduced(self._engine.own_gradient(micro, weight, objective)[:1])
+                found.append(torch.stack([loss, torch.stack(self._parts).sum(0)]).unsqueeze(0).cpu())
                 heart.beat()
         return torch.cat(found)
 
     def _take(self, number: int, gradient: Tensor) -> Tensor:
         """Reduce a parameter's gradient as soon as it is computed: a complete one would take memory."""
-        if self._bound is None:
-            self._parts.append(tensor_hash(gradient) * (2 * number + 1))
-        else:
-            flat = F.pad(gradient.reshape(-1), (0, -gradient.numel() % _BUCKETS))
-            sums = flat.view(-1, _BUCKETS).sum(dim=0, dtype=torch.float64)
-            self._parts.append(sums.nan_to_num(0.0, 0.0, 0.0))
+        self._parts.append(self._reduced(gradient, 2 * number + 1))
         return gradient.new_zeros(()).expand_as(gradient)
+
+    def _reduced(self, values: Tensor, factor: int = 1) -> Tensor:
+        """Return `factor` x a hash; with a bound, sums of the values."""
+        if self._bound is None:
+            return tensor_hash(values) * factor
+        flat = F.pad(values.reshape(-1), (0, -values.numel() % _BUCKETS))
+        return flat.view(-1, _BUCKETS).sum(dim=0, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
 
     def _end(self, step: int, named: list[int], found: list[Difference]) -> None:
         sure = all(2 * len(each.groups[0]) > sum(map(len, each.groups)) for each in found)
