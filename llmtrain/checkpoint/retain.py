@@ -124,10 +124,13 @@ def pinned(checkpoints: Path) -> list[Path]:
     return [found[place - 1][1] for place in places if place]
 
 
-def pin(checkpoints: Path, spike: int, most: int) -> bool:
-    """Keep the newest checkpoint before a spike, and those of the `most` - 1 spikes before. False: there is none."""
+def pin(checkpoints: Path, spike: int, most: int) -> int | None:
+    """Keep the newest checkpoint before a spike, and those of the `most` - 1 spikes before. Returns its step, also of
+    one that is still being written; None: there is none."""
     write_pins(checkpoints, [*(step for step in pins_of(checkpoints) if step != spike), spike][-most:] if most else [])
-    return most > 0 and any((step_of(folder) or 0) < spike for folder in complete_checkpoints(checkpoints))
+    unfinished = [folder.with_name(folder.name.split(".")[0]) for folder in stale_folders(checkpoints)]
+    steps = [step_of(folder) for folder in (*complete_checkpoints(checkpoints), *unfinished)]
+    return max((step for step in steps if step is not None and step < spike), default=None) if most else None
 
 
 def write_pins(checkpoints: Path, spikes: list[int]) -> None:

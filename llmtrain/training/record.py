@@ -25,7 +25,7 @@ _MOST = 256
 _RESTART = 3
 """First steps of a launch in which a jump of the loss is the resume's."""
 BEFORE, AFTER = 7, 3
-"""Steps around the first step of a spike that the replay of its event trains."""
+"""Steps around the first step of a spike that the replay of its event trains, after the kept checkpoint."""
 
 
 class Record(Part):
@@ -118,17 +118,18 @@ class Record(Part):
                 self._report(spike)
 
     def _report(self, spike: Spike) -> None:
-        first, last = max(1, spike.step - BEFORE), spike.step + AFTER
         text = (f"step {spike.step}: the {spike.figure} {spike.value:.4g} is {spike.deviations:.1f} deviations above "
                 f"{spike.median:.4g}, the median of the 20 steps before")  # fmt: skip
         if self._started < spike.step <= self._started + _RESTART and self._started:
             self._tracker.event("jump", **asdict(spike), text=text, resumed=self._started)
             log.info(f"{text}. The launch has resumed at step {self._started}: this is no spike of its data")
             return
+        kept = pin(self._checkpoints.path, spike.step, self._most_pinned) if self._checkpoints.leads else None
+        how = "No checkpoint is older" if kept is None else "The newest checkpoint before it is kept"
+        # From the kept checkpoint on: an older one may be gone when the steps are trained again.
+        first, last = max(1, spike.step - BEFORE, (kept or 0) + 1), spike.step + AFTER
         command = f"llmtrain replay {self._folder.path} --steps {first}:{last}"
-        kept = self._checkpoints.leads and pin(self._checkpoints.path, spike.step, self._most_pinned)
-        how = "The newest checkpoint before it is kept" if kept else "No checkpoint is older"
-        self._tracker.event("spike", **asdict(spike), text=text, kept=bool(kept), replay=command)
+        self._tracker.event("spike", **asdict(spike), text=text, kept=kept is not None, replay=command)
         log.warn(f"{text}. {how}. To name its rows: {command}")
 
     def close(self, error: BaseException | None) -> None:

@@ -43,7 +43,7 @@ def prepare_text(folder: Path) -> Path:
     return folder / "set"
 
 
-def recipe_with_garbage(folder: Path, max_steps: int) -> Path:
+def recipe_with_garbage(folder: Path, max_steps: int, every_steps: int = 20) -> Path:
     data = prepare_text(folder)
     return write_run(
         folder,
@@ -52,7 +52,7 @@ def recipe_with_garbage(folder: Path, max_steps: int) -> Path:
         {"global_batch": 8, "micro_batch": 2, "max_steps": max_steps, "log_every": 10, "eval": False, "export": False},
         data={"path": str(data), "sequence_length": 64},
         optim={"lr": 1e-3},
-        checkpoint={"every_steps": 20, "keep": 1},
+        checkpoint={"every_steps": every_steps, "keep": 1},
     )
 
 
@@ -60,7 +60,7 @@ def recipe_with_garbage(folder: Path, max_steps: int) -> Path:
 def spiked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`run`: two launches of 2 ranks, in the second of which the garbage is read."""
     folder = tmp_path_factory.mktemp("spiked")
-    path = recipe_with_garbage(folder, max_steps=190)
+    path = recipe_with_garbage(folder, max_steps=190, every_steps=15)
     forked.train(path, "--train.max_steps=120")
     record = (folder / "run/steps.bin").read_bytes()
     (folder / "run/steps.bin").write_bytes(record[:224] + b"odd." + record[224:])  # between the rows of steps 4 and 5
@@ -96,14 +96,16 @@ def test_the_spike_is_told_with_the_command_that_replays_it(spiked: Path) -> Non
     steps = steps_of(run)
     worst = max(steps[30:], key=lambda row: row.norm)
     assert spike["step"] == worst.step and spike["deviations"] > 5
-    first, last = worst.step - 7, worst.step + 3
+    kept = (worst.step - 1) // 15 * 15
+    first, last = max(worst.step - 7, kept + 1), worst.step + 3
+    assert worst.step - 7 <= kept  # an older one is gone: what begins before it would be trained from the beginning
     assert spike["replay"] == f"llmtrain replay {run} --steps {first}:{last}"
     assert spike["replay"] in (spiked / "log").read_text()
 
 
 def test_the_newest_checkpoint_before_the_spike_is_kept(spiked: Path) -> None:
     spike = event(spiked / "run")["step"]
-    kept = f"step-{(spike - 1) // 20 * 20:08d}"
+    kept = f"step-{(spike - 1) // 15 * 15:08d}"
     found = sorted(path.name for path in (spiked / "run/checkpoints").glob("step-*"))
     assert found == [kept, "step-00000190"]
 
@@ -138,9 +140,8 @@ def replayed(spiked: Path) -> tuple[dict[str, Any], bool]:
 def test_a_replay_is_equal_to_the_bit_and_only_reads_the_run(replayed: tuple[dict[str, Any], bool]) -> None:
     answer, same = replayed
     assert same and answer["exact"] and answer["equal"]
-    assert [each["equal"] for each in answer["steps"]] == [True] * 11 and all(
-        each["apart"] == 0 for each in answer["steps"]
-    )
+    assert len(answer["steps"]) == answer["last"] - answer["first"] + 1 > 4
+    assert all(each["equal"] and each["apart"] == 0 for each in answer["steps"])
 
 
 def test_the_worst_row_is_named_with_its_document(spiked: Path, replayed: tuple[dict[str, Any], bool]) -> None:
@@ -268,7 +269,7 @@ def test_an_outlier_is_left_out_on_all_ranks(spiked: Path) -> None:
     assert skip["what"] == "outlier" and skip["step"] == spike and len(skip["samples"]) == 8
 
     # A resume in another folder has too few steps of its own for a verdict.
-    begins = (spike - 1) // 20 * 20
+    begins = (spike - 1) // 15 * 15
     assert spike - begins < 20
     words[0] = f"--train.run_dir={spiked / 'resumed'}"
     forked.train(spiked / "recipe.yaml", *words, f"--resume={run / 'checkpoints' / f'step-{begins:08d}'}")
