@@ -113,6 +113,37 @@ def test_the_course_of_runs_of_other_lengths_and_schedules(
     assert same and "PASS" in lines[0], lines
 
 
+POLY = """
+from dataclasses import dataclass
+from llmtrain import Schedule
+from llmtrain.optim.schedules import Linear
+
+@dataclass(frozen=True, kw_only=True)
+class Poly(Schedule, choice="poly"):
+    def after_warmup(self, step, max_steps):
+        return (1 - step / (max_steps + 1)) ** 2
+
+@dataclass(frozen=True, kw_only=True)
+class Bent(Linear, choice="bent"):
+    def shape(self, progress):
+        return 1 - progress**2
+"""
+
+
+@pytest.mark.parametrize("name", ["poly", "bent"])
+def test_the_definition_of_a_plugins_schedule_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Also of one that is not 1 after its warm-up, or that derives from one of ours."""
+    monkeypatch.chdir(tmp_path)
+    Path("poly.py").write_text(POLY)
+    write(tmp_path, {"schedule": {"name": "constant"}})
+    monkeypatch.setattr(worlds, "_check", lambda *_: worlds.SAME)  # no ranks
+    words = ["--plugin", "poly.py", "--schedule.name", name, "--schedule.warmup_steps", "3"]
+    assert main(["parity", "run.yaml", "--ranks", "2", *words]) == 0, capsys.readouterr().out
+    assert "PASS  course: 100 steps" in capsys.readouterr().out
+
+
 def test_a_batch_that_the_tried_ranks_cannot_have_and_a_long_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
