@@ -172,8 +172,9 @@ class Fitter:
                 fitting = [form for form in some if any(self._left(point.peak) >= 0 for point in known[form])]
                 forms += sorted(fitting, key=lambda form: known[form][0].floor)
         del forms[_EXPLORED:]
-        ways = (*self._again, (self._facts.layers // 2, None))
-        estimated = [Choice(form, rows, *again) for form in forms for rows in self._rows(form) for again in ways]
+        estimated = [Choice(form, rows, *again) for form in forms for rows in self._rows(form)
+                     for again in (*self._again, (self._facts.layers // (2 * form.pipeline), None))
+                     if again[0] != 0]  # fmt: skip
         self._estimate(each for each in estimated if each.micro_batch <= 2 and not isinstance(each.recomputed, int))
         likely = [each for each in estimated if self._left(_CLOSE * self._point(each).peak) >= 0]
         likely.sort(key=lambda each: self._point(each).seconds)

@@ -122,6 +122,25 @@ def test_the_search_goes_on_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("formula")
+def test_half_of_the_layers_is_half_of_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines(hosts=2, slots=2, device="x", on_gpu=False, memory=43 * MIB, host_memory=None)
+    fitter, tried = Fitter(resolved(Form(stage=1), {}), machines, SPEEDS, resolved), list[Choice]()
+    complete = fitter._complete
+
+    def noted(choices: Sequence[Choice]) -> Any:
+        tried.extend(choices)
+        return complete(choices)
+
+    monkeypatch.setattr(fitter, "_complete", noted)
+    monkeypatch.setattr(fit, "_TRIED", 1000)
+    monkeypatch.setattr(fit, "BEST", 1000)
+    monkeypatch.setattr(fit, "_EXPLORED", 1000)
+    fitter.fit()
+    halves = {(each.form.pipeline, each.recomputed) for each in tried if isinstance(each.recomputed, int)}
+    assert halves == {(1, 2), (2, 1)}  # of 4 layers
+
+
+@pytest.mark.usefixtures("formula")
 def test_the_margin_of_the_run_stays_free() -> None:
     machines = Machines(hosts=1, slots=4, device="x", on_gpu=False, memory=20 * MIB, host_memory=None)
     peaks = []
