@@ -15,6 +15,7 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.checkpoint.hf.inference import Answerer, Sampling, add_options, usable_folder
 from llmtrain.commands import completion
+from llmtrain.commands.arguments import Parser
 from llmtrain.data.chat.conversation import Conversation as TemplateInput
 from llmtrain.data.chat.conversation import RefusedError, template_variables
 from llmtrain.data.chat.rendering import RenderError, Template
@@ -111,7 +112,7 @@ def _variables(given: str | None) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Raises CheckpointError, ModelError."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="llmtrain chat",
         description="Talk with a trained model: each line is a turn. Of a run, its newest state is used.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

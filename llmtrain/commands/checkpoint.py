@@ -18,6 +18,7 @@ from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there, rows, step_folders, table
 from llmtrain.commands import completion
+from llmtrain.commands.arguments import Parser
 from llmtrain.storage.addresses import is_url
 
 if TYPE_CHECKING:
@@ -246,9 +247,7 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 def main(argv: list[str]) -> int:
     """Returns 1 when `verify` finds damage or `diff` a difference. Raises CheckpointError."""
-    parser = argparse.ArgumentParser(
-        prog="llmtrain checkpoint", description="Look at checkpoints, convert them, delete them."
-    )
+    parser = Parser(prog="llmtrain checkpoint", description="Look at checkpoints, convert them, delete them.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ import numpy as np
 from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.commands import completion
+from llmtrain.commands.arguments import Parser
 from llmtrain.config.stages import DataConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.data.manifest import SPLITS, Split, template_notes
@@ -325,7 +326,7 @@ def last_step(run: Path) -> int:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="llmtrain data", description="Look at prepared data.")
+    parser = Parser(prog="llmtrain data", description="Look at prepared data.")
     actions: Any = parser.add_subparsers(dest="action", required=True)
     show: Any = actions.add_parser(
         "show",

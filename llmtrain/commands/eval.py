@@ -19,6 +19,7 @@ from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
 from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
 from llmtrain.commands import completion
+from llmtrain.commands.arguments import Parser
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import JsonLines
 from llmtrain.tracking.tracker import Queued
@@ -176,7 +177,7 @@ def _to_wandb(run: Path, trainer: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="llmtrain eval",
         description="Score a model on tasks of lm-eval's harness (pip install 'llmtrain[eval]'). The scores of a run's "
         "checkpoint are written to the run's metrics at its step.",

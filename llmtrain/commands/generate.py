@@ -6,11 +6,12 @@ import argparse
 
 from llmtrain.checkpoint.hf.inference import Sampling, add_options, generate, usable_folder
 from llmtrain.commands import completion
+from llmtrain.commands.arguments import Parser
 
 
 def main(argv: list[str]) -> int:
     """Raises CheckpointError, ModelError."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="llmtrain generate",
         description="Continue a prompt with a trained model. Of a run, its newest state is used.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -13,6 +13,7 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.commands import completion
+from llmtrain.commands.arguments import Parser
 from llmtrain.config.plugin_import import use
 from llmtrain.config.schema import source_entries
 from llmtrain.data.manifest import Manifest
@@ -58,7 +59,7 @@ def _texts(given: Path | str | Sequence[Path | str]) -> tuple[str, ...]:
 
 def _options() -> argparse.ArgumentParser:
     """The plugins are imported already."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="llmtrain prepare",
         description="Tokenize a corpus into memory-mapped shards with a train and a validation split.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

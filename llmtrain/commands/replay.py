@@ -24,9 +24,11 @@ from llmtrain.base.errors import CheckpointError, ConfigError, DataError, Traini
 from llmtrain.base.files import lock_folder, refuse_if_in_use
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer, step_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
+from llmtrain.commands.arguments import Parser
 from llmtrain.commands.replay_page import lines_for, page_of, worst_rows
 from llmtrain.config import plugins, strict_yaml
 from llmtrain.config.chosen import without_degrees
+from llmtrain.config.deepspeed.join import offloads
 from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.reader import read_saved
 from llmtrain.config.stages import DataConfig, data_of
@@ -109,7 +111,7 @@ def _report(asked: Asked, args: argparse.Namespace) -> int:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="llmtrain replay",
         description="Train steps of a run again from the nearest checkpoint, under the run's own form, in a folder of "
         "its own. Compare them with the run's record, and name the rows with the largest losses and gradients. The run "
@@ -437,7 +439,7 @@ def _exact(asked: Asked) -> tuple[bool, str]:
     then, now = ((folder / "deepspeed.json").read_text() for folder in (asked.run, asked.again))
     if then != now:
         return False, "the DeepSpeed JSON has changed since"
-    if "offload_optimizer" in untrusted.loads(now.encode()).get("zero_optimization", {}):
+    if offloads(untrusted.loads(now.encode()), "optimizer"):
         return False, "DeepSpeed's optimizer on the host rounds by the number of steps since its start"
     if set(asked.devices) == {"cpu"} or _settings(asked.run)["train"]["deterministic"]:
         return True, ""

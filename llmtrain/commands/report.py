@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import html
 import json
 import re
@@ -19,6 +18,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
 from llmtrain.base.trees import leaves
 from llmtrain.commands import completion
+from llmtrain.commands.arguments import Parser
 from llmtrain.config import strict_yaml
 from llmtrain.objectives.objective import Chart, Objective
 from llmtrain.optim.optimizers import Optimizer, norm_of
@@ -512,7 +512,7 @@ def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
 
 def main(argv: list[str]) -> int:
     """Raises UserError."""
-    parser = argparse.ArgumentParser(prog="llmtrain report", description="Curves and figures of runs as one HTML page.")
+    parser = Parser(prog="llmtrain report", description="Curves and figures of runs as one HTML page.")
     parser.add_argument(
         "run", type=Path, nargs="+", metavar="RUN", help="a run's folder, such as runs/NAME; several: side by side"
     )

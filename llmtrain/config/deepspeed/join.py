@@ -303,19 +303,21 @@ def _degrees(tree: dict[str, Any], path: str, problems: Problems) -> Degrees:
     return Degrees(**{name: max(1, int(lookup(tree, key) or 1)) for name, key in DEGREE_KEYS.items()})
 
 
+def offloads(tree: dict[str, Any], what: str) -> bool:
+    """Return whether a DeepSpeed JSON keeps the `optimizer` or the parameters (`param`) on the host or a disk."""
+    zero, old = tree.get("zero_optimization", {}), "cpu_offload" if what == "optimizer" else "cpu_offload_param"
+    return lookup(zero, f"offload_{what}.device") not in (None, "none") or bool(zero.get(old))
+
+
 def _mix(run: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
     model, optim, zero = run.model, run.optim, tree.get("zero_optimization", {})
     bf16 = bool(lookup(tree, "bf16.enabled"))
-    offloaded = {
-        name: lookup(zero, f"offload_{name}.device") not in (None, "none") or bool(zero.get(old))
-        for name, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param"))
-    }
     return Mix(
         zero_stage=int(zero.get("stage") or 0),
         fp16=bool(lookup(tree, "fp16.enabled")),
         bf16=bf16,
-        offload_optimizer=offloaded["optimizer"],
-        offload_param=offloaded["param"],
+        offload_optimizer=offloads(tree, "optimizer"),
+        offload_param=offloads(tree, "param"),
         compile_layers=bool(model.compile_layers),
         fp8=model.fp8 is not None,
         mlp_tiles=model.mlp_tile_tokens is not None,

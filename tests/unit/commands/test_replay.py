@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -60,6 +61,28 @@ def test_an_answer_without_equal_steps_says_where_they_part() -> None:
     assert worst_rows([row, {**row, "sequence": 41, "loss": "NaN"}], 1)[-1]["sequence"] == 41
     page = page_of(answer)
     assert "&lt;b&gt;&amp;" in page and "<b>" not in page
+
+
+@pytest.mark.parametrize(
+    ("zero", "exact"),
+    [
+        ({"stage": 2}, True),
+        ({"stage": 2, "offload_optimizer": {"device": "none"}}, True),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, False),
+        ({"stage": 2, "cpu_offload": True}, False),
+        ({"stage": 2, "cpu_offload": False}, True),
+    ],
+    ids=str,
+)
+def test_equal_bits_are_expected_unless_the_optimizer_is_on_the_host(
+    tmp_path: Path, zero: dict[str, Any], exact: bool
+) -> None:
+    asked: Any = SimpleNamespace(run=tmp_path / "run", again=tmp_path / "again", devices=["cpu"])
+    for folder in (asked.run, asked.again):
+        folder.mkdir()
+        (folder / "deepspeed.json").write_text(json.dumps({"zero_optimization": zero}))
+    found, why = replay._exact(asked)
+    assert found == exact and ("optimizer on the host" in why) == (not exact)
 
 
 def test_two_replays_do_not_share_a_folder(tmp_path: Path) -> None:
