@@ -16,7 +16,7 @@ from llmtrain.config import plugins, rules, strict_yaml
 from llmtrain.config.deepspeed.join import optimizer_in
 from llmtrain.config.deepspeed.keys import KEYS
 from llmtrain.config.on_disk import check_on_disk
-from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest, read_text, show, stop
+from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest_file, read_text, show, stop
 from llmtrain.config.reader import WRONG, members, read, without_removed
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
@@ -307,8 +307,7 @@ def _merge(
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     def no_file() -> tuple[str, str]:
-        beside = [str(each) for kind in ("*.yaml", "*.yml") for each in Path(path).parent.glob(kind)]
-        near = nearest(path, beside)
+        near = nearest_file(Path(path), "*.yaml", "*.yml")
         remedy = f"did you mean {near}?" if near else "give the path of a run's YAML; `llmtrain init DIR` writes some"
         return f"no such file (looked from {Path.cwd()})", remedy
 

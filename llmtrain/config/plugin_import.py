@@ -23,7 +23,7 @@ from llmtrain.base.choice import Choice, Entry
 from llmtrain.base.errors import ConfigError
 from llmtrain.config import schema
 from llmtrain.config.plugins import CARRIED, FLAG, Plugin, current, line_of, modules, within
-from llmtrain.config.problems import closest, nearest
+from llmtrain.config.problems import closest, nearest_file
 
 GROUP = "llmtrain.plugins"
 _MOST_CARRIED = 96 << 10
@@ -83,10 +83,20 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
         raise ConfigError(f"{FLAG} {word}: {what}. {remedy}") from None
     if log.reopen():
         raise ConfigError(f"{FLAG} {word}: its import closes sys.stdout, where the run prints. Remove that")
-    for cls in vars(module).values():
-        if isinstance(cls, type) and issubclass(cls, (Choice, Entry)) and within(cls, {module.__name__}):
-            _check_fields(cls, word)
-            check_methods(cls, f"{FLAG} {word}")
+    own = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, (Choice, Entry))
+           and within(cls, {module.__name__})]  # fmt: skip
+    for cls in own:
+        _check_fields(cls, word)
+        check_methods(cls, f"{FLAG} {word}")
+        if not _selectable(cls) and not any(cls in other.__mro__[1:] for other in own):
+            given = "choice" if issubclass(cls, Choice) else "entry"
+            base = next(each.__name__ for each in cls.__mro__ if not within(each, modules))
+            raise ConfigError(f"{FLAG} {word}: class {cls.__name__} has no name, and no configuration can select it. "
+                              f'Write class {cls.__name__}({base}, {given}="{cls.__name__.lower()}")')  # fmt: skip
+    if not own:
+        raise ConfigError(f"{FLAG} {word}: defines no class of a plugin, and would change nothing. Derive a class from "
+                          "Part, Schedule, ByToken or another name that llmtrain exports; a TrainerCallback of "
+                          "transformers becomes a Part (docs/extend.md)")  # fmt: skip
     source = spec.loader.source if isinstance(spec.loader, _Source) else None
     return Plugin(given=word, path=path, sha256=digest, module=module, source=source)
 
@@ -129,12 +139,8 @@ def _found(word: str) -> ModuleSpec:
         path = Path(word).expanduser().resolve()
         packed = json.loads(os.environ.get(CARRIED, "{}")).get(word)
         if packed is None and not path.is_file():
-            near = nearest(path.name, (each.name for each in path.parent.glob("*.py")))
-            remedy = (
-                f"Did you mean {Path(word).with_name(near)}?"
-                if near
-                else "Give the path of a Python file, the same on all hosts"
-            )
+            near = nearest_file(Path(word).expanduser(), "*.py")
+            remedy = f"Did you mean {near}?" if near else "Give the path of a Python file, the same on all hosts"
             raise ConfigError(f"{FLAG} {word}: no such file (looked from {Path.cwd()}). {remedy}")
         if not path.stem.isidentifier():
             raise ConfigError(f"{FLAG} {word}: a file's name becomes a module's name: use letters, digits and _ only")
@@ -200,10 +206,13 @@ def check_methods(cls: type, given: str) -> None:
         except TypeError as error:
             raise ConfigError(f"{given}: class {cls.__name__}: its method {name} is called as {_call(known[name])}: "
                               f"{error}") from None  # fmt: skip
-    selectable = "NAME" in vars(cls) or (issubclass(cls, Choice) and cls in cls.CHOICES.values())
-    for name, method in known.items() if selectable else ():
+    for name, method in known.items() if _selectable(cls) else ():
         if getattr(getattr(cls, name), "__isabstractmethod__", False):
             raise ConfigError(f"{given}: class {cls.__name__} has no method {_call(method)}: {ours.__name__} needs it")
+
+
+def _selectable(cls: type) -> bool:
+    return "NAME" in vars(cls) or (issubclass(cls, Choice) and cls in cls.CHOICES.values())
 
 
 def _call(method: FunctionType) -> str:

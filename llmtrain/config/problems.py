@@ -154,6 +154,13 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return lowered[found[0]] if found else None
 
 
+def nearest_file(path: Path, *kinds: str) -> Path | None:
+    """Return the file beside a missing one, of these kinds (*.yaml), whose name without its ending is most like it."""
+    beside = {each.stem: each.name for kind in kinds for each in path.parent.glob(kind)}
+    near = nearest(path.stem, beside)
+    return path.with_name(beside[near]) if near else None
+
+
 def _misspelt(a: str, b: str) -> int | None:
     """Count the letters that are wrong, superfluous, missing or transposed.
 

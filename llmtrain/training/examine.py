@@ -221,7 +221,10 @@ def _try_plugins(resolved: ResolvedRun) -> None:
     run, numbers = resolved.run, torch.linspace(0.25, 4.0, 8)
     with torch.random.fork_rng(devices=[]):
         if plugins.is_of_plugin(run.objective):
-            sample_terms(run.objective)
+            method, values = sample_terms(run.objective)
+            if not all(map(math.isfinite, values[:4])):
+                raise ModelError(f"objective.name {run.objective.name}: {method} gives a loss that is not finite for "
+                                 "ordinary numbers, log-likelihoods of -0.25 to -4; correct the formula")  # fmt: skip
         for name, metric in run.metrics.items():
             sums_of(name, metric, numbers, torch.arange(8), numbers > 1)
     for stage in resolved.stages:

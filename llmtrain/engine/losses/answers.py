@@ -63,6 +63,14 @@ def last_tokens(batch: AnswerBatch) -> Tensor:
     return labelled + 1  # the label at t is the token at t + 1, which is in the same row
 
 
+def terms_over(objective: OverAnswers, answers: Answers) -> tuple[Tensor, ...]:
+    """Return the terms of answers or pairs, fp32 [A] or [P] each. Raises ModelError: a plugin's class gives others."""
+    key, method = f"objective.name {objective.name}", "terms" if objective.data == "unpaired" else "losses"
+    terms = called(objective, key, method, lambda: objective.terms(answers))
+    like = answers.score if objective.scores else answers.log_prob
+    return checked_terms(key, objective, method, terms, like.view(len(like), -1)[:, 0])
+
+
 class PairLoss:
     """The terms of an objective over pairs."""
 
@@ -81,10 +89,7 @@ class PairLoss:
             log_prob, tokens = (each.view(-1, 2) for each in answers_of(head, hidden, batch))
             known = None if batch.reference is None else batch.reference.view(-1, 2)
             answers = Answers(log_prob=log_prob, tokens=tokens, reference=known, log_sigmoid=F.logsigmoid)
-        key, objective = f"objective.name {self._objective.name}", self._objective
-        terms = called(objective, key, "losses", lambda: objective.terms(answers))
-        like = (answers.score if objective.scores else answers.log_prob)[:, 0]
-        return head.once(torch.stack(checked_terms(key, objective, "losses", terms, like)).sum(1))
+        return head.once(torch.stack(terms_over(self._objective, answers)).sum(1))
 
 
 class UnpairedLoss(PerAnswer):
@@ -104,7 +109,7 @@ class UnpairedLoss(PerAnswer):
         log_prob, tokens = answers_of(head, hidden, micro)
         answers = Answers(log_prob=log_prob, tokens=tokens, reference=micro.reference, desirable=micro.desirable,
                           kl=self._kl, log_sigmoid=F.logsigmoid)  # fmt: skip
-        return head.once(torch.stack(self._objective.terms(answers)).sum(1))
+        return head.once(torch.stack(terms_over(self._objective, answers)).sum(1))
 
 
 class _LogRatio(PerAnswer):

@@ -81,9 +81,9 @@ def terms_of(objective: ByToken, nll: Tensor) -> tuple[Tensor, ...]:
 
 
 def sample_terms(objective: Objective) -> tuple[str, list[float]]:
-    """Return (the method, its values) of an objective by the token or over answers, for a few fixed numbers. Raises
-    ModelError like a step."""
-    numbers = torch.linspace(0.25, 4.0, 8)
+    """Return (the method, its values, those of the loss first) of an objective by the token or over answers, for a few
+    fixed numbers. Raises ModelError like a step."""
+    numbers = torch.linspace(0.25, 4.0, 8).requires_grad_()
     if isinstance(objective, ByToken):
         return "terms", torch.cat(terms_of(objective, numbers)).tolist()
     assert isinstance(objective, OverAnswers)
@@ -92,8 +92,8 @@ def sample_terms(objective: Objective) -> tuple[str, list[float]]:
     if objective.scores:
         answers = Answers(score=each, tokens=tokens, log_sigmoid=F.logsigmoid)
     else:
-        answers = Answers(log_prob=-each, tokens=tokens, reference=-each.flip(0), desirable=desirable, kl=0.1,
+        answers = Answers(log_prob=-each, tokens=tokens, reference=-each.detach().flip(0), desirable=desirable, kl=0.1,
                           log_sigmoid=F.logsigmoid)  # fmt: skip
-    key = f"objective.name {objective.name}"
-    terms = called(objective, key, "losses", lambda: objective.terms(answers))
-    return "losses", torch.cat(checked_terms(key, objective, "losses", terms, each.view(len(each), -1)[:, 0])).tolist()
+    from llmtrain.engine.losses.answers import terms_over
+
+    return "terms" if objective.data == "unpaired" else "losses", torch.cat(terms_over(objective, answers)).tolist()

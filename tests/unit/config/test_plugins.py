@@ -8,6 +8,7 @@ import os
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,12 +16,13 @@ import yaml
 import llmtrain
 from llmtrain import Request
 from llmtrain.base.choice import Entry
-from llmtrain.base.errors import ConfigError
+from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.cli import main
 from llmtrain.config import plugin_import, plugins
 from llmtrain.config.load import parse
 from llmtrain.config.schema import json_schema, run_parser
 from llmtrain.config.strict_yaml import dump
+from llmtrain.objectives.objective import Objective
 from llmtrain.optim.schedules import Schedule
 from tests.helpers.config_workplace import write
 from tests.helpers.launching import REPO, write_recipe
@@ -148,6 +150,19 @@ def test_a_part_that_no_yaml_names_is_told(here: Path, capsys: pytest.CaptureFix
             "class A: nothing calls its method compute. Metric has values; the name",
         ),
         ("class A(Metric, entry='a'): pass", "class A has no method values(nll, labels): Metric needs it"),
+        ("x = 1", "defines no class of a plugin, and would change nothing. Derive a class from Part, "),
+        (
+            "class TrainerCallback: pass\nclass A(TrainerCallback): pass",
+            "llmtrain exports; a TrainerCallback of transformers becomes a Part (docs/extend.md)",
+        ),
+        (
+            "class A(Part): pass",
+            'class A has no name, and no configuration can select it. Write class A(Part, entry="a',
+        ),
+        (
+            f"{FROZEN}class A(ByToken):\n    def terms(self, nll): return nll",
+            'no configuration can select it. Write class A(ByToken, choice="a")',
+        ),
         (
             "@dataclass(frozen=True, kw_only=True)\nclass A(ByToken, choice='a'): pass",
             "class A has no method terms(nll): ByToken needs it",
@@ -166,6 +181,16 @@ FORMULAS = f"""{HEAD}
 class Loss(ByToken, choice="loss"):
     def terms(self, nll):
         return nll / self.missing
+
+@dataclass(frozen=True, kw_only=True)
+class Detached(Loss, choice="detached"):
+    def terms(self, nll):
+        return nll.detach() * 2
+
+@dataclass(frozen=True, kw_only=True)
+class Infinite(Loss, choice="infinite"):
+    def terms(self, nll):
+        return 1 / (nll - nll)
 
 @dataclass(frozen=True, kw_only=True)
 class Rate(Schedule, choice="rate"):
@@ -193,6 +218,11 @@ class Whole(Muon, choice="whole"):
     ("words", "told"),
     [
         ("--objective.name loss", "objective.name loss: terms: mine.py line 7: AttributeError: "),
+        (
+            "--objective.name detached",
+            "objective.name detached: terms gives a loss of torch.float32 without a gradient",
+        ),
+        ("--objective.name infinite", "objective.name infinite: terms gives a loss that is not finite for ordinary"),
         ("--schedule.name rate", "schedule.name rate: after_warmup gives None at step "),
         (
             "--optim.name steps",
@@ -210,6 +240,40 @@ def test_a_plugins_formula_is_tried_at_the_check(
     recipe = write_recipe(tmp_path, small_data)
     assert main(["config", "check", str(recipe), "--plugin", "mine.py", *words.split()]) == 2
     assert told in capsys.readouterr().err
+
+
+JUDGED = f"""{HEAD}from llmtrain.objectives.preferences import Kto
+{FROZEN}class Judged(Kto, choice="judged"):
+    raises: bool = False
+    def terms(self, answers):
+        return answers.missing if self.raises else (answers.log_prob.detach(),) * (1 + len(self.figures))
+"""
+
+
+@pytest.mark.parametrize(
+    ("raises", "told"),
+    [
+        (True, r"terms: mine\.py line 8: AttributeError"),
+        (False, "terms gives a loss of torch.float32 without a gradient"),
+    ],
+)
+def test_an_objective_over_answers_judged_alone_is_named_in_a_step(
+    raises: bool, told: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from llmtrain.engine.losses import answers
+    from llmtrain.engine.losses.named import loss_of
+
+    (here / "mine.py").write_text(JUDGED)
+    plugin_import.use(["mine.py"])
+    log_prob = torch.linspace(-4, -1, 4).requires_grad_()
+    monkeypatch.setattr(answers, "answers_of", lambda *_: (log_prob, torch.ones(4)))
+    monkeypatch.setattr(answers, "UnpairedBatch", SimpleNamespace)
+    micro = SimpleNamespace(reference=log_prob.detach(), desirable=log_prob > -2)
+    loss = loss_of(Objective.CHOICES["judged"](raises=raises))
+    with pytest.raises(ModelError, match=f"objective.name judged: {told}"):
+        loss.sums(SimpleNamespace(once=lambda sums: sums), log_prob, micro)
 
 
 def test_the_page_has_the_methods_of_each_base() -> None:
