@@ -344,6 +344,12 @@ class RunConfig:
     """Figures of plugins in addition to the loss, in the form of `parts`."""
 
 
+def same_command(run: RunConfig, *more: str) -> str:
+    """Words for the command that has started a run and continues it. `more`: options that it then needs."""
+    added = (*(("--resume", "auto") if run.resume == "none" else ()), *more)  # none refuses a folder with checkpoints
+    return f"the same command with {' '.join(added)}" if added else "the same command"
+
+
 def autos(run: RunConfig) -> list[str]:
     """Keys whose values the memory of a device decides."""
     asked = {"train.micro_batch": run.train.micro_batch, "model.recompute.layers": run.model.recompute.layers}

@@ -20,7 +20,7 @@ from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.inference import Sampling, generate
 from llmtrain.checkpoint.rundir import RunDirectory
-from llmtrain.config.run import RunConfig
+from llmtrain.config.run import RunConfig, same_command
 from llmtrain.data.shards import TokenStream
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED
@@ -206,12 +206,12 @@ def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Trac
     log.info(f"sample: {text}")
 
 
-def stopped(checkpoints: Path | None, step: int, reason: str | None) -> str:
+def stopped(run: RunConfig, checkpoints: Path | None, step: int, reason: str | None) -> str:
     """The last line of a run that was asked to stop. `checkpoints`: None: the run had not begun."""
     if checkpoints is None:
         return f"stopped ({reason}) while it waited for the other sites, at step {step}; the same command begins again"
     where = step_folder(checkpoints, step)
-    return f"stopped ({reason}) at step {step}, saved in {where}; the same command continues"
+    return f"stopped ({reason}) at step {step}, saved in {where}; {same_command(run)} continues"
 
 
 def _print_baselines(data: TrainData, tracker: Tracker) -> None:

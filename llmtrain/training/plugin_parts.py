@@ -16,7 +16,8 @@ from torch import nn
 
 from llmtrain.base import log
 from llmtrain.base.errors import ModelError
-from llmtrain.config.plugins import PluginError, place_of
+from llmtrain.config.plugins import CHANGED, PluginError, place_of
+from llmtrain.config.run import RunConfig, same_command
 from llmtrain.engine.api import StateTensor
 from llmtrain.engine.dist.control import AgreedError, from_all, together
 from llmtrain.engine.dist.plugin_code import calling
@@ -186,11 +187,12 @@ def _is(given: T, *kinds: type) -> T:
     return given
 
 
-def _asked(given: Request) -> Request:
-    """Raise TypeError for a request with other fields than `stop` and `save`: ranks would wait for each other."""
-    if given not in (Request(stop=stop, save=save) for stop in (False, True) for save in (False, True)):
+def _asked(given: Request | None) -> Request:
+    """The request of a part; None asks for nothing. Raise TypeError for a request with other fields than `stop` and
+    `save`: ranks would wait for each other."""
+    if given not in (None, *(Request(stop=stop, save=save) for stop in (False, True) for save in (False, True))):
         raise TypeError(f"it returns {given}; wanted is Request() with stop=True, save=True or both")
-    return given
+    return given or Request()
 
 
 def _figures(given: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def first_failure(parts: Sequence[Part], ranks: Ranks) -> str | None:
     return next((f"rank {rank}: {failure}" if ranks.world_size > 1 else failure for rank, failure in found), None)
 
 
-def close_all(parts: Sequence[Part], ranks: Ranks) -> None:
+def close_all(parts: Sequence[Part], ranks: Ranks, run: RunConfig) -> None:
     """Close the parts of plugins after a run has saved, the last first. All ranks call it.
 
     Raises: AgreedError, if one has failed on a rank, here or before.
@@ -229,5 +231,5 @@ def close_all(parts: Sequence[Part], ranks: Ranks) -> None:
         if isinstance(part, Guarded):
             part.close(None)
     if failure := first_failure(parts, ranks):
-        raise AgreedError(f"{failure}. The run has saved; fix the plugin, and the same command continues",
-                          PluginError.exit_code)  # fmt: skip
+        raise AgreedError(f"{failure}. The run has saved; fix the plugin, and {same_command(run, CHANGED, 'ok')} "
+                          "continues", PluginError.exit_code)  # fmt: skip

@@ -21,6 +21,7 @@ from torch import Tensor
 from llmtrain.base.errors import TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.plugins import hashes
+from llmtrain.config.run import same_command
 from llmtrain.data.stream.loader import StepBatch
 from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import from_all
@@ -225,7 +226,7 @@ class ReplicaCheck(Part):
     def __init__(self, launch: Launch) -> None:
         self._launch, setup = launch, launch.setup
         run, exact = setup.run, setup.resolved.deepspeed
-        self._every = run.fault.check_every
+        self._every, self._command = run.fault.check_every, same_command(run)
         self._engine, self._ranks, self._tracker = setup.engine, setup.ranks, launch.tracker
         self._degrees = setup.resolved.degrees
         self._replicas = Replicas(self._engine, self._ranks)
@@ -287,7 +288,7 @@ class ReplicaCheck(Part):
         text = (
             f"after step {step}: {describe(found, self._ranks.seats)}.{before} What has changed it is no part of the "
             f"training: memory, a link or a kernel of that host, or code that runs on one rank only{own}. Checkpoints "
-            "are made of ranks that agreed: the same command continues from the newest, on other hosts if one is "
+            f"are made of ranks that agreed: {self._command} continues from the newest, on other hosts if one is "
             "suspect."
         )
         self.tell(step, "ranks differ", ranks, [each.name for each in found], text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -303,7 +302,6 @@ class Logging(Part):
             self._speed.flops = flops_of(self._setup, done.batch.stage)
         self._speed.step(tokens=done.batch.tokens, data_wait_s=done.data_wait_s, comm=comm)
         if done.last or is_due(self._setup.run.train.log_every, done.steps):
-            gc.collect()
             self._log(done)
 
     def _log(self, done: Done) -> None:

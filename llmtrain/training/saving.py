@@ -13,6 +13,7 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.retain import Best, keep_newest
 from llmtrain.checkpoint.save import Outcome, Saver
+from llmtrain.config.run import same_command
 from llmtrain.engine.api import StateTensor
 from llmtrain.engine.dist.control import at_length, from_all
 from llmtrain.training.parts import Done, Launch, Part
@@ -36,6 +37,7 @@ class Saving(Part):
         self._start, self._parts, self._evaluation = start, parts, launch.part(Evaluation)
         self._record = launch.part(Record)
         self._best = Best.chosen(self._settings.keep_best)
+        self._command = same_command(setup.run)
 
         def more() -> list[StateTensor]:
             return [tensor for part in parts for tensor in part.state()]
@@ -146,7 +148,7 @@ class Saving(Part):
         except CheckpointError as error:
             raise CheckpointError(f"{failed}. {error}") from error
         raise TrainingStopped(f"{failed}. The run has ended, and its state at step {position.step} is saved. Fix the "
-                              "cause of the failed saves, and the same command continues.")  # fmt: skip
+                              f"cause of the failed saves, and {self._command} continues.")  # fmt: skip
 
     def last(self, position: Position, *, complete: bool, exports: bool) -> None:
         """Write the last checkpoint of a launch. `exports`: rank 0 exports it, so its folder gets the files of all
@@ -191,7 +193,7 @@ class Saving(Part):
 
     def _lost(self, step: int) -> str:
         before = f"step {self._saved_step}" if self._saved_step else "the beginning"
-        return f"The training up to step {step} is not saved. Fix that, and the same command continues from {before}."
+        return f"The training up to step {step} is not saved. Fix that, and {self._command} continues from {before}."
 
     def _report(self, outcome: Outcome | None) -> None:
         if outcome is None:

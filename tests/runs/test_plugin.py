@@ -59,6 +59,9 @@ class Count(Part, entry="count"):
     def open(self, launch):
         self.rank, self.seen = launch.setup.ranks.rank, 0
 
+    def request(self):
+        return None  # asks for nothing
+
     def after_step(self, done):
         self.seen += 1
         if done.position.step == self.fails_at and self.rank == 1:
@@ -148,7 +151,7 @@ def test_an_exception_in_a_part_saves_and_names_it(
     words = ["--plugin", str(mine), "--train.log_every", "1", "--checkpoint.keep", "3"]
     code, output = finish(recipe, *words, "--parts.count.fails_at", "3", "--train.max_steps", "9",
                           "--trackers.dead.after", "1", "--trackers.slow.seconds", "9")  # fmt: skip
-    assert code == 3
+    assert code == 3 and "fix the plugin, and the same command with --plugin-changed ok continues" in output
     line = FAILS.splitlines().index('            raise RuntimeError("as asked")') + 1
     assert f"rank 1: parts.count: after_step at step 3: {mine} line {line}: RuntimeError: as asked." in output
     assert "trackers.dead is given up" in output and "OSError: nobody answers" in output

@@ -70,6 +70,7 @@ def test_nothing_is_left_behind(undisturbed):
 def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(undisturbed, small_data, tmp_path, warm):
     """The launcher signals its ranks one after another, with up to 30 s between; they agree at the next step."""
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    recipe.write_text(recipe.read_text() + "resume: none\n")
     process = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant", warm=warm)
     wait_for_step(process, run, 3)
     everyone = tree(process)
@@ -79,9 +80,10 @@ def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(undisturbed, small_dat
     _, output = finish(process, 60)
     assert time.monotonic() - began < 25 and gone(everyone, 5)
     stop = next(event for event in rows(run, "events.jsonl") if event["kind"] == "stop")
-    assert stop["complete"] is False and "the same command continues" in output
+    assert stop["complete"] is False and "the same command with --resume auto continues" in output
     assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{stop['step']:08d}"
-    forked.train(recipe, "--train.max_steps", str(stop["step"] + 2), "--schedule.name", "constant")
+    words = ["--schedule.name", "constant", "--resume", "auto"]
+    forked.train(recipe, "--train.max_steps", str(stop["step"] + 2), *words)
     assert max(losses(run)) == stop["step"] + 2
 
 

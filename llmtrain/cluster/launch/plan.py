@@ -216,7 +216,7 @@ def describe(plan: Plan, options: Options, argv: Sequence[str]) -> str:
     how = "inherited" if inherited else "on DeepSpeed's command line"
     lines.append(f"environment, {how}: {' '.join(sorted(plan.travel.open)) or '(nothing)'}")
     private = "inherited" if inherited else "in a file of mode 0600"
-    lines.append(f"environment, {private}: {' '.join(sorted(plan.travel.private)) or '(nothing)'}")
+    lines.append(f"secret variables, {private}: {' '.join(sorted(plan.travel.private)) or '(nothing)'}")
     restarts = units.counted(options.max_restarts, "restart")
     lines.append(f"after a fault: at most {restarts}, on at least {options.min_hosts} of {hosts}")
     return "\n".join(lines)
