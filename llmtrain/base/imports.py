@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from llmtrain.base.errors import ConfigError
+
 _ACCELERATORS = (
     "/dev/nvidia*",
     "/dev/kfd",
@@ -19,14 +21,18 @@ _ACCELERATORS = (
     "/dev/hpu*",
 )
 """Device files of NVIDIA, AMD, Windows' Linux, Intel and others."""
+_KNOWN = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")  # by DeepSpeed 0.19.8
 
 
 def name_cpu() -> None:
     """Name the CPU as DeepSpeed's accelerator on a host without accelerators, which DeepSpeed would guess with a
-    warning.
+    warning. Raises ConfigError: the variable names none.
 
     With an empty CUDA_VISIBLE_DEVICES, DeepSpeed's launcher would show all GPUs to the ranks again.
     """
+    if (given := os.environ.get("DS_ACCELERATOR", "cpu")) not in _KNOWN:
+        raise ConfigError(f"DS_ACCELERATOR = {given}: DeepSpeed knows no such accelerator. Remove the variable, or set "
+                          f"it to one of {', '.join(_KNOWN)}")  # fmt: skip
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(glob.glob(node) for node in _ACCELERATORS):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -69,7 +69,9 @@ def find_checkpoints(path: Path) -> list[Path]:
         found = [place for place in places if (place / MANIFEST).exists()]
     if not found:
         what = "no such folder" if not path.exists() else "it holds no complete checkpoint"
-        raise CheckpointError(f"{path}: {what}. Give a run folder, a checkpoint's folder, or RUN/step-N.")
+        there = complete_checkpoints(path.parent) or complete_checkpoints(path.parent / "checkpoints")
+        steps = f" The run has steps {', '.join(str(step_of(each)) for each in there[:9])}." if short and there else ""
+        raise CheckpointError(f"{path}: {what}. Give a run folder, a checkpoint's folder, or RUN/step-N.{steps}")
     return found
 
 

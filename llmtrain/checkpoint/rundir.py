@@ -85,7 +85,7 @@ class RunDirectory:
         """Check for `--resume PATH`. Raises CheckpointError for a checkpoint of this run that is not its newest."""
         newest = next(iter(complete_checkpoints(self.checkpoints)), None)
         ours = Path(chosen).resolve().parent == self.checkpoints.resolve()
-        if newest is not None and ours and newest.resolve() != Path(chosen).resolve():
+        if newest is not None and ours and newest.resolve() != Path(chosen).resolve() and Path(chosen).exists():
             raise CheckpointError(
                 f"resume: {chosen} is older than {newest.name} of the same run, and its steps would be mixed "
                 "with the later ones. Give the branch a train.run_dir of its own, or delete the newer checkpoints."

@@ -126,6 +126,8 @@ def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
     for asked in (key, name, key.replace("-", "_"), name.replace("-", "_")):
         if asked in elsewhere and (_lead(_answer_of(asked, value)[1]) or len(homes) != 1):
             owner, ours = _answer_of(asked, value)
+            if isinstance(value, dict) and (lead := _lead(ours) or "").endswith(".name"):
+                return rule, f"did you mean {dashes}{lead.removesuffix('.name')}?"
             rule += "" if owner == "others" else f"; {owner} has it (migrate.md)"
             return rule, _here(ours, dashes)
     if len(homes) == 1:
@@ -223,7 +225,8 @@ def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:
     if key in WRITTEN:
         return rule, WRITTEN[key]
     if number := re.fullmatch(r"(-?\d+),(\d+)", text):
-        return rule, f"write {number[1]}.{number[2]}, with a decimal point"
+        whole = f"write {number[1]}{number[2]}, without a comma"
+        return rule, f"write {number[1]}.{number[2]}, with a decimal point" if float in kinds else whole
     if share := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
-        return rule, f"write {float(share[1]) / 100:g}"
+        return rule, f"write {float(share[1]) / 100:g}" if float in kinds else "write the number itself, not a share"
     return rule, f"write {words}; `llmtrain train --help` explains {key}"

@@ -342,6 +342,12 @@ def _check_text(value: str, key: str, problems: Problems) -> None:
 
 def host_path(key: str, path: str, problems: Problems) -> str:
     """Expand `~` and `$NAME` in a path as a shell does. A path that exists as it is written stays."""
+    if re.match(r"[“”‘’„]|[A-Za-z]:\\", path) and not problems.saved and not os.path.exists(path):
+        problems.unexpanded, straight = True, path.strip("“”‘’„")
+        quotes = "is in typographic quotes, which are a part of it", f'write "{straight}", in straight quotes'
+        other = "is a path of Windows", "write a path of this machine, with slashes"
+        problems.add(key, path, *(quotes if straight != path else other))
+        return path
     if problems.saved or not re.search(r"^~|\$(\w|\{)", path) or os.path.exists(path):
         return path
     meant = os.path.expandvars(os.path.expanduser(path))

@@ -130,6 +130,9 @@ def _broken(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
     what = getattr(error, "problem", None) or str(error).splitlines()[0]
     line = lines[number - 1]
     opened = getattr(error, "context_mark", None)
+    if "unknown escape" in what:
+        rule = "not valid YAML: a backslash in double quotes begins an escape"
+        return stop("YAML", line.strip(), rule, "write single quotes, or slashes in a path", f"{name}, line {number}")
     if opened is not None and "quoted scalar" in str(getattr(error, "context", "")):
         rule = "not valid YAML: the quote that begins here has no end"
         place = f"{name}, line {opened.line + 1}"

@@ -26,7 +26,7 @@ VERSION = 1
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
-NEW_COLUMN = "run `llmtrain reference RUN.yaml`, which writes it again"
+NEW_COLUMN = "run `llmtrain reference RUN.yaml`, which writes it"
 """Remedy for a column of another model (stream/columns.py)."""
 
 

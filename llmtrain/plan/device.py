@@ -100,6 +100,8 @@ def parse_size(key: str, text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text.lower())
     if found is None or float(found[1]) == 0:
         raise stop(key, text, "is not a size", f"write {key} 80GiB", COMMAND_LINE)
+    if not found[2] and float(found[1]) < 1 << 20:
+        raise stop(key, text, "is a number of bytes without a unit", f"write {key} {found[1]}GiB", COMMAND_LINE)
     power = units[found[2]] if found[2] else 0
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 

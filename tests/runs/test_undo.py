@@ -154,7 +154,7 @@ def test_a_wrong_request_is_refused_and_nothing_is_written(
     words: tuple[str, ...], message: str, folder: Path, row: tuple[int, int], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    (folder / "own.py").write_text("")
+    (folder / "own.py").write_text("from llmtrain import Part\n\nclass Own(Part, entry='own'):\n    pass\n")
     monkeypatch.chdir(folder)
     given, before = [word.format(here=folder, row=row[1]) for word in words], sorted(folder.iterdir())
     assert cli.main(words_of(folder, row[0], *given)) == 2

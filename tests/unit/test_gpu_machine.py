@@ -128,13 +128,16 @@ def test_make_gpu_check_installs_what_it_asks_for(tmp_path, eight_gpus):
 
 @pytest.mark.parametrize(
     ("local_rank", "ranks", "visible", "index"),
-    [(0, 8, 8, 0), (7, 8, 8, 7), (3, 8, 1, 0), (0, 1, 1, 0), (2, 3, 2, None), (8, 16, 8, None)],
+    [(0, 8, 8, 0), (7, 8, 8, 7), (3, 8, 1, 0), (0, 1, 1, 0), (2, 3, 2, None), (8, 16, 8, None), (0, 2, 0, None)],
 )
 def test_the_device_of_a_rank(monkeypatch, local_rank, ranks, visible, index):
     if index is not None:
         assert device_index(local_rank, ranks, visible) == index
         return
-    with pytest.raises(ConfigError, match=rf"{visible} cuda devices? for {ranks} ranks .*slots in the hostfile to"):
+    told = rf"{visible} cuda devices? for {ranks} ranks .*slots in the hostfile to"
+    with pytest.raises(
+        ConfigError, match=told if visible else r"no cuda device .*Remove the variable, or set it to cpu"
+    ):
         device_index(local_rank, ranks, visible)
 
 

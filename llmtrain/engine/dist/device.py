@@ -57,9 +57,13 @@ def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") 
         return local_rank
     if visible == 1:
         return 0
+    shown = f"(CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
+    if not visible:
+        raise ConfigError(f"DS_ACCELERATOR = {kind}: torch {torch.__version__} sees no {kind} device here {shown}. "
+                          "Remove the variable, or set it to cpu")  # fmt: skip
     raise ConfigError(
-        f"this host has {units.counted(visible, f'{kind} device')} for {ranks} ranks (CUDA_VISIBLE_DEVICES is "
-        f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): set its slots in the hostfile to {visible}."
+        f"this host has {units.counted(visible, f'{kind} device')} for {ranks} ranks {shown}: set its slots in the "
+        f"hostfile to {visible}."
     )
 
 

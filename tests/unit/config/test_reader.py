@@ -37,6 +37,8 @@ TOP = "deepspeed: ds.json\n"
         (f"{TOP}tracking:\n  name: 'my run\noptim:\n  lr: 1e-3\n", ("line 3", "the quote that begins here has no end")),
         (f"{TOP}optim: {{lr: '0,001'}}\n", ("write 0.001, with a decimal point",)),
         (f"{TOP}schedule: {{min_ratio: 70%}}\n", ("write 0.7",)),
+        (f"{TOP}schedule: {{warmup_steps: 70%}}\n", ("a whole number", "write the number itself, not a share")),
+        (f"{TOP}schedule: {{warmup_steps: '1,000'}}\n", ("write 1000, without a comma",)),
         (f"{TOP}data: {{path: [a, b]}}\n", ("a mixture", "`data.mixture: {a: 1, b: 1}`")),
         (f"{TOP}plugin: mine.py\n", ("no configuration", "--plugin mine.py")),
         (f"{TOP}trackers: {{tensorbord: {{}}}}\n", ("did you mean trackers.tensorboard?",)),

@@ -205,6 +205,9 @@ def test_wrong_words(folder: Path, capsys: pytest.CaptureFixture[str], line: str
 def test_sizes() -> None:
     assert parse_size("--memory", "80GiB") == 80 * GIB and parse_size("--memory", "1.5TB") == 1_500_000_000_000
     assert parse_size("--memory", "40960mib") == DEVICES["a100-40"] * MIB
+    assert parse_size("--memory", str(80 * GIB)) == 80 * GIB
+    with pytest.raises(ConfigError, match=r"bytes without a unit\n    remedy: write --memory 80GiB"):
+        parse_size("--memory", "80")
 
 
 def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
