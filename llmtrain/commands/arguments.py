@@ -1,23 +1,24 @@
-"""The options of a command: an unknown one is answered with the one that is meant."""
+"""The flags of a command: an unknown one is answered with the one that is meant. Next to words of a run
+`command_words` (config/load.py) does it."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from llmtrain.base.errors import ConfigError
-from llmtrain.config.problems import closest
+from llmtrain.config.problems import COMMAND_LINE, closest, stop
 
 _ELSEWHERE = {"input": "source", "output": "out", "output-dir": "out", "max-new-tokens": "max-tokens"}
 
 
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raises ConfigError: an option is like one of this command."""
+        """Raises ConfigError: a flag is like one of this command."""
         known = {each.removeprefix("--") for each in self._option_string_actions}
         for word in (each.partition("=")[0] for each in args or () if each.startswith("--")):
             if (name := word.removeprefix("--")) and name not in known:
                 meant = _ELSEWHERE.get(name.replace("_", "-"))
                 if near := meant if meant in known else closest(name, known):
-                    raise ConfigError(f"{word}: there is no such option; did you mean --{near}?")
+                    rule = f"is no flag of `{self.prog}`"
+                    raise stop("command line", word, rule, f"did you mean --{near}?", COMMAND_LINE)
         return super().parse_known_args(args, namespace)

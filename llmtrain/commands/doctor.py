@@ -22,7 +22,6 @@ from llmtrain.cluster.doctor.preflight import (
 )
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.commands import completion
-from llmtrain.commands.arguments import Parser
 from llmtrain.config.load import command_words, configs_in, load, run_words
 from llmtrain.config.planned import stored
 from llmtrain.data.stream.epoch import sequences_of_epoch
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="llmtrain doctor",
         usage="llmtrain doctor --hostfile HOSTS [options] [RUN.yaml [--SECTION.FIELD VALUE ...]]",
         description=__doc__,

@@ -130,7 +130,7 @@ def _broken(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
     what = getattr(error, "problem", None) or str(error).splitlines()[0]
     line = lines[number - 1]
     opened = getattr(error, "context_mark", None)
-    if "unknown escape" in what:
+    if re.search("escape|hexdecimal", what):
         rule = "not valid YAML: a backslash in double quotes begins an escape"
         return stop("YAML", line.strip(), rule, "write single quotes, or slashes in a path", f"{name}, line {number}")
     if opened is not None and "quoted scalar" in str(getattr(error, "context", "")):

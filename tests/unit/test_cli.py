@@ -38,6 +38,26 @@ def test_an_unknown_command(word: str, remedy: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("prepare --input a.txt --out d", "is no flag of `llmtrain prepare`\n    remedy: did you mean --source?"),
+        ("prepare --source a.txt --output d", "did you mean --out?"),
+        (
+            "prepare --source a.txt --vocab_size=280 --out d",
+            "did you mean --vocab-size?",
+        ),
+        ("generate run --max_new_tokens 4", "did you mean --max-tokens?"),
+        ("checkpoint to-hf run out --chek none", "did you mean --check?"),
+        ("data show folder --spilt train", "did you mean --split?"),
+    ],
+)
+def test_an_unknown_option(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    told = capsys.readouterr().err
+    assert meant in told and "usage" not in told
+
+
+@pytest.mark.parametrize(
     ("error", "code", "words"),
     [
         (UserError("key = 1: rule"), 2, "error: key = 1: rule"),

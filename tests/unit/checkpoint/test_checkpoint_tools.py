@@ -16,9 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint import retain, save
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints, read_trainer
-from llmtrain.checkpoint.listing import best_checkpoints, layout_words
+from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, layout_words
 from llmtrain.checkpoint.retain import Best, keep_newest, outdated, pin, pinned, pins_of
 from llmtrain.checkpoint.save import will_lack
 from tests.helpers.checkpoints import SHAPES, at, flip, resign, tensors, write_checkpoint
@@ -203,6 +204,12 @@ def test_diff_of_other_tensors(tmp_path: Path, say: Say) -> None:
 
 
 # retention
+
+
+@pytest.mark.parametrize("given", ["step-999", "checkpoints/step-999"])
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(run: Path, given: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no such folder\. .* The run has steps 300, 200, 100\.$"):
+        find_checkpoints(run / given)
 
 
 def test_retention_keeps_the_newest_good_one(run: Path) -> None:

@@ -39,6 +39,10 @@ TOP = "deepspeed: ds.json\n"
         (f"{TOP}schedule: {{min_ratio: 70%}}\n", ("write 0.7",)),
         (f"{TOP}schedule: {{warmup_steps: 70%}}\n", ("a whole number", "write the number itself, not a share")),
         (f"{TOP}schedule: {{warmup_steps: '1,000'}}\n", ("write 1000, without a comma",)),
+        (f"{TOP}optimizer: {{lr: 1e-3}}\n", ("optimizer = ", "did you mean optim?")),
+        (f"{TOP}train: {{run_dir: “runs”}}\n", ("in typographic quotes", 'write "runs", in straight quotes')),
+        (f"{TOP}train: {{run_dir: 'C:\\runs\\x'}}\n", ("is a path of Windows", "with slashes")),
+        (f'{TOP}train: {{run_dir: "C:\\runs\\x"}}\n', ("a backslash in double quotes", "write single quotes")),
         (f"{TOP}data: {{path: [a, b]}}\n", ("a mixture", "`data.mixture: {a: 1, b: 1}`")),
         (f"{TOP}plugin: mine.py\n", ("no configuration", "--plugin mine.py")),
         (f"{TOP}trackers: {{tensorbord: {{}}}}\n", ("did you mean trackers.tensorboard?",)),
@@ -58,6 +62,7 @@ def test_a_beginner_is_answered(yaml: str, words: tuple[str, ...], here: Path) -
     ("argv", "words"),
     [
         (["rum.yaml"], ('--config = "rum.yaml"', "no such file", "(looked from /", "did you mean run.yaml?")),
+        (["zzz.yaml"], ("no such file", "give the path of a run's YAML")),  # and no other file's
         (["run.yaml", "--plugn", "mine.py"], ("--plugn", "did you mean --plugin?")),
         (["run.yaml", "--parts.mien"], ("--parts.mien", "no plugin and no part of llmtrain")),
         (["run.yaml", "--trackers.tensorbord"], ("did you mean --trackers.tensorboard?",)),
