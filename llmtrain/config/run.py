@@ -271,7 +271,7 @@ class FaultConfig:
     a comparison, too. 0 = never."""
     recheck_every: int = bounded(0, NOT_NEGATIVE, "500 is common, 0 = never")
     """Optimizer steps between checks of the ranks' arithmetic: some sequences of one data-parallel rank are
-    computed on all, which must get equal gradients. A launch begins with one. ZeRO 0 to 2. 0 = never."""
+    computed on all, which must get equal losses and gradients. A launch begins with one. ZeRO 0 to 2. 0 = never."""
     stall_timeout_s: float = bounded(300.0, SECONDS, "300 is the default")
     """Seconds without progress on any rank before the job is explained and ended. At most 3/4 of timeout_s counts."""
     preempt_file: HostPath | None = None

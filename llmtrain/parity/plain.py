@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.config.plugins import modules, within
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.config.stages import Batch
 from llmtrain.models.skeleton import DTYPES, load_config
@@ -279,8 +278,8 @@ def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
     Step k of w of the warm-up has k / (w + 1). The next one has 1, from which half a cosine or a line reaches min_ratio
     with the last step; with wsd step k of the last d has 1 - (1 - min_ratio) k / d.
     """
-    if not isinstance(schedule, Constant | Falling) or within(type(schedule), modules):
-        return schedule.factor(number - 1, steps)  # the definition of a plugin's schedule is its own
+    if type(schedule).__module__ != Schedule.__module__:  # the definition of a plugin's schedule is its own
+        return schedule.factor(number - 1, steps)
     whole = schedule.warmup_steps + 1
     if isinstance(schedule, Wsd):
         assert schedule.decay_steps is not None, "the resolver fills it in"
@@ -288,6 +287,7 @@ def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
             return 1.0 - (1.0 - schedule.min_ratio) * late / schedule.decay_steps
     if number <= whole or isinstance(schedule, Constant | Wsd):
         return min(1.0, number / whole)
+    assert isinstance(schedule, Falling)
     done = (number - whole) / (steps - whole)
     height = math.cos(math.pi / 2 * done) ** 2 if isinstance(schedule, Cosine) else 1.0 - done
     return schedule.min_ratio * (1.0 - height) + height

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -123,20 +124,17 @@ def test_the_search_goes_on_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("formula")
 def test_half_of_the_layers_is_half_of_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    machines = Machines(hosts=2, slots=2, device="x", on_gpu=False, memory=43 * MIB, host_memory=None)
-    fitter, tried = Fitter(resolved(Form(stage=1), {}), machines, SPEEDS, resolved), list[Choice]()
-    complete = fitter._complete
+    machines = Machines(hosts=2, slots=1, device="x", on_gpu=False, memory=43 * MIB, host_memory=None)
+    few, halves, point = functools.partial(resolved, ranks=2, batch=4), set(), Fitter._point
 
-    def noted(choices: Sequence[Choice]) -> Any:
-        tried.extend(choices)
-        return complete(choices)
+    def noted(fitter: Fitter, choice: Choice) -> Any:
+        if isinstance(choice.recomputed, int):
+            halves.add((choice.form.pipeline, choice.recomputed))
+        return point(fitter, choice)
 
-    monkeypatch.setattr(fitter, "_complete", noted)
-    monkeypatch.setattr(fit, "_TRIED", 1000)
-    monkeypatch.setattr(fit, "BEST", 1000)
+    monkeypatch.setattr(Fitter, "_point", noted)
     monkeypatch.setattr(fit, "_EXPLORED", 1000)
-    fitter.fit()
-    halves = {(each.form.pipeline, each.recomputed) for each in tried if isinstance(each.recomputed, int)}
+    Fitter(few(Form(stage=1), {"train.micro_batch": 1}), machines, SPEEDS, few).fit()
     assert halves == {(1, 2), (2, 1)}  # of 4 layers
 
 
