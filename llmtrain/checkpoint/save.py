@@ -412,7 +412,10 @@ class Saver:
             self._answer = self._lost(error)
             return
         job = {"do": "write", "path": str(path)}
-        self._snapshot.start(pieces, self._copy.image.slots, then=lambda: writer.send(job))
+        try:
+            self._snapshot.start(pieces, self._copy.image.slots, then=lambda: writer.send(job))
+        except RuntimeError as error:
+            self._answer = self._lost(error)
 
     def _write_here(self, path: Path, pieces: list[StateTensor]) -> dict[str, Any]:
         """Write synchronously, a chunk at a time, without a copy of the state."""
@@ -435,20 +438,22 @@ class Saver:
             return self._lost(error)
 
     def _lost(self, error: BaseException) -> dict[str, Any]:
-        """The next save gets a new writer."""
+        """The next save gets a new writer, or with an `error` of the device no copy."""
         if self._copy is not None:
             self._copy.drop_writer()
         if self._stage is _Stage.ENDING and not self._errors:
             if not self._partial.exists() and (self._final / MANIFEST).is_file():
                 return {}  # it died after the last rename
             remove_tree(self._partial)
-        return {"error": str(error)}
+        return {"error": str(error), "copy": isinstance(error, RuntimeError)}
 
     def _guarded(self, work: Any) -> dict[str, Any]:
         try:
             return work()
         except OSError as error:
             return {"error": f"{error.strerror} ({error.filename or self._partial})"}
+        except RuntimeError as error:  # of the device
+            return {"error": str(error)}
 
     def _end(self, failed: bool) -> None:
         """Commit the files on the leaders if all are durable, else remove them."""
@@ -457,6 +462,7 @@ class Saver:
         self._stage = _Stage.ENDING
         if failed:
             self._errors = self._complaints("write its file", answers)
+            self._fall_back([a["error"] if a and a.get("copy") else None for a in answers])
             message: dict[str, Any] = {"do": "discard", "folder": str(self._partial)}
         else:
             message = {

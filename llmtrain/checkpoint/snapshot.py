@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import signal
@@ -119,10 +120,12 @@ class HostImage:
         self._locked = cuda and lock_pages(self._address, self._size)
         if cuda and not self._locked:
             log.warn("checkpoints: the host memory for the copy could not be page-locked, so copying holds up training")
+        ends = [offset + piece.region.numel * ITEM_BYTES[dtype] for offset, dtype, piece in plan.layout]
         self.slots = [
-            whole[offset : offset + piece.region.numel * ITEM_BYTES[dtype]].view(_TORCH_DTYPES[dtype])
-            for offset, dtype, piece in plan.layout
+            [each.view(_TORCH_DTYPES[dtype]) for each in between_locks(whole, offset, end)]
+            for (offset, dtype, _), end in zip(plan.layout, ends, strict=True)
         ]
+        """The place of each piece, in views that a GPU copies to."""
 
     def close(self) -> None:
         if self._locked:
@@ -154,6 +157,13 @@ def unlock_pages(address: int, size: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address + low)
 
 
+def between_locks(memory: Tensor, start: int, stop: int) -> list[Tensor]:
+    """Views of bytes [start, stop) of locked memory, each within one registration: CUDA refuses a copy over two of
+    them as an invalid argument, though they are neighbours."""
+    cuts = range((start // _LOCKED_AT_ONCE + 1) * _LOCKED_AT_ONCE, stop, _LOCKED_AT_ONCE)
+    return [memory[low:high] for low, high in itertools.pairwise((start, *cuts, stop))]
+
+
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
@@ -173,24 +183,40 @@ class Snapshot:
         self._host_done = threading.Event()
         self.error: BaseException | None = None
 
-    def start(self, pieces: Sequence[StateTensor], slots: Sequence[Tensor], then: Any) -> None:
-        """Another thread calls `then()` after the copy if there is no `error`."""
+    def start(self, pieces: Sequence[StateTensor], slots: Sequence[Sequence[Tensor]], then: Any) -> None:
+        """Another thread calls `then()` after the copy if there is no `error`. `slots`: a piece's place, in views.
+
+        Raises RuntimeError: the device refuses a copy. None is under way then.
+        """
         if self._thread is not None:
             self._thread.join()  # of a save that failed early: a later error of its thread is not this save's
-        self.error, self._waiting = None, None
+        self.error, self._copied, self._waiting = None, None, None
         host = []
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        for piece, slot in zip(pieces, slots, strict=True):
-            if piece.device.type == "cpu":
-                host.append((piece, slot))
-                continue
-            with piece.open() as values, torch.cuda.stream(self._stream):
-                slot.copy_(values[piece.own], non_blocking=True)
+        try:
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
+            for piece, slot in zip(pieces, slots, strict=True):
+                if piece.device.type == "cpu":
+                    host.append((piece, slot))
+                else:
+                    self._copy_on_device(piece, slot)
+        except RuntimeError:
+            if self._stream is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._stream.synchronize()
+            raise
         self._copied = self._stream.record_event() if self._stream is not None else None
         self._host_done.clear()
         self._thread = threading.Thread(target=self._run, args=(host, self._copied, then), name="checkpoint-copy")
         self._thread.start()
+
+    def _copy_on_device(self, piece: StateTensor, slot: Sequence[Tensor]) -> None:
+        with piece.open() as values:
+            if piece.write is not None and self._stream is not None:  # `open` has just computed the values
+                self._stream.wait_stream(torch.cuda.current_stream())
+                values.record_stream(self._stream)
+            with torch.cuda.stream(self._stream):
+                _copy(values[piece.own], slot)
 
     def wait_before_update(self) -> None:
         """Delay the optimizer until the old values are copied: the host waits for host memory, only the GPU for its
@@ -214,13 +240,13 @@ class Snapshot:
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1000
 
-    def _run(self, host: list[tuple[StateTensor, Tensor]], copied: Any, then: Any) -> None:
+    def _run(self, host: list[tuple[StateTensor, Sequence[Tensor]]], copied: Any, then: Any) -> None:
         try:
             if copied is not None:
                 torch.cuda.set_device(self._device)  # a new thread has GPU 0: a context there takes 0.5 GB
             for piece, slot in host:
                 with piece.open() as values:
-                    slot.copy_(values[piece.own])
+                    _copy(values[piece.own], slot)
             self._host_done.set()
             if copied is not None:
                 copied.synchronize()
@@ -229,6 +255,11 @@ class Snapshot:
             self.error = error
         finally:
             self._host_done.set()
+
+
+def _copy(values: Tensor, slot: Sequence[Tensor]) -> None:
+    for part, place in zip(values.split([len(each) for each in slot]), slot, strict=True):
+        place.copy_(part, non_blocking=True)
 
 
 class WriterDied(Exception):

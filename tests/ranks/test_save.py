@@ -6,14 +6,17 @@ import itertools
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from llmtrain.checkpoint import snapshot
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Manifest, hash_file, problems
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -21,6 +24,7 @@ from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.engine.dist.ranks import Ranks
+from tests.helpers import fake_cuda
 from tests.helpers.training import Case, assembled, make_engine, resolved_run, train_steps
 
 TRAINER = {"step": 2}
@@ -115,7 +119,34 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
             found["synchronous"] = not saver.asynchronous
     finally:
         psutil.virtual_memory = memory
+    found |= save_from_a_device(engine, case, Path(folder).with_name("device"), ranks)
     engine.close()
+    return found
+
+
+def save_from_a_device(engine: Any, case: Case, folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """The state seems to be on a GPU, and the image has many registrations of page-locked memory; then the device
+    refuses a copy on rank 1."""
+    found: dict[str, Any] = {}
+    there = replace(ranks, device=fake_cuda.DEVICE)
+    with (
+        fake_cuda.page_locks() as locks,
+        patch.object(snapshot, "_LOCKED_AT_ONCE", 1 << 16),
+        saver_for(engine, case, folder, "async", there) as saver,
+    ):
+        plain = saver._pieces
+        saver._pieces = lambda: [replace(each, device=there.device) for each in plain()]  # type: ignore[method-assign]
+        saver.begin(2, TRAINER)
+        found["device"] = saver.drain()
+        assert locks.copies > len(plain()) and len(locks.locked) > 10
+        locks.refuses_all = ranks.rank == 1
+        saver.begin(3, TRAINER)
+        found["refused"] = saver.drain()
+        assert not saver.asynchronous and not locks.locked
+        found["left refused"] = sorted(os.listdir(folder))
+        dist.barrier(group=ranks.control)
+        saver.begin(3, TRAINER)
+        found["after it"] = saver.drain()
     return found
 
 
@@ -140,6 +171,11 @@ def test_a_failed_save_leaves_nothing_and_the_next_one_works(pools, small_data, 
             manifest = Manifest.read(found[later].path)
             assert problems(found[later].path, manifest, sorted(manifest.files)) == []
         assert found["synchronous"]
+        assert found["refused"].error == "rank 1 could not write its file: CUDA error: invalid argument"
+        assert found["left refused"] == ["step-00000002"]
+        first, second = (found[name].path for name in ("device", "after it"))
+        for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+            assert (first / name).read_bytes() == (second / name).read_bytes(), "copied over several registrations"
 
 
 def test_a_durable_file_is_what_was_written_for_any_cut(tmp_path):

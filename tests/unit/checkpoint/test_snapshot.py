@@ -18,41 +18,7 @@ from llmtrain.checkpoint.snapshot import RankFile, Snapshot, lock_pages
 from llmtrain.engine.api import StateTensor
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.region import whole
-
-
-class Stream:
-    """Work in order, on a clock of its own (ms)."""
-
-    def __init__(self, *_: Any) -> None:
-        self.now_ms = 0.0
-
-    def wait_stream(self, other: Stream) -> None:
-        self.now_ms = max(self.now_ms, other.now_ms)
-
-    def wait_event(self, event: Event) -> None:
-        self.now_ms = max(self.now_ms, event.at_ms)
-
-    def record_event(self) -> Event:
-        event = Event()
-        event.record(self)
-        return event
-
-
-class Event:
-    at_ms = 0.0
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.timed = enable_timing
-
-    def record(self, stream: Stream) -> None:
-        self.at_ms = stream.now_ms
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, other: Event) -> float:
-        assert self.timed and other.timed
-        return other.at_ms - self.at_ms
+from tests.helpers import fake_cuda
 
 
 def piece(view: Any, device: torch.device, count: int = 4) -> StateTensor:
@@ -69,48 +35,36 @@ def piece(view: Any, device: torch.device, count: int = 4) -> StateTensor:
     )
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its compute stream; devices that were made current, with their threads."""
-    compute, current = Stream(), []
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append((threading.current_thread(), device)))
-    return SimpleNamespace(compute=compute, current=current)
-
-
 @pytest.mark.parametrize(("copy_ms", "backward_ms", "waits_s"), [(300.0, 150.0, 0.15), (100.0, 150.0, 0.0)])
-def test_the_gpus_own_wait_for_the_copy_is_told(cuda: Any, copy_ms: float, backward_ms: float, waits_s: float) -> None:
+def test_the_gpus_own_wait_for_the_copy_is_told(copy_ms: float, backward_ms: float, waits_s: float) -> None:
     device = torch.device("cuda", 1)
-    copy = Snapshot(device)
+    with fake_cuda.streams() as (compute, current):
+        copy = Snapshot(device)
 
-    def slow_copy(*_: Any, **__: Any) -> None:
-        copy._stream.now_ms += copy_ms
+        class SlowPlace:
+            def __len__(self) -> int:
+                return 4
 
-    done = threading.Event()
-    copy.start([piece(range(4), device)], [SimpleNamespace(copy_=slow_copy)], then=done.set)  # type: ignore[list-item]
-    assert done.wait(5)
-    cuda.compute.now_ms += backward_ms
-    copy.wait_before_update()
-    assert copy.device_wait_s() == pytest.approx(waits_s)
-    ((thread, current),) = cuda.current
-    assert thread.name == "checkpoint-copy" and current == device
+            def copy_(self, *_: Any, **__: Any) -> None:
+                copy._stream.now_ms += copy_ms
+
+        done = threading.Event()
+        copy.start([piece(torch.zeros(4), device)], [[SlowPlace()]], then=done.set)  # type: ignore[list-item]
+        assert done.wait(5)
+        compute.now_ms += backward_ms
+        copy.wait_before_update()
+        assert copy.device_wait_s() == pytest.approx(waits_s)
+    assert current == [device], "the thread of the copy has GPU 0, where a context takes memory"
 
 
 def test_memory_is_locked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a GiB at a time: 15 GB at once would hold up the thread that trains."""
-    locked: dict[int, int] = {}
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, _: int(locked.setdefault(address, size) != size),
-        cudaHostUnregister=locked.pop,
-    )
+    runtime = fake_cuda.PageLocks()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     assert lock_pages(4096, 2**29 + 4096)
-    assert locked == {4096: 2**28, 4096 + 2**28: 2**28, 4096 + 2**29: 4096}
+    assert runtime.locked == {4096: 2**28, 4096 + 2**28: 2**28, 4096 + 2**29: 4096}
     snapshot.unlock_pages(4096, 2**29 + 4096)
-    assert locked == {}
+    assert runtime.locked == {}
 
 
 def test_memory_that_cannot_be_locked_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
