@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, settings
 
 # What somebody has set or logged in to must not change a test. Names of network cards stay: a machine may need them.
 _OF_A_USER = (
@@ -31,9 +30,12 @@ os.environ.update(NETRC=os.devnull, WANDB_CONFIG_DIR=_HOME, HF_TOKEN_PATH=os.dev
 from tests.helpers import targets  # noqa: E402
 from tests.helpers.ranks import THREADS, RankPool  # noqa: E402  # it reads the environment
 
-# A busy machine takes a second for what a quiet one draws in milliseconds.
-settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("tests")
+if importlib.util.find_spec("hypothesis") is not None:  # tests/gpu needs none, and a rented machine may have none
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine takes a second for what a quiet one draws in milliseconds.
+    settings.register_profile("tests", suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 
 # A shell's background job ignores it, and so would all processes that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

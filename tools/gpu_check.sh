@@ -9,11 +9,12 @@
 # are printed (tools/gpu_table.py OUT prints them again).
 # Runs in .venv where that has CUDA; else with python3, and what that lacks from .wheels/ (tools/gpu_wheels.sh).
 # What does not fit the GPU's memory is skipped (8b below 130 GiB), and peers that do not fit beside each other are
-# measured one after another. Exit code: 0 passed, 1 a part failed, 2 no CUDA device or packages missing.
+# measured one after another. Exit code: 0 passed, 1 a part failed or was not begun, 2 no CUDA device, packages missing, or
+# no folder for the figures.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 # The order of a call without PART; the least seconds that a part is worth beginning with.
-all=(facts 1.2b tests lora-8b saves 1.2b-fp8 moe parity 0.5b packing packing-dpo sft-1b lora-1b host context-1b
+all=(facts 1.2b lora-8b saves tests 1.2b-fp8 moe parity 0.5b packing packing-dpo sft-1b lora-1b host context-1b
   8b 8b-fp8 context-8b)
 declare -A least=([facts]=20 [1.2b]=80 [tests]=80 [lora-8b]=110 [saves]=60 [1.2b-fp8]=85 [moe]=60 [parity]=65 [0.5b]=80
   [packing]=120 [packing-dpo]=120)
@@ -35,11 +36,17 @@ for part in "${parts[@]}"; do
     exit 2
   fi
 done
-mkdir -p "$out/cache"
-out=$(cd "$out" && pwd)
+folder() { # its absolute path
+  mkdir -p "$1" && (cd "$1" && pwd) || { echo "gpu-check: $1 cannot be made: give another folder" >&2; return 2; }
+}
+out=$(folder "$out") && folder "$out/cache" >/dev/null || exit 2
+[[ -z $keep ]] || keep=$(folder "$keep") || exit 2
 cache=$out/cache log=$out/gpu-check.log
 
-say() { echo "gpu-check: $*" | tee -a "$log"; }
+# Parts write to this process and not to the caller's output: what one leaves running would hold it open.
+exec > >(exec tee -i -a "$log") 2>&1
+tee=$!
+say() { echo "gpu-check: $*"; }
 left() { echo $((seconds - SECONDS)); }
 copy() { # one file for all: a place to bring figures to may take few
   tar -cf "$keep/.new" --exclude=./cache -C "$out" . 2>>"$log"
@@ -48,8 +55,19 @@ copy() { # one file for all: a place to bring figures to may take few
 job='' copier=''
 finish() {
   [[ $job ]] && kill "$job" 2>/dev/null # timeout, which ends what it has started
+  end_leftovers
   [[ $keep ]] && { kill "$copier"; wait "$copier"; copy; } 2>/dev/null
   rm -rf "$TMPDIR"
+  exec >&- 2>&-
+  for _ in {1..40}; do kill -0 "$tee" && sleep 0.05 || return; done
+  kill "$tee" # something still holds its input
+}
+end_leftovers() { # a part's processes may be in sessions of their own
+  local each
+  for each in $(grep -lzsxF "GPU_CHECK_PART=$TMPDIR" /proc/[0-9]*/environ); do
+    each=${each#/proc/}
+    kill -KILL "${each%/environ}" 2>/dev/null
+  done
 }
 shared_gb=$(df --output=avail -B1G /dev/shm 2>/dev/null | tail -1)
 base=${TMPDIR:-/tmp}
@@ -60,7 +78,6 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 if [[ $keep ]]; then
-  mkdir -p "$keep"
   while kill -0 $$ && sleep 5; do copy; done >/dev/null 2>&1 &
   copier=$!
 fi
@@ -68,11 +85,12 @@ limited() { # limited SECONDS COMMAND...: 124 where it is cut off, also by the d
   local most=$(($(left) - 6))
   ((most > $1)) && most=$1
   ((most > 5)) || return 124
-  timeout --kill-after=5 "$most" "${@:2}" > >(tee -a "$log") 2>&1 &
+  GPU_CHECK_PART=$TMPDIR timeout --kill-after=5 "$most" "${@:2}" &
   job=$!
   wait "$job"
   local code=$?
   job=
+  end_leftovers
   return "$code"
 }
 
@@ -172,11 +190,12 @@ run() {
   esac
 }
 
-failed=()
+failed=() waiting=()
 for part in "${parts[@]}"; do
   from=$SECONDS
   if (($(left) < ${least[$part]:-30})) && [[ $part != facts ]]; then
     say "$part: $(left) s are left, of the ${least[$part]:-30} that it takes at least: not begun"
+    waiting+=("$part")
     continue
   fi
   run "$part"
@@ -190,9 +209,8 @@ for part in "${parts[@]}"; do
   [[ $part == facts ]] && from=$((SECONDS - facts_s))
   say "$part: ended after $((SECONDS - from)) s"
 done
-"$python" tools/gpu_table.py "$out" | tee -a "$log"
-if ((${#failed[@]})); then
-  say "FAILED: ${failed[*]}; log and figures in $out"
-  exit 1
-fi
+"$python" tools/gpu_table.py "$out"
+((${#waiting[@]})) && say "not begun: ${waiting[*]}; log and figures in $out"
+((${#failed[@]})) && say "FAILED: ${failed[*]}; log and figures in $out"
+((${#failed[@]} + ${#waiting[@]} == 0)) || exit 1
 say "passed; log and figures in $out"

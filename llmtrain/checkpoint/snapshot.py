@@ -133,15 +133,15 @@ class HostImage:
         os.close(self.handle)
 
 
-_LOCKED_AT_ONCE = 2**28
+LOCKED_AT_ONCE = 2**28
 """Bytes: while the driver locks pages, another thread's kernels wait, for seconds with a complete image."""
 
 
 def lock_pages(address: int, size: int) -> bool:
     """Page-lock host memory for copies from the GPU. False: CUDA refused; the memory stays usable."""
     runtime = torch.cuda.cudart()
-    for low in range(0, size, _LOCKED_AT_ONCE):
-        if int(runtime.cudaHostRegister(address + low, min(_LOCKED_AT_ONCE, size - low), 0)) != 0:
+    for low in range(0, size, LOCKED_AT_ONCE):
+        if int(runtime.cudaHostRegister(address + low, min(LOCKED_AT_ONCE, size - low), 0)) != 0:
             unlock_pages(address, low)
             break
     else:
@@ -153,14 +153,14 @@ def lock_pages(address: int, size: int) -> bool:
 
 
 def unlock_pages(address: int, size: int) -> None:
-    for low in range(0, size, _LOCKED_AT_ONCE):
+    for low in range(0, size, LOCKED_AT_ONCE):
         torch.cuda.cudart().cudaHostUnregister(address + low)
 
 
 def between_locks(memory: Tensor, start: int, stop: int) -> list[Tensor]:
     """Views of bytes [start, stop) of locked memory, each within one registration: CUDA refuses a copy over two of
     them as an invalid argument, though they are neighbours."""
-    cuts = range((start // _LOCKED_AT_ONCE + 1) * _LOCKED_AT_ONCE, stop, _LOCKED_AT_ONCE)
+    cuts = range((start // LOCKED_AT_ONCE + 1) * LOCKED_AT_ONCE, stop, LOCKED_AT_ONCE)
     return [memory[low:high] for low, high in itertools.pairwise((start, *cuts, stop))]
 
 

@@ -97,9 +97,15 @@ class _ScalarReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_OF_HOST_MEMORY = ("to", "weight")
+"""Functions that read a micro-batch before it goes to the device, which on a CPU looks like the device's memory."""
+
+
 def _note(found: Counter[str]) -> None:
     """The innermost frame of DeepSpeed or llmtrain."""
     for frame in reversed(traceback.extract_stack()):
+        if "/llmtrain/" in frame.filename and frame.name in _OF_HOST_MEMORY and not torch.cuda.is_available():
+            return
         for package in ("deepspeed", "llmtrain"):
             if f"/{package}/" in frame.filename:
                 short = frame.filename.rsplit(f"/{package}/", 1)[1]

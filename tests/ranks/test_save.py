@@ -131,7 +131,7 @@ def save_from_a_device(engine: Any, case: Case, folder: Path, ranks: Ranks) -> d
     there = replace(ranks, device=fake_cuda.DEVICE)
     with (
         fake_cuda.page_locks() as locks,
-        patch.object(snapshot, "_LOCKED_AT_ONCE", 1 << 16),
+        patch.object(snapshot, "LOCKED_AT_ONCE", 1 << 16),
         saver_for(engine, case, folder, "async", there) as saver,
     ):
         plain = saver._pieces

@@ -18,7 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from llmtrain.config.run import ModelConfig
+from llmtrain.models.parallel.layers import set_up_layers
 from tests.helpers.prepared import write_prepared
 from tests.runs.test_bench import load
 
@@ -35,6 +38,9 @@ env | grep -E "^(TMPDIR|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME|PYTHON.*)=" >> LOG
 case "$*" in
   *"-m pytest"*) echo "[gw0] [ 50%] PASSED tests/gpu/a.py::b"; exit 1;;
   *"--preset 8b"*) exit 3;;
+  *"--preset 1.2b --only llmtrain trainer"*)
+    setsid sleep 300 & echo $! > LOG.left
+    [ "${ESCAPED:-}" ] && env -i PATH="$PATH" setsid sleep 300 & echo $! > LOG.escaped;;
   *"--preset 0.5b --sequence 128"*) mkdir -p "$TMPDIR/left"; exec sleep ${HOST_S:-60};;
 esac
 exit 0
@@ -100,9 +106,79 @@ def test_parts_are_held_to_the_deadline_and_begin_only_with_their_least_time(
     assert asked[0].startswith("tools/bench/facts.py --json") and "--sequence 128" in asked[1] and len(asked) == 2
     assert done.returncode == 1 and "gpu-check: host: cut off" in done.stdout, done.stdout + done.stderr
     assert re.search(r"1\.2b: \d s are left, of the 80 that it takes at least: not begun", done.stdout)
-    assert "FAILED: host;" in done.stdout and "gpu-check.log" in kept(tmp_path)
+    assert "FAILED: host;" in done.stdout and "gpu-check: not begun: 1.2b;" in done.stdout
+    assert "gpu-check.log" in kept(tmp_path)
     held = re.search(r"^TMPDIR=(.*)$", (tmp_path / "log.env").read_text(), re.MULTILINE)
     assert held is not None and not Path(held[1]).exists()  # what a part that was cut off had left there is gone
+
+
+@pytest.mark.parametrize("escaped", ["", "1"])
+def test_what_a_part_leaves_running_does_not_hold_the_callers_output(
+    tmp_path: Path, machine: dict[str, str], escaped: str
+) -> None:
+    """`... 2>&1 | tee log` waited for it, on a machine that is lent by the second."""
+    began_s = time.monotonic()
+    done = check(tmp_path, {**machine, "ESCAPED": escaped}, str(tmp_path / "out"), "1.2b")
+    assert time.monotonic() - began_s < 60 and "gpu-check: passed" in done.stdout, done.stdout
+    left, other = (int((tmp_path / f"log.{name}").read_text()) for name in ("left", "escaped"))
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    if escaped:  # nobody knows it any more
+        os.kill(other, signal.SIGKILL)
+    assert (tmp_path / "out/gpu-check.log").read_text() == done.stdout
+
+
+def test_no_folder_for_the_figures_ends_the_call_and_a_part_that_did_not_begin_is_no_pass(
+    tmp_path: Path, machine: dict[str, str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for words in ([str(tmp_path / "file")], ["--keep", str(tmp_path / "file"), str(tmp_path / "out")]):
+        done = check(tmp_path, machine, *words, "1.2b")
+        assert done.returncode == 2 and f"gpu-check: {tmp_path}/file cannot be made" in done.stderr, done.stderr
+        assert not (tmp_path / "log").exists()
+    done = check(tmp_path, machine, "--seconds", "30", str(tmp_path / "out"), "1.2b", "moe")
+    assert done.returncode == 1 and "gpu-check: not begun: 1.2b moe;" in done.stdout and "passed" not in done.stdout
+
+
+def test_tests_on_a_gpu_need_no_hypothesis() -> None:
+    """Their conftest ended on a rented machine without it."""
+    code = "import sys; sys.modules['hypothesis'] = None; import tests.conftest"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_layers_that_are_compiled_are_called_so() -> None:
+    """The table said of every run that they were not."""
+    contestants, model = load("contestants"), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    settings = ModelConfig(config={}, compile_layers=True)
+    assert not contestants.is_compiled(model)
+    set_up_layers(model, list(model), settings, SimpleNamespace(recomputes=False, zero_stage=1))  # type: ignore[arg-type]
+    assert contestants.is_compiled(model)
+
+
+def test_a_save_that_is_measured_is_kept_at_once(tmp_path: Path) -> None:
+    """Of two ranks, with one timed round of the first saver and none of the second."""
+    assert load("checkpoint")  # it lets its neighbours be imported
+    savers = load("savers")
+
+    def save(blocked_s: float) -> Any:
+        return savers.Save(blocked_s=blocked_s, lost_s=1.0, seconds=2.0, bytes=24)
+
+    everywhere = [({"llmtrain": [save(0.1)]}, [0.5, 0.7]), ({"llmtrain": [save(0.3)]}, [0.6, 0.6])]
+    found = savers.figures(everywhere)
+    assert found["saves"] == {"llmtrain": {"blocked_s": 0.3, "lost_s": 1.0, "seconds": 2.0, "bytes": 24}}
+    assert found["step_s"] == pytest.approx(0.65)
+
+
+def test_a_ceiling_warms_up_for_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three seconds of products had become 7.6, out of 545."""
+    facts, now_s = load("facts"), [0.0]
+
+    def product() -> None:
+        now_s[0] += 1.4e-3
+
+    monkeypatch.setattr(facts.time, "perf_counter", lambda: now_s[0])
+    assert facts.Ceilings("cpu", 64)._seconds(product, least_s=3.0) == pytest.approx(1.4e-3)
+    assert now_s[0] < 4.0
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -152,7 +228,7 @@ def test_the_first_command_of_the_page_takes_its_parts_in_order(tmp_path: Path, 
         (tmp_path / "log").unlink(missing_ok=True)
         env = {**machine, "OUT": str(tmp_path / "kept")}
         done = subprocess.run(["bash", "-c", command], env=env, cwd=tmp_path / "clone", capture_output=True, text=True)
-        parts = command.split("runs/gpu ")[1].split(" 2>&1")[0].split()
+        parts = command.split("runs/gpu ")[1].split(" >")[0].split()
         asked = [line for line in (tmp_path / "log").read_text().splitlines() if "gpu_table" not in line]
         first = {"1.2b": "--preset 1.2b --only llmtrain trainer plain", "tests": "-m pytest",
                  "lora-8b": "--only lora --preset 8b", "saves": "checkpoint.py --preset 0.5b --only saves",

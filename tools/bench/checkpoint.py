@@ -113,22 +113,10 @@ def _median(values: Sequence[float]) -> float:
 
 
 def measure_saves(pool: Any, task: Any) -> dict[str, Any]:
-    """Blocked time, lost time and bytes of each contestant; the slowest rank counts."""
+    """See savers.figures."""
     import savers
 
-    found = pool.run(savers.saves, task, timeout_s=1800.0)
-    names = found[0][0]
-    by_name: dict[str, Any] = {
-        name: {
-            key: _median([max(rank[0][name][i].__dict__[key] for rank in found) for i in range(task.rounds)])
-            for key in ("blocked_s", "lost_s", "seconds", "bytes")
-        }
-        for name in names
-    }
-    return {
-        "saves": by_name,
-        "step_s": _median([max(steps) for steps in zip(*(rank[1] for rank in found), strict=True)]),
-    }
+    return savers.figures(pool.run(savers.saves, task, timeout_s=1800.0))
 
 
 def measure_writes(pool: Any, task: Any) -> dict[str, float]:
@@ -286,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = Task(
             folder=folder, model=model, sequence=sequence, micro_batch=micro_batch, accumulation=accumulation, stage=1,
             rounds=options.rounds, parameters=parameters, savers=tuple(options.savers), source=options.only is None,
+            figures="" if options.json is None else str(options.json.resolve()),
         )  # fmt: skip
         print(
             f"{parameters / 1e9:.3f} B parameters, {options.ranks} rank(s), bf16, ZeRO 1, {options.rounds} rounds",
@@ -294,14 +283,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         began_s = time.monotonic()
 
         def keep() -> None:
-            head = {"machine": machine, "task": {**asdict(task), "folder": ""}, "ranks": options.ranks}
+            head = {"machine": machine, "task": {**asdict(task), "folder": "", "figures": ""}, "ranks": options.ranks}
             write(options.json, {**head, "parameters": parameters, **found, **card.figures()})
 
+        found: dict[str, Any] = {}
         let_segments_grow()
         pool = RankPool(options.ranks)
         try:
             with Card() as card:
-                found: dict[str, Any] = measure_saves(pool, task)
+                keep()
+                found |= measure_saves(pool, task)
             keep()
             if task.source:
                 found["writes"] = measure_writes(pool, task)

@@ -258,12 +258,17 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
                         tracker=tracker, session=session, loader=setup.loader(), parts=[], speed=throughput_of(setup),
                         began_s=0.0)  # fmt: skip
         launch.parts.extend([SkippedSteps(launch), Logging(launch), Evaluation(launch)])
-        clock.compiled = any(each._compiled_call_impl is not None for each in session.engine.module.modules())
+        clock.compiled = is_compiled(session.engine.module)
         clock.ready()
         train_steps(launch)
         tracker.close()
         if after is not None:
             after(session.engine)
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether layers are compiled, by their forward methods (models/parallel/layers.py)."""
+    return any(hasattr(each.forward, "_torchdynamo_orig_callable") for each in model.modules())
 
 
 def _write_yaml(task: Task, fp8: str | None = None) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import mmap
 import os
 import platform
 import shutil
@@ -71,7 +72,7 @@ class Ceilings:
             self._wait()
             if (took := time.perf_counter() - began) >= least_s or count >= 1 << 14:
                 return took / count
-            count *= 4
+            count = max(count + 1, int(count * min(16.0, 1.05 * least_s / took)))
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -105,6 +106,35 @@ class Ceilings:
             "to_host_gb_s": len(host) / self._seconds(lambda: host.copy_(part)) / 1e9,
             "from_host_gb_s": len(host) / self._seconds(lambda: part.copy_(host)) / 1e9,
         }
+
+    def page_locks(self) -> dict[str, bool]:
+        """Whether CUDA takes a copy over two registrations of page-locked memory as one, and cut between them."""
+        torch = self._torch
+        from llmtrain.checkpoint import snapshot
+
+        size = snapshot.LOCKED_AT_ONCE + (1 << 24)
+        memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        here, low, found = torch.ones(1 << 24, dtype=torch.uint8, device=self._device), size - (3 << 23), {}
+        stop, address = low + len(here), memory.data_ptr()
+        if self._device.type == "cuda" and not snapshot.lock_pages(address, size):
+            return {"locks_pages": False}
+        ways = {
+            "copies_over_locks": [memory[low:stop]],
+            "copies_between_locks": snapshot.between_locks(memory, low, stop),
+        }
+        for name, places in ways.items():
+            try:
+                for place, part in zip(places, here.split([len(each) for each in places]), strict=True):
+                    place.copy_(part, non_blocking=True)
+                self._wait()
+                found[name] = bool(memory[low:stop].all())
+            except RuntimeError as error:
+                print(f"{name}: {str(error).splitlines()[0]}", flush=True)
+                found[name] = False
+            memory.zero_()
+        if self._device.type == "cuda":
+            snapshot.unlock_pages(address, size)
+        return found
 
     def attention(self) -> dict[str, float]:
         """TFLOP/s of causal attention forward and backward, half of the pairs counted, by kernel and head size."""
@@ -180,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found["programs"] = [name for name in ("git", "g++", "nvcc", "nvidia-smi") if shutil.which(name)]
     ceilings, failed = Ceilings(options.device, options.size), False
     with Card() as card:
-        for measure in (ceilings.products, ceilings.copies, ceilings.attention, disk):
+        for measure in (ceilings.products, ceilings.copies, ceilings.page_locks, ceilings.attention, disk):
             try:
                 found |= measure()
             except Exception as error:  # the others are worth having
@@ -188,7 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 failed = True
             found |= card.figures()
             write(options.json, found)
-    print(", ".join(f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, float)), flush=True)
+    print(
+        ", ".join(f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, (float, bool))), flush=True
+    )
     return int(failed)
 
 

@@ -7,9 +7,10 @@ import mmap
 import multiprocessing
 import os
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from machine import write
 
 from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
@@ -36,6 +38,7 @@ from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.process_group import join_process_group
+from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.run.build_for_rank import build_model
@@ -68,6 +71,8 @@ class Task:
     """Those that take part, of CONTESTANTS."""
     source: bool
     """Leave DeepSpeed's checkpoint in FOLDER/source, for the conversions."""
+    figures: str = ""
+    """Rank 0 adds the saves so far to this JSON file after each one: the benchmark may be cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,12 +281,31 @@ def saves(task: Task) -> tuple[dict[str, list[Save]], list[float]]:
         for name, contestant in made.items():
             plain.append(trainer.step())
             results[name].append(_one_save(task, trainer, contestant, plain, folder / name, ranks))
+            everywhere = from_all(ranks, ({key: done[1:] for key, done in results.items() if done[1:]}, plain))
+            if task.figures and ranks.rank == 0:
+                path = Path(task.figures)
+                write(path, json.loads(path.read_text()) | figures(everywhere))
     for contestant in made.values():
         contestant.close()
     if task.source:
         DeepSpeed(task, engine, ranks, resolved, Path(task.folder) / "source").begin(trainer.step_number)
     engine.close()
     return {name: found[1:] for name, found in results.items()}, plain
+
+
+def figures(everywhere: Sequence[tuple[dict[str, list[Save]], list[float]]]) -> dict[str, Any]:
+    """Medians of each contestant's rounds, by what `saves` has on all ranks; the slowest rank counts."""
+    return {
+        "saves": {
+            name: {
+                key: statistics.median(max(getattr(each, key) for each in turn) for turn in zip(*turns, strict=True))
+                for key in ("blocked_s", "lost_s", "seconds", "bytes")
+            }
+            for name in everywhere[0][0]
+            for turns in [[rank[0][name] for rank in everywhere]]
+        },
+        "step_s": statistics.median(max(steps) for steps in zip(*(rank[1] for rank in everywhere), strict=True)),
+    }
 
 
 def _one_save(task: Task, trainer: Trainer, contestant: Any, plain: list[float], folder: Path, ranks: Ranks) -> Save:
