@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
         device=args.device or "a device",
         on_gpu=args.device != "cpu",
         memory=memory_of(args.device, args.memory),
+        begun=args.begun,
         host_memory=None if args.host_memory is None else parse_size("--host-memory", args.host_memory),
         link=args.link,
         price=args.price,
@@ -101,6 +102,8 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--slots", type=int, metavar="N", help="ranks of a host (default 1)")
     parser.add_argument("--device", metavar="NAME", help="cpu, or a GPU such as h100-80; default: any GPU")
     parser.add_argument("--memory", metavar="SIZE", help="memory of a device, such as 80GiB")
+    parser.add_argument("--begun", action="store_true",
+                        help="--memory is what a run finds free at its start, as auto takes it")  # fmt: skip
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of a host, such as 1TiB")
     parser.add_argument("--link", metavar="NAME",
                         help="network between hosts: ib400, eth100, 40Gbit, or a file of doctor's --json")  # fmt: skip
@@ -228,12 +231,13 @@ def keep(plan: Plan, resolved: ResolvedRun) -> None:
     """Store the answer for `config check` and the run."""
     from llmtrain.plan.work import sent
 
+    others = replace(plan.machines, begun=False).others(plan.fullest.peak)  # a run compares with all of its memory
     messages = [sent(kind.rehearsed.step, plan.machines.slots) for kind in plan.kinds]
     answer = Planned(
         peak=plan.fullest.peak,
         of_rank_0=plan.kinds[0].peak,
-        more_at_least=sum(each.low for each in plan.others),
-        more_at_most=sum(each.high for each in plan.others),
+        more_at_least=sum(each.low for each in others),
+        more_at_most=sum(each.high for each in others),
         phases={
             phase: {label: held for label, held in parts.items() if plan.on_device(label)}
             for phase, parts in plan.fullest.rehearsed.phases.items()

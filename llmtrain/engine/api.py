@@ -133,10 +133,14 @@ class Engine(Protocol):
         Args:
             micros, objective: as in `forward_backward`; a rank with no share gives rows without a counted label.
             weight: divisor of the loss.
-            keep: keep a copy, 4 bytes a parameter over all ranks, for later calls.
+            keep: keep a copy, 4 bytes a parameter over all ranks, for later calls, until `forget_gradient`.
 
         (inf, nan): it is not finite.
         """
+        ...
+
+    def forget_gradient(self) -> None:
+        """Free the copy that `gradient_norm` has kept."""
         ...
 
     def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Tensor:

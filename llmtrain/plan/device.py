@@ -45,6 +45,8 @@ class Machines:
     on_gpu: bool
     memory: int | None
     """Bytes of a device; None: the user has named none."""
+    begun: bool = False
+    """`memory` is what a process finds free that has begun: CUDA's context and NCCL's buffers are there."""
     host_memory: int | None
     """Bytes of a host; None: the user has named none."""
     link: str | None = None
@@ -62,16 +64,22 @@ class Machines:
         """Further memory of a rank's device: estimates from the sources named. Those of a GPU have not been measured.
         `peak`: bytes of tensors."""
         if not self.on_gpu:
+            process = Held("the process before the run", 160 * MIB, 300 * MIB,
+                           "Python, torch, DeepSpeed and transformers")  # fmt: skip
             return [
-                Held("the process before the run", 160 * MIB, 300 * MIB, "Python, torch, DeepSpeed and transformers"),
+                *([] if self.begun else [process]),
                 # It keeps them between long-lived tensors (docs/developers/benchmarks.md).
                 Held("gaps of the C library's heap", 4 * peak // 100, 35 * peak // 100, "4 to 35 % were measured"),
             ]
         nccl = Held("buffers of NCCL", 100 * MIB, 1000 * MIB, "4 MiB (NCCL_BUFFSIZE) a channel, peer and direction")
+        context = Held("CUDA context and kernels", 300 * MIB, 700 * MIB, "nvidia-smi less torch's reserved bytes")
+        if self.begun:
+            context = Held("kernels that are loaded later", 0, 400 * MIB, "the rest of the context is there")
         return [
-            Held("CUDA context and kernels", 300 * MIB, 700 * MIB, "nvidia-smi less torch's reserved bytes"),
-            Held("workspaces of cuBLAS", 9 * MIB, 65 * MIB, "CUBLAS_WORKSPACE_CONFIG: 8.1 MiB, on Hopper 32"),
-            *([nccl] if self.ranks > 1 else []),
+            context,
+            # One of the forward pass, one of autograd's thread, one of cublasLt.
+            Held("workspaces of cuBLAS", 16 * MIB, 130 * MIB, "CUBLAS_WORKSPACE_CONFIG: 8.1 MiB, on Hopper 32, each"),
+            *([nccl] if self.ranks > 1 and not self.begun else []),
             # Blocks of 2 MiB, and gaps.
             Held("the allocator's unused blocks", peak // 100, 6 * peak // 100, "1 to 6 % with expandable segments"),
         ]

@@ -64,7 +64,7 @@ def _rehearsed(resolved: ResolvedRun, free: int, ranks: Ranks) -> tuple[dict[str
     """Return the choice, and the reason for it in words."""
     run = replace(resolved.run, parts={}, trackers={})  # parts of a Python program have no YAML
     slots = ranks_of_this_host() if ranks.world_size % ranks_of_this_host() == 0 else ranks.world_size
-    words = ["--hosts", str(ranks.world_size // slots), "--slots", str(slots), "--memory", str(free)]
+    words = ["--hosts", str(ranks.world_size // slots), "--slots", str(slots), "--memory", str(free), "--begun"]
     words += [] if ranks.device.type == "cuda" else ["--device", "cpu"]
     words += [word for plugin in plugins.words() for word in (plugins.FLAG, plugin)]
     with contextlib.ExitStack() as stack:

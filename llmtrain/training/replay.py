@@ -116,6 +116,7 @@ class Replay(Part):
             row["norm"], product = engine.gradient_norm([micro], weight, objective)
             row["share"] = product / (norm * norm or math.nan)
             self._largest = sorted([*self._largest, row["loss"]], reverse=True)
+        engine.forget_gradient()  # the step that follows has no room for it
         engine.set_loss_scale(scale)
         engine.routing()  # what was looked at is not of the step
         merged: dict[str, Any] = {}

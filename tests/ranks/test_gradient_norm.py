@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import traceback
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.data.stream.loader import MicroBatch, StepBatch
+from llmtrain.engine.deepspeed import engine as deepspeed_engine
 from llmtrain.models.loss import IGNORE
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import Case, case_degrees, make_engine, one_step, plain_model, view_of
@@ -31,8 +35,31 @@ def empty() -> MicroBatch:
     return replace(row(0), labels=torch.full((1, LENGTH), IGNORE), sample_indices=[])
 
 
+class Widened(TorchDispatchMode):
+    """Notes the most elements of a float64 tensor that the look at gradients makes. DeepSpeed's ZeRO 3 has its own."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        looks = any(frame.name == "look" for frame in traceback.extract_stack(limit=6))
+        if looks and isinstance(made, torch.Tensor) and made.dtype == torch.float64:
+            self.most = max(self.most, made.numel())
+        return made
+
+
 def looked(engine: Any, mine: list[int]) -> tuple[list[float], list[float]]:
-    """(norms of the batch and of each row, shares of the rows)."""
+    """(norms of the batch and of each row, shares of the rows), with pieces of 1,000 elements: the embedding of a large
+    model, widened as a whole, took more memory than the step that follows leaves."""
+    with patch.object(deepspeed_engine, "_AT_ONCE", 1000), Widened() as widened:
+        found = _looked(engine, mine)
+    assert 1 < widened.most <= 1000
+    engine.forget_gradient()
+    assert not engine._kept
+    return found
+
+
+def _looked(engine: Any, mine: list[int]) -> tuple[list[float], list[float]]:
     whole, own = engine.gradient_norm([row(index) for index in mine], WEIGHT, keep=True)
     assert own == pytest.approx(whole * whole)
     norms, shares = [whole], []

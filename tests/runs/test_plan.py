@@ -108,7 +108,8 @@ def test_a_start_decides_the_micro_batch(
     """As the smallest rank's memory allows; the next start finds the stored answer. Steps of another micro-batch
     continue the run."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache-plan"))
-    words = ["plan", str(recipe), "--slots", "2", "--device", "cpu", "--json", *AUTO[2:], "--train.micro_batch", "4"]
+    words = ["plan", str(recipe), "--slots", "2", "--device", "cpu", "--begun", "--json", *AUTO[2:]]
+    words += ["--train.micro_batch", "4"]
     assert cli.main(words) == 0
     found = json.loads(capsys.readouterr().out)
     needed = found["peak"] + sum(each["high"] for each in found["other"])
@@ -147,7 +148,9 @@ def test_a_start_without_an_answer_takes_least_memory(recipe: Path, tmp_path: Pa
     assert ranks.wait(240) == [0] * 2, ranks.output()
     said = ranks.output()
     assert "train.micro_batch and model.recompute.layers auto: micro-batch 1, all layers recomputed, the choice" in said
-    assert why in said and "`llmtrain plan RUN.yaml --hosts 1 --slots 2 --memory 1073741824 --device cpu`" in said
+    assert (
+        why in said and "`llmtrain plan RUN.yaml --hosts 1 --slots 2 --memory 1073741824 --begun --device cpu`" in said
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)

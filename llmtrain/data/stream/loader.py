@@ -172,6 +172,10 @@ class MicroBatch:
         """Copy in page-locked memory."""
         return self._with(torch.Tensor.pin_memory)
 
+    def columns(self, count: int) -> MicroBatch:
+        """The first `count` tokens of each row."""
+        return self._with(lambda tensor: tensor[:, :count])
+
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         changed: dict[str, Any] = {
             name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)

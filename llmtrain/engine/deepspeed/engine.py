@@ -73,6 +73,8 @@ def without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
+_AT_ONCE = 2**24
+"""Elements of a gradient that are widened to float64 at a time."""
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Fields of the loss scaler; their existence depends on fp16.loss_scale."""
 
@@ -251,18 +253,21 @@ class ZeroEngine:
             part = home.tensor("gradient", whole).own
             own.setdefault(id(home.flat), []).append(slice(home.offset + part.start, home.offset + part.stop))
         kept = self._kept = {} if keep else self._kept
-        # Square of the gradient, its product with the kept one, and whether it is finite.
-        found = torch.zeros(3, dtype=torch.float64)
+        # Square of the gradient and its product with the kept one, on the device; whether it is finite.
+        sums, looked = torch.zeros(2, dtype=torch.float64, device=self.device), False
 
         def look(base: Any) -> bool:
-            found[2] = 1
+            nonlocal looked
+            looked = True
             for flat in (flat for group in base.param_groups for flat in group["params"] if flat.grad is not None):
                 for place in own.get(id(flat), ()):
-                    piece = flat.grad.detach().reshape(-1)[place].float()
+                    piece = flat.grad.detach().reshape(-1)[place]
                     if keep:
-                        kept[id(flat), place.start] = piece.clone()
-                    found[0] += piece.double().square().sum().cpu()
-                    found[1] += (piece.double() * kept.get((id(flat), place.start), piece)).sum().cpu()
+                        kept[id(flat), place.start] = piece.to(torch.float32, copy=True)
+                    other = kept.get((id(flat), place.start), piece)
+                    for part, kept_part in zip(piece.split(_AT_ONCE), other.split(_AT_ONCE), strict=True):
+                        sums[0] += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+                        sums[1] += (part.double() * kept_part).sum()
             return False
 
         optimizer, scale = self.deepspeed.optimizer, self.loss_scale()
@@ -274,8 +279,12 @@ class ZeroEngine:
             self._optimizer_step()
         optimizer.clip_grad = clip
         self.set_loss_scale(scale)
+        found = torch.cat([sums.cpu(), torch.tensor([looked], dtype=torch.float64)])
         dist.all_reduce(found, group=self._ranks.control)
         return (math.sqrt(found[0]), float(found[1])) if found[2] else (math.inf, math.nan)
+
+    def forget_gradient(self) -> None:
+        self._kept = {}
 
     def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Tensor:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
 from llmtrain.plan.decide import decide, fewest_layers, micro_batches
+from llmtrain.plan.device import MIB, Machines
 from llmtrain.training.memory import free_bytes
 from tests.unit.plan.test_plan import RUN
 
 LAYERS = 4
+GIB = 2**30
 AUTO = ["--train.micro_batch=auto", "--train.global_batch=48"]
 
 
@@ -127,3 +130,13 @@ def test_free_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("llmtrain.checkpoint.snapshot._GROUP", tmp_path)
     monkeypatch.setattr("llmtrain.training.memory.ranks_of_this_host", lambda: 2)
     assert free_bytes(torch.device("cpu")) == (1000 - 300 + 80) // 2
+
+
+def test_memory_that_a_begun_process_finds_free_is_charged_once() -> None:
+    """CUDA's context and NCCL's buffers are there when a start measures, and so is the process of a run on CPUs."""
+    gpu = Machines(hosts=1, slots=8, device="", on_gpu=True, memory=80 * GIB, host_memory=None)
+    before, after = (replace(gpu, begun=begun).room(60 * GIB, 80 * GIB) for begun in (False, True))
+    assert after[0] - before[0] == 1300 * MIB and after[1] - before[1] == 400 * MIB
+    cpu = replace(gpu, on_gpu=False)
+    before, after = (replace(cpu, begun=begun).room(1, 1) for begun in (False, True))
+    assert after[0] - before[0] == 300 * MIB

@@ -1,0 +1,205 @@
+"""A run's own code for a GPU, where there is none: two steps, evaluation, saves, and what looks at gradients.
+
+    python -m tests.helpers.cuda_walk FOLDER FORMS.json
+
+A process of its own: it changes what torch believes of this machine (tests/helpers/hopper.py), and has DeepSpeed's
+accelerator for CUDA. Tensors have no memory and say that they are on "cuda"; streams, events and page locks are those of
+tests/helpers/fake_cuda.py. Each form is walked in a process that is forked from this one; FOLDER/walked.json gets what
+it has seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+MEMORY = 139 * 2**30
+
+
+@contextlib.contextmanager
+def on_cuda() -> Iterator[dict[str, int]]:
+    """Yield how often the host has waited for the device, and page locks were asked for."""
+    import torch
+    from torch._subclasses import fake_tensor
+
+    from llmtrain.checkpoint import snapshot
+    from llmtrain.models import compiler, loss
+    from llmtrain.models.transformers_private import is_without_memory
+    from tests.helpers import fake_cuda
+
+    seen = {"waits": 0, "pinned": 0}
+    plain_to, plain_numbers = torch.Tensor.to, fake_tensor.should_allow_numbers_as_tensors
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        target = kwargs.get("device", args[0] if args else None)
+        if isinstance(target, (str, torch.device)) and torch.device(target).type == "cuda":
+            if not is_without_memory(tensor):
+                dtype = next(
+                    (each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), tensor.dtype
+                )
+                return torch.empty(tensor.shape, dtype=dtype, device=fake_cuda.DEVICE)
+        return plain_to(tensor, *args, **kwargs)
+
+    def pin(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        seen["pinned"] += 1
+        return tensor
+
+    def synchronize(*_: Any) -> None:
+        seen["waits"] += 1
+
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY, uuid="fake",
+                                 multi_processor_count=132)  # fmt: skip
+    answers = {
+        "synchronize": synchronize, "empty_cache": lambda *_: None, "reset_peak_memory_stats": lambda *_: None,
+        "mem_get_info": lambda *_: (MEMORY - 2**29, MEMORY), "get_device_name": lambda *_: properties.name,
+        "get_device_properties": lambda *_: properties, "memory_stats": lambda *_: defaultdict(int),
+        "is_current_stream_capturing": lambda: False, "manual_seed": lambda _: None, "manual_seed_all": lambda _: None,
+        "is_initialized": lambda: True, "initial_seed": lambda: 0,
+        **{f"{most}memory_{kind}": lambda *_: 0 for most in ("", "max_") for kind in ("allocated", "reserved")},
+    }  # fmt: skip
+    tensors = {"to": to, "pin_memory": pin, "is_pinned": lambda *_: False, "record_stream": lambda *_: None}
+    compiler._answers["cuda"] = None
+    loss.TRIED.update({("cuda", torch.bfloat16): True, ("cuda", torch.float32): True})
+    with (
+        fake_cuda.page_locks() as locks,
+        patch.multiple(torch.cuda, create=True, **answers),
+        patch.multiple(torch.Tensor, **tensors),
+        patch.object(torch.cuda.nvtx, "range_push", lambda *_: None),
+        patch.object(torch.cuda.nvtx, "range_pop", lambda *_: None),
+        patch.object(loss, "_compiled", lambda function: function),
+        patch.object(snapshot, "LOCKED_AT_ONCE", 1 << 16),
+        # Of small tensors the mode keeps the values, and computes with them on their device.
+        patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),
+        patch.object(
+            fake_tensor,
+            "should_allow_numbers_as_tensors",
+            lambda f: f is not torch.ops.aten._to_copy.default and plain_numbers(f),
+        ),  # fmt: skip
+    ):
+        yield seen
+        seen["copies"] = locks.copies
+
+
+def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The form's figures. `form`: the DeepSpeed JSON, fields of the run, ranks, and the rank that is walked."""
+    import yaml
+
+    from llmtrain.checkpoint.rundir import find_folder
+    from llmtrain.checkpoint.save import Saver
+    from llmtrain.config.load import parse
+    from llmtrain.config.resolve import resolve
+    from llmtrain.engine.deepspeed.rehearsed import rehearsed_ranks
+    from llmtrain.models.transformers_private import without_memory
+    from llmtrain.plan import rehearsal
+    from llmtrain.training.recheck import Recheck
+    from llmtrain.training.replay import largest_values
+    from tests.helpers import fake_cuda
+
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, **form["json"]}))
+    run = {
+        "deepspeed": "ds.json",
+        "data": {"path": "data", "sequence_length": 64},
+        "optim": {"name": "adamw", "lr": 1e-3},
+        "train": {"micro_batch": 1, "accumulation": 2, "max_steps": 4},
+        "checkpoint": {"mode": "async"},
+        **form["run"],
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    os.chdir(folder)
+    resolved = resolve(parse(["run.yaml"], check_paths=False).run, form["ranks"])
+    checked, held = rehearsal.prepared(resolved, on_gpu=True), list[Any]()
+
+    def keep(setup: Any) -> None:
+        setup.engine.closes, setup.engine.close = setup.engine.close, lambda: None
+        held.append(setup)
+
+    with rehearsed_ranks(form["rank"], form["ranks"], 8) as ranks, without_memory(), on_cuda() as seen:
+        ranks = replace(ranks, device=fake_cuda.DEVICE)
+        ledger, _, _ = rehearsal.walk(checked, ranks, keep, on_gpu=True)
+        (setup,) = held
+        steps_waits = seen["waits"]
+        found: dict[str, Any] = {"peak": ledger.most, "waits": steps_waits, "pinned": seen["pinned"]}
+        engine, objective = setup.engine, setup.objective
+        devices = {piece.device.type for piece in engine.state()}
+        with ledger, contextlib.closing(setup.loader()) as loader:
+            batch = next(loader)
+            weight = sum(map(objective.weight, batch.micro_batches))
+            with largest_values(engine.module.hf):
+                norm, _ = engine.gradient_norm(batch.micro_batches, weight, objective, keep=True)
+            engine.gradient_norm([loader.row(1, 0)], weight, objective)
+            engine.forget_gradient()
+            found["norm"] = norm
+            if form.get("recheck"):
+                launch: Any = SimpleNamespace(setup=setup, session=setup.session(), loader=loader)
+                part = Recheck(launch)
+                micros = [loader.row(1, 0)]
+                part._gradients(micros)
+                part._bound = 1.0
+                part._gradients(micros)
+        with Saver(engine, find_folder(folder / "checkpoints", ranks, own=False), resolved.run.checkpoint, resolved.mix,
+                   ranks) as saver:  # fmt: skip
+            saver.prepare()
+            assert saver._copy is not None and saver._copy.problem() is None, "no page-locked copy"
+            with patch.object(saver._copy.writer(), "send", lambda job: None):
+                saver._partial, saver._step = folder, 1
+                saver._write_behind(folder / "rank.safetensors", saver._pieces())
+                saver._snapshot._thread.join(20)
+                saver.before_update()
+                assert saver._snapshot.error is None and saver._answer is None, (saver._snapshot.error, saver._answer)
+                found["waited_s"] = saver._snapshot.device_wait_s()
+        engine.closes()
+    return {**found, "copies": seen["copies"], "devices": sorted(devices)}
+
+
+def _in_child(form: dict[str, Any], folder: Path, pipe: Any) -> None:
+    warnings.simplefilter("ignore")
+    try:
+        pipe.send(walk(form, folder))
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    os._exit(0)
+
+
+def main(folder: Path, forms: dict[str, dict[str, Any]]) -> None:
+    os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"), DS_ACCELERATOR="cuda")
+    from tests.helpers.hopper import pretend
+
+    pretend()
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    assert get_accelerator().device_name() == "cuda"
+    torch.set_num_threads(1)
+    from llmtrain.plan import rehearsal
+    from llmtrain.training import recheck, replay
+
+    assert rehearsal and recheck and replay  # imported once
+    found, fork = {}, multiprocessing.get_context("fork")
+    for name, form in forms.items():
+        ours, theirs = fork.Pipe(duplex=False)
+        child = fork.Process(target=_in_child, args=(form, folder / name, theirs))
+        child.start()
+        theirs.close()
+        try:
+            found[name] = ours.recv()
+        except EOFError:
+            found[name] = f"its process ended with {child.exitcode}"
+        child.join()
+        (folder / "walked.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), json.loads(Path(sys.argv[2]).read_text()))
