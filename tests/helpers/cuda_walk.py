@@ -3,9 +3,9 @@
     python -m tests.helpers.cuda_walk FOLDER FORMS.json
 
 A process of its own: it changes what torch believes of this machine (tests/helpers/hopper.py), and has DeepSpeed's
-accelerator for CUDA. Tensors have no memory and say that they are on "cuda"; streams, events and page locks are those of
-tests/helpers/fake_cuda.py. Each form is walked in a process that is forked from this one; FOLDER/walked.json gets what
-it has seen.
+accelerator for CUDA. Tensors have no memory and say that they are on "cuda"; streams, events and page locks are
+those of tests/helpers/fake_cuda.py. Each form is walked in a process that is forked from this one; FOLDER/walked.json
+gets what it has seen.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MEMORY = 139 * 2**30
 def on_cuda() -> Iterator[dict[str, int]]:
     """Yield how often the host has waited for the device, and page locks were asked for."""
     import torch
+    from deepspeed.runtime.zero import partition_parameters
     from torch._subclasses import fake_tensor
 
     from llmtrain.checkpoint import snapshot
@@ -40,17 +41,21 @@ def on_cuda() -> Iterator[dict[str, int]]:
     from tests.helpers import fake_cuda
 
     seen = {"waits": 0, "pinned": 0}
-    plain_to, plain_numbers = torch.Tensor.to, fake_tensor.should_allow_numbers_as_tensors
+    plain_to, plain_tensor = torch.Tensor.to, torch.tensor
+    plain_numbers = fake_tensor.should_allow_numbers_as_tensors
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         target = kwargs.get("device", args[0] if args else None)
-        if isinstance(target, (str, torch.device)) and torch.device(target).type == "cuda":
-            if not is_without_memory(tensor):
-                dtype = next(
-                    (each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), tensor.dtype
-                )
-                return torch.empty(tensor.shape, dtype=dtype, device=fake_cuda.DEVICE)
+        there = isinstance(target, (str, torch.device)) and torch.device(target).type == "cuda"
+        if there and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+            return tensor  # a small copy of the model that computes with values
+        if there and not is_without_memory(tensor):
+            dtypes = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype))
+            return torch.empty(tensor.shape, dtype=next(dtypes, tensor.dtype), device=fake_cuda.DEVICE)
         return plain_to(tensor, *args, **kwargs)
+
+    def made(values: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return plain_tensor(values, *args, **kwargs).to("cpu" if device is None else device)
 
     def pin(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
         seen["pinned"] += 1
@@ -76,6 +81,8 @@ def on_cuda() -> Iterator[dict[str, int]]:
         fake_cuda.page_locks() as locks,
         patch.multiple(torch.cuda, create=True, **answers),
         patch.multiple(torch.Tensor, **tensors),
+        patch.object(torch, "tensor", made),
+        patch.object(partition_parameters, "_orig_torch_tensor", made),  # what ZeRO 3 puts back after a model is built
         patch.object(torch.cuda.nvtx, "range_push", lambda *_: None),
         patch.object(torch.cuda.nvtx, "range_pop", lambda *_: None),
         patch.object(loss, "_compiled", lambda function: function),
@@ -96,7 +103,7 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The form's figures. `form`: the DeepSpeed JSON, fields of the run, ranks, and the rank that is walked."""
     import yaml
 
-    from llmtrain.checkpoint.rundir import find_folder
+    from llmtrain.checkpoint.rundir import CheckpointFolder
     from llmtrain.checkpoint.save import Saver
     from llmtrain.config.load import parse
     from llmtrain.config.resolve import resolve
@@ -126,14 +133,14 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
         setup.engine.closes, setup.engine.close = setup.engine.close, lambda: None
         held.append(setup)
 
-    with rehearsed_ranks(form["rank"], form["ranks"], 8) as ranks, without_memory(), on_cuda() as seen:
+    with rehearsed_ranks(form["rank"], form["ranks"], 1) as ranks, without_memory(), on_cuda() as seen:
         ranks = replace(ranks, device=fake_cuda.DEVICE)
         ledger, _, _ = rehearsal.walk(checked, ranks, keep, on_gpu=True)
         (setup,) = held
         steps_waits = seen["waits"]
         found: dict[str, Any] = {"peak": ledger.most, "waits": steps_waits, "pinned": seen["pinned"]}
         engine, objective = setup.engine, setup.objective
-        devices = {piece.device.type for piece in engine.state()}
+        devices, found["pieces"] = {piece.device.type for piece in engine.state()}, len(engine.state())
         with ledger, contextlib.closing(setup.loader()) as loader:
             batch = next(loader)
             weight = sum(map(objective.weight, batch.micro_batches))
@@ -143,14 +150,17 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
             engine.forget_gradient()
             found["norm"] = norm
             if form.get("recheck"):
+                seats = [SimpleNamespace(device="NVIDIA H200")] * form["ranks"]
+                setup.ranks = replace(ranks, seats=tuple(seats))
                 launch: Any = SimpleNamespace(setup=setup, session=setup.session(), loader=loader)
                 part = Recheck(launch)
                 micros = [loader.row(1, 0)]
                 part._gradients(micros)
                 part._bound = 1.0
                 part._gradients(micros)
-        with Saver(engine, find_folder(folder / "checkpoints", ranks, own=False), resolved.run.checkpoint, resolved.mix,
-                   ranks) as saver:  # fmt: skip
+        mine = CheckpointFolder(path=folder, leaders=(ranks.rank,) * ranks.world_size, rank=ranks.rank,
+                                hosts=("a host",) * ranks.world_size)  # fmt: skip
+        with Saver(engine, mine, resolved.run.checkpoint, resolved.mix, ranks) as saver:
             saver.prepare()
             assert saver._copy is not None and saver._copy.problem() is None, "no page-locked copy"
             with patch.object(saver._copy.writer(), "send", lambda job: None):
@@ -174,10 +184,11 @@ def _in_child(form: dict[str, Any], folder: Path, pipe: Any) -> None:
 
 
 def main(folder: Path, forms: dict[str, dict[str, Any]]) -> None:
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # peft would have it look for CUDA's libraries
     os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"), DS_ACCELERATOR="cuda")
-    from tests.helpers.hopper import pretend
+    from tests.helpers.hopper import pretend_device
 
-    pretend()
+    pretend_device()
     import torch
     from deepspeed.accelerator import get_accelerator
 

@@ -47,8 +47,8 @@ class Graph:
     """Operators that are called: products of matrices, attention."""
 
 
-def pretend() -> None:
-    """Let torch believe in one H100. Before torch is imported."""
+def pretend_device() -> None:
+    """Let torch believe in one H100, for tensors without memory. Before torch is imported."""
     home = Path(next(iter(importlib.util.find_spec("torch").submodule_search_locations)))  # type: ignore[union-attr,arg-type]
     library = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "hopper.so"
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,6 @@ def pretend() -> None:
     ctypes.CDLL(str(library))
 
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
 
     properties = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536,
@@ -94,7 +92,24 @@ def pretend() -> None:
 
     torch.cuda.default_generators = (Generator(),)
     torch.version.cuda = "13.0"
+
+    def flash(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+              scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+        """What a GPU computes without a mask; torch asks code of CUDA for the choice, which is not here."""
+        assert attn_mask is None
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
+
+    torch.nn.functional.scaled_dot_product_attention = flash  # type: ignore[assignment]
+
+
+def pretend() -> None:
+    """The same for torch.compile and Triton."""
+    pretend_device()
+    import torch
+    import triton
     from torch._dynamo import device_interface  # which takes these functions as it is imported
+    from triton.backends.compiler import GPUTarget
 
     for name in ("cuda", "cuda:0"):
         device_interface.register_interface_for_device(name, device_interface.CudaInterface)
@@ -107,15 +122,6 @@ def pretend() -> None:
     from torch._inductor.runtime import triton_helpers
 
     triton_helpers.set_driver_to_gpu = lambda: None
-
-    def flash(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-              scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
-        """What a GPU computes without a mask; torch asks code of CUDA for the choice, which is not here."""
-        assert attn_mask is None
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        return kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
-
-    torch.nn.functional.scaled_dot_product_attention = flash  # type: ignore[assignment]
 
 
 def backend(found: list[Graph]) -> Any:

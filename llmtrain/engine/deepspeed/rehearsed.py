@@ -90,7 +90,7 @@ def _reduce_scatter(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Ten
     padding = sum(parts) * ranks - sum(tensor.numel() for tensor in tensors)
     whole = tensors[0].view(-1)
     if len(tensors) > 1 or padding:
-        more = torch.empty(padding, dtype=whole.dtype)
+        more = torch.empty(padding, dtype=whole.dtype, device=whole.device)
         whole = torch.cat([*(tensor.view(-1) for tensor in tensors), more])
     whole.div_(ranks)
     mine = whole.narrow(0, rank * sum(parts), sum(parts))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +57,32 @@ def test_the_gpus_own_wait_for_the_copy_is_told(copy_ms: float, backward_ms: flo
         copy.wait_before_update()
         assert copy.device_wait_s() == pytest.approx(waits_s)
     assert current == [device], "the thread of the copy has GPU 0, where a context takes memory"
+
+
+def test_values_that_are_computed_when_they_are_opened_are_there_when_they_are_copied() -> None:
+    """Packed parameters: their values come on the stream that computes, and must not be freed while they are read."""
+    device, copied_at_ms, read_by = torch.device("cuda", 1), [], []
+    with fake_cuda.streams() as (compute, _):
+        copy = Snapshot(device)
+        values = torch.zeros(4)
+        values.record_stream = read_by.append  # type: ignore[method-assign]
+
+        @contextlib.contextmanager
+        def unpacked() -> Iterator[torch.Tensor]:
+            compute.now_ms += 7.0
+            yield values
+
+        class Place:
+            def __len__(self) -> int:
+                return 4
+
+            def copy_(self, *_: Any, **__: Any) -> None:
+                copied_at_ms.append(copy._stream.now_ms)
+
+        packed = replace(piece(values, device), open=unpacked, write=unpacked)
+        done = threading.Event()
+        copy.start([packed], [[Place()]], then=done.set)  # type: ignore[list-item]
+        assert done.wait(5) and copied_at_ms == [7.0] and read_by == [copy._stream]
 
 
 def test_memory_is_locked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,68 @@
+"""The code that a run has for a GPU goes through without one, form by form: tests/helpers/cuda_walk.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+LLAMA = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+TWO_LAYERS = {"model": {"config": {**LLAMA, "num_hidden_layers": 2}}}
+
+
+def form(stage: int, *, ranks: int = 2, rank: int = 0, recheck: bool = True, zero: Any = None, run: Any = None,
+         **more: Any) -> dict[str, Any]:  # fmt: skip
+    return {
+        "json": {"zero_optimization": {"stage": stage, **(zero or {})}, **more},
+        "run": {"model": {"config": LLAMA}, **(run or {})},
+        "ranks": ranks, "rank": rank, "recheck": recheck,
+    }  # fmt: skip
+
+
+DOCUMENTS = {"data": {"path": "data", "sequence_length": 64, "isolate_documents": True}}
+RECOMPUTED = {"model": {"config": LLAMA, "recompute": {"layers": "all"}}}
+ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+OTHERS = {
+    "stage 0": form(0),
+    "stage 2, the second rank": form(2, rank=1, zero={"overlap_comm": True}),
+    "LoRA": form(1, ranks=1, run={"adapter": {"r": 4, "alpha": 8.0}}),
+    "optimizer in host memory": form(2, recheck=False, zero=ON_HOST),
+    "documents": form(1, ranks=1, run=DOCUMENTS),
+    "recomputed": form(1, ranks=1, run=RECOMPUTED),
+    "sums in fp32": form(1, data_types={"grad_accum_dtype": "fp32"}),
+    "the last of two stages": form(1, rank=1, recheck=False, run=TWO_LAYERS, pipeline={"stages": 2}),
+}
+
+
+def walked(folder: Path, forms: dict[str, Any]) -> dict[str, Any]:
+    (folder / "forms.json").write_text(json.dumps(forms))
+    words = [sys.executable, "-m", "tests.helpers.cuda_walk", str(folder), str(folder / "forms.json")]
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads((folder / "walked.json").read_text())
+    for name, one in found.items():
+        assert isinstance(one, dict), f"{name}: {one[-4000:]}"
+    return found
+
+
+def test_steps_saves_and_looks_go_through_the_code_for_cuda(tmp_path: Path) -> None:
+    """A save of each copies to many registrations of page-locked memory, and no step of ours waits for the device."""
+    found = walked(tmp_path, {"stage 1": form(1), "stage 3": form(3, recheck=False)})
+    for one in found.values():
+        assert one["devices"] == ["cuda"] and one["copies"] > one["pieces"] and one["pinned"] > 0, one
+    assert found["stage 1"]["waits"] == 0
+
+
+def test_every_other_form_goes_through_it(tmp_path: Path) -> None:
+    for name, one in walked(tmp_path, OTHERS).items():
+        on_host = name == "optimizer in host memory"
+        assert one["devices"] == (["cpu"] if on_host else ["cuda"]), name
+        assert one["copies"] > one["pieces"] or on_host, name
+        assert one["pinned"] > 0 and one["waits"] == 0, (name, one)

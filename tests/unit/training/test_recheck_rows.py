@@ -1,0 +1,42 @@
+"""How much of a sequence a check of the ranks' arithmetic computes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.training.recheck import Recheck
+
+
+@pytest.mark.parametrize(
+    ("rows", "sharing", "length"),
+    [(1, 1, 40), (2, 1, 64), (1, 3, 39)],  # of 64 tokens, 40 are five eighths
+)
+def test_a_row_that_fills_a_micro_batch_is_cut(
+    monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, length: int
+) -> None:
+    """Layers are not compiled in a check: a whole one would take more memory than in the step, at a launch's start."""
+
+    def micro(count: int) -> MicroBatch:
+        tokens = torch.arange(64).repeat(count, 1)
+        return MicroBatch(inputs=tokens, labels=tokens + 1, sample_indices=[*range(count)], positions=tokens)
+
+    loader = SimpleNamespace(
+        build=lambda step: SimpleNamespace(micro_batches=[micro(rows)] * 4), row=lambda step, index: micro(1)
+    )
+    part: Any = object.__new__(Recheck)
+    part._turn, part._data, part._replica = 0, 1, 1
+    part._ranks = SimpleNamespace(rank=0, world_size=1, control=None, rehearsed=True)
+    degrees = SimpleNamespace(sequence=sharing)
+    part._launch = SimpleNamespace(loader=loader, setup=SimpleNamespace(resolved=SimpleNamespace(degrees=degrees)))
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, **__: None)
+    micros = part._micros(0)
+    assert len(micros) == (3 if rows == 1 else 6)
+    for each in micros:
+        assert [tuple(t.shape) for t in (each.inputs, each.labels, each.positions)] == [(1, length)] * 3
+        assert each.labels.equal(each.inputs + 1)
