@@ -22,11 +22,12 @@ from llmtrain.commands import completion
 from llmtrain.commands.arguments import Parser
 from llmtrain.config.stages import DataConfig
 from llmtrain.config.topology import Degrees
-from llmtrain.data.manifest import SPLITS, Split, template_notes
+from llmtrain.data.manifest import SPLITS, Manifest, Split, template_notes
 from llmtrain.data.origins import Origin
 from llmtrain.data.shards import PreparedSet, TokenStream
 from llmtrain.data.stream.order import rows_of
 from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.windows import ends_in
 from llmtrain.data.tokenize import Encoder
 from llmtrain.tracking.local import read_rows
 
@@ -59,21 +60,23 @@ class Shown:
 
 def shown_text(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> Shown:
     """Return document `index` of a split of texts, shortened. Raises DataError."""
-    stream, separator, documents = data.split(split), data.manifest.separator_id, data.manifest.documents[split]
+    stream, documents = data.split(split), data.manifest.documents[split]
     if not 0 <= index < documents:
         raise DataError(f"--index {index}: the {split} split of {data.name} has documents 0 to {documents - 1}")
-    start, end = _document(stream, separator, index)
+    start, end = _document(stream, data.manifest, index)
     ids = stream.read(start, min(end - start, _SHOWN_TOKENS))
     more = f", the first {_SHOWN_TOKENS} of them" if end - start > _SHOWN_TOKENS else ""
     heading = f"document {index} of {split}: {end - start} tokens{more}"
     return Shown(heading, _runs(ids.tolist(), np.ones(len(ids), bool), encoder))
 
 
-def _document(stream: TokenStream, separator: int, index: int) -> tuple[int, int]:
+def _document(stream: TokenStream, manifest: Manifest, index: int) -> tuple[int, int]:
     begin = at = seen = 0
     while at < stream.tokens:
         length = min(_READ_TOKENS, stream.tokens - at)
-        ends = np.flatnonzero(stream.read(at, length) == separator)
+        ids = stream.read(at, min(length + 1, stream.tokens - at))
+        after = ids if len(ids) > length else np.append(ids, manifest.separator_id)  # what follows the last one
+        ends = np.flatnonzero(ends_in(after, manifest.separator_id, manifest.doubled))
         if index < seen + len(ends):
             begin = begin if index == seen else at + int(ends[index - seen - 1]) + 1
             return begin, at + int(ends[index - seen]) + 1

@@ -117,6 +117,8 @@ def _options() -> argparse.ArgumentParser:
     )
     left_out = "a file of lines FILE:RECORD, as `data where` and `replay` print them: these documents are left out"
     add("--exclude", default=argparse.SUPPRESS, metavar="LIST", help=left_out)
+    bare = "leave out the tokens that the tokenizer's own encoding puts around a text, such as <bos>"
+    add("--no-special-tokens", dest="special_tokens", action="store_false", default=argparse.SUPPRESS, help=bare)
     add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="a longer document is rejected")
     shard = "input bytes per shard (default: a 64th, 1 to 256 MiB)"
     add("--shard-bytes", type=int, default=argparse.SUPPRESS, metavar="N", help=shard)

@@ -10,6 +10,8 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from llmtrain.base import untrusted
 from llmtrain.base.redact import redact_text
 from llmtrain.config.problems import Places, Problems, stop
@@ -40,6 +42,10 @@ def check_on_disk(run: RunConfig, problems: Problems) -> None:
                 _check_measured(field, key, path, manifest, run, tokenizer, problems)
     check_teacher_folder(run, problems)
     model = model_config(run, problems)
+    models = {"model.pretrained": run.model.pretrained, "objective.teacher": run.objective.teacher}
+    for key, folder in {**models, "adapter.start": run.adapter.start}.items():
+        if folder is not None and not is_remote(folder) and key not in problems:
+            check_tokenizer(run, key, folder, Path(folder), problems)
     if run.resume not in ("auto", "none") and not has_checkpoints(run):
         _check_resume(run.resume, problems)
     _check_run_dir(run, problems)
@@ -58,6 +64,37 @@ def check_on_disk(run: RunConfig, problems: Problems) -> None:
                 f"the tokenizer of {path} has {vocab} tokens, the model room for {model_vocab}",
                 f"set {room} to {vocab} or more, or prepare the data with the model's tokenizer",
             )
+
+
+def check_tokenizer(run: RunConfig, key: str, given: str, folder: Path, problems: Problems) -> None:
+    """Refuse a model whose tokenizer gives a text other ids than that of the run's data, and note texts that begin
+    differently. A folder without tokenizer.json proves nothing. `given`: the value of `key`; `folder`: its files."""
+    file, data = folder / "tokenizer.json", next(iter(run.data.folders), None)
+    if data is None or not file.is_file():
+        return
+    from llmtrain.config.encoding import difference, special_tokens  # most runs begin without a model
+
+    def read(name: str) -> bytes:
+        from llmtrain.storage.object_store import Store
+
+        return Store(data).read(name) if is_url(data) else (Path(data) / name).read_bytes()
+
+    try:
+        theirs, manifest = file.read_bytes(), untrusted.loads(read("manifest.json"))
+        same = manifest["tokenizer_fingerprint"] == xxhash.xxh3_128_hexdigest(theirs)
+        ours = theirs if same else read("tokenizer/tokenizer.json")
+        texts, before = manifest.get("chat") is None, special_tokens(theirs)[0]
+        other = texts and special_tokens(ours)[0] != before
+        reason = difference(ours, theirs) or ("one of them puts other tokens before a text" if other else "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # whoever needs the file reports it
+    if reason:
+        problems.add(key, given, f"its tokenizer is another than that of {redact_text(data)}: {reason}",
+                     f"prepare the data with --tokenizer {given}; to teach the model the other tokenizer, name a copy "
+                     "of its folder without tokenizer.json")  # fmt: skip
+    elif texts and list(before) != manifest.get("first_tokens", []):
+        problems.notes.append(f"{key}: the texts of {redact_text(data)} lack what its tokenizer puts before a text; "
+                              "prepare them again, unless the model was trained without it")  # fmt: skip
 
 
 def _check_packages(run: RunConfig, problems: Problems) -> None:

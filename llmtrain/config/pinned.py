@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config import strict_yaml
-from llmtrain.config.on_disk import reads_weights
-from llmtrain.config.problems import Places, stop
+from llmtrain.config.on_disk import check_tokenizer, reads_weights
+from llmtrain.config.problems import Places, Problems, stop
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.objectives.by_token import Distill
 from llmtrain.storage.addresses import COMMIT, endpoint, is_remote, is_url
@@ -30,14 +31,14 @@ def fetched(
     run: RunConfig, places: Places | None = None, *, weights_too: bool = False
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Do the work of `with_base` for a run without its JSON. Returns it with notes. `places`: of the keys."""
-    places, notes = places or {}, []
+    places, notes = places or {}, list[str]()
     model, objective = run.model, run.objective
     if (name := model.pretrained) is not None and is_remote(name):
-        commit, note = _commit(run, _MODEL, name, model.revision, places, weights_too=weights_too)
-        run, notes = replace(run, model=replace(model, revision=commit)), [note]
+        commit = _commit(run, _MODEL, name, model.revision, places, notes, weights_too=weights_too)
+        run = replace(run, model=replace(model, revision=commit))
     if isinstance(objective, Distill) and (name := objective.teacher) is not None and is_remote(name):
-        commit, note = _commit(run, _TEACHER, name, objective.teacher_revision, places, weights_too=True)
-        run, notes = replace(run, objective=replace(objective, teacher_revision=commit)), [*notes, note]
+        commit = _commit(run, _TEACHER, name, objective.teacher_revision, places, notes, weights_too=True)
+        run = replace(run, objective=replace(objective, teacher_revision=commit))
     return run, tuple(notes)
 
 
@@ -48,9 +49,9 @@ _TEACHER: _Keys = ("objective", "teacher", "teacher_revision")
 
 
 def _commit(
-    run: RunConfig, keys: _Keys, name: str, asked: str | None, places: Places, *, weights_too: bool
-) -> tuple[str, str]:
-    """Fetch a repository. Returns (its commit, a note)."""
+    run: RunConfig, keys: _Keys, name: str, asked: str | None, places: Places, notes: list[str], *, weights_too: bool
+) -> str:
+    """Fetch a repository, the weights only after a look at its tokenizer. Returns its commit, and adds `notes`."""
     from llmtrain.storage.hub import (  # a run without a name on the Hub reads none of it
         fetch_model,
         settings,
@@ -69,16 +70,21 @@ def _commit(
         error.passing = getattr(text, "unreachable", False)
         return error
 
-    choices = [settings, weights(wrong)] if weights_too else [settings]
+    def fits(_: Sequence[str], folder: Path) -> list[str]:
+        problems = Problems(places)
+        check_tokenizer(run, f"{section}.{key}", name, folder, problems)
+        problems.raise_if_any()
+        notes.extend(problems.notes)
+        return []
+
+    choices = [settings, fits, *([weights(wrong)] if weights_too else [])]
     snapshot = fetch_model(name, began_with or asked, choices, wrong)
     if not (snapshot.folder / "config.json").is_file():
         raise wrong("it has no config.json, so it is no model of transformers. Name another one")
     which = "with which the run began" if began_with else "as asked" if asked == snapshot.commit else asked or "main"
-    if is_url(name):
-        return snapshot.commit, f"{section}.{key}: {name} is in {snapshot.folder}"
-    return snapshot.commit, (
-        f"{section}.{key}: {name} is no folder here, so it is that of {endpoint()}: commit {snapshot.commit} ({which})"
-    )
+    where = f"is no folder here, so it is that of {endpoint()}: commit {snapshot.commit} ({which})"
+    notes.append(f"{section}.{key}: {name} {f'is in {snapshot.folder}' if is_url(name) else where}")
+    return snapshot.commit
 
 
 def _began_with(run: RunConfig, keys: _Keys, name: str) -> str | None:

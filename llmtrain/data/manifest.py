@@ -67,6 +67,8 @@ class Manifest:
     """Largest token id + 1, added tokens included."""
     separator_id: int
     """The token after every document (the tokenizer's eos_token)."""
+    first_tokens: tuple[int, ...] = ()
+    """Ids before each text: those of the tokenizer's own encoding. Empty also in folders of earlier versions."""
     tokens: dict[str, int]
     """Tokens per split."""
     documents: dict[str, int]
@@ -95,11 +97,17 @@ class Manifest:
     choices. `moment`: the time that the template was given, if it writes the date. `chat_template_kwargs`: variables of
     the template for all records."""
 
+    @property
+    def doubled(self) -> bool:
+        """True if documents begin with the separator, too: then two in a row are between documents."""
+        return self.first_tokens[:1] == (self.separator_id,)
+
 
 def data_fingerprint(
-    dtype: str, vocab_size: int, separator_id: int, tokenizer: str, shards: dict[str, tuple[Shard, ...]]
-) -> str:
-    parts = [dtype, vocab_size, separator_id, tokenizer]
+    dtype: str, vocab_size: int, separator_id: int, tokenizer: str, shards: dict[str, tuple[Shard, ...]],
+    first_tokens: tuple[int, ...] = (),
+) -> str:  # fmt: skip
+    parts = [dtype, vocab_size, separator_id, tokenizer, *filter(None, [first_tokens])]
     listed = [
         [split, shard.tokens, shard.xxh3, *filter(None, [shard.rows])] for split in SPLITS for shard in shards[split]
     ]
@@ -123,9 +131,10 @@ def template_notes(chat: dict[str, Any]) -> list[str]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    replace_file(
-        folder / NAME, json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}, indent=1).encode() + b"\n"
-    )
+    values = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    if not manifest.first_tokens:
+        del values["first_tokens"]  # most tokenizers put none there, and earlier versions do not know the key
+    replace_file(folder / NAME, json.dumps(values, indent=1).encode() + b"\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -151,8 +160,10 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
             raise ValueError(f"its version is {version}, this program reads {VERSION}")
         listed = values.pop("shards")
         shards = {split: tuple(map(_shard, listed[split])) for split in SPLITS}
-        manifest = Manifest(shards=shards, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
-        if any(type(number) is not int for number in (manifest.vocab_size, manifest.separator_id, manifest.rejected)):
+        first = tuple(values.pop("first_tokens", ()))
+        manifest = Manifest(shards=shards, first_tokens=first, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
+        numbers = (manifest.vocab_size, manifest.separator_id, manifest.rejected, *first)
+        if any(type(number) is not int for number in numbers):
             raise ValueError("a number in it is no whole number")
         if not isinstance(manifest.source, dict) or not isinstance(manifest.settings, dict):
             raise ValueError("its source and its settings are no sections")
@@ -164,12 +175,22 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
             raise ValueError("some of its shards are of conversations, and some are not")
         tokenizer = manifest.tokenizer_fingerprint
         if manifest.data_fingerprint != data_fingerprint(
-            manifest.dtype, manifest.vocab_size, manifest.separator_id, tokenizer, manifest.shards
+            manifest.dtype, manifest.vocab_size, manifest.separator_id, tokenizer, manifest.shards, first
         ):
             raise ValueError("its data_fingerprint is of other shards, another order of them, separator or tokenizer")
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{name}: is not a manifest of prepared data ({error}); prepare the folder again") from error
+
+
+def other_begin(first: Manifest, second: Manifest, names: tuple[str, str]) -> str:
+    """Why no run reads both folders, with the remedy: only one has the tokenizer's tokens before its texts; empty: a
+    run may read both. `names`: of the folders, for messages."""
+    if first.chat is not None or second.chat is not None or first.first_tokens == second.first_tokens:
+        return ""
+    with_them, without = names if first.first_tokens else names[::-1]
+    return (f"the texts of {with_them} begin with the tokens that the tokenizer puts there, and those of {without} do "
+            f"not; prepare {without} again, or {with_them} with --no-special-tokens")  # fmt: skip
 
 
 def _shard(entry: dict[str, Any]) -> Shard:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.tokenizer_folder import refuse_unsafe, require, separator_token, write_folder
+from llmtrain.data.tokenizer_folder import refuse_unsafe, require, separator_token, special_tokens, write_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -189,8 +189,8 @@ def _with_turns(tokenizer: Any) -> Any:
 class Encoder:
     """A tokenizer made safe for corpora: no truncation, no padding, and special tokens in a text stay text."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises DataError when the folder is no usable tokenizer."""
+    def __init__(self, folder: Path, *, bare: bool = False) -> None:
+        """`bare`: documents are texts alone. Raises DataError when the folder is no usable tokenizer."""
         from tokenizers import Tokenizer
 
         path = require(folder)
@@ -217,6 +217,10 @@ class Encoder:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {number for number, token in added.items() if token.special}
         """Ids of the special tokens, which have no text."""
+        around = ((), ()) if bare else special_tokens(folder)
+        self.begin, end = (as_ids([*ids], self.vocab_size) for ids in around)
+        """Ids that the tokenizer's own encoding puts before a text, such as Llama's and Gemma's <bos>."""
+        self._end = end[:-1] if end[-1:].tolist() == [separator] else end
         cut = cut_of(self._tokenizer)
         self._words = cut and Words(self._tokenizer, cut, partial(as_ids, vocab_size=self.vocab_size))
 
@@ -226,6 +230,10 @@ class Encoder:
             return self._words.encode(texts)
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [as_ids(encoding.ids, self.vocab_size) for encoding in encodings]
+
+    def document(self, ids: np.ndarray) -> np.ndarray:
+        """A text's ids as a document: what the tokenizer's own encoding makes of the text, without the separator."""
+        return np.concatenate((self.begin, ids, self._end)) if len(self.begin) or len(self._end) else ids
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)

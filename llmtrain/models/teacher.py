@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank.heartbeat import heart
+from llmtrain.config.encoding import difference
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.distillation import TeacherLogits
@@ -25,7 +26,6 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.storage.checksum import checksum
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedModel
 
 KEY = "objective.teacher"
@@ -132,19 +132,11 @@ def check_teacher(
         raise stop(KEY, folder, "has no tokenizer.json, so nothing proves that its words are those of the data",
                    f"put the one that it was trained with into the folder, and prepare the data with it (the data's "
                    f"is {tokenizer_dir})", place)  # fmt: skip
-    mine, other = _tokenizer(file), _tokenizer(tokenizer_dir / "tokenizer.json")
-    words, known = (each.get_vocab(with_added_tokens=True) for each in (other, mine))
-    if wrong := sorted(word for word, number in words.items() if known.get(word) != number):
-        raise stop(KEY, folder, f"its tokenizer has other ids for {len(wrong):,} of the data's {len(words):,} words, "
-                   f"first {wrong[0]!r} ({known.get(wrong[0], 'none')}, and {words[wrong[0]]} in {tokenizer_dir})",
+    try:
+        reason = difference((tokenizer_dir / "tokenizer.json").read_bytes(), file.read_bytes(), grown=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{KEY}: {file}: is compared with {tokenizer_dir}: {error}. Copy the file again.") from error
+    if reason:
+        raise stop(KEY, folder, f"its tokenizer is another than the data's, {tokenizer_dir}: {reason}",
                    f"prepare the data with the teacher's tokenizer (--tokenizer {folder}), or choose another teacher",
                    place)  # fmt: skip
-
-
-def _tokenizer(file: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no class of its own
-        raise ConfigError(f"{KEY}: {file}: is no tokenizer: {error}. Copy the file again.") from error

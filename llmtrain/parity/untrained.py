@@ -172,6 +172,8 @@ class Plain:
 
     stream: _Shards
     separator: int
+    doubled: bool = False
+    """Texts begin with the separator, too."""
     lengths: np.ndarray | None = None
     """Tokens of each row; None: texts."""
     counted: _Shards | None = None
@@ -191,7 +193,9 @@ class Plain:
         ids = [np.memmap(folder / shard["file"], kind, "r") for shard in shards]
         sizes = [len(each) for each in ids]
         numbers = np.fromfile(folder / "reference-train.f32", "<f4") if column else None
-        texts = cls(stream=_Shards(ids, sizes), separator=manifest["separator_id"], reference=numbers)
+        separator, first = manifest["separator_id"], manifest.get("first_tokens", [])
+        doubled = first[:1] == [separator]
+        texts = cls(stream=_Shards(ids, sizes), separator=separator, doubled=doubled, reference=numbers)
         chat = manifest.get("chat")
         if chat is None:
             return texts
@@ -299,7 +303,8 @@ def _text(plain: Plain, micro: MicroBatch, row: int, run: RunConfig) -> str:
         after = plain.stream.span(start + 1, start + len(ids) + 1)
         hides = run.data.mask_document_starts
         want = [
-            -100 if hides and before == plain.separator else token for before, token in zip(ids, after, strict=True)
+            -100 if hides and before == plain.separator and (token == before or not plain.doubled) else token
+            for before, token in zip(ids, after, strict=True)
         ]
         if labels == want:
             return ""

@@ -21,7 +21,7 @@ from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.on_disk import starts_from_model
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.stages import Stage, Stages
-from llmtrain.data.manifest import NEW_COLUMN, Manifest, check_vocabulary
+from llmtrain.data.manifest import NEW_COLUMN, Manifest, check_vocabulary, other_begin
 from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
 from llmtrain.engine.dist.plugin_code import called
 from llmtrain.objectives.by_token import Distill
@@ -81,9 +81,9 @@ def examine(resolved: ResolvedRun) -> Checked:
         for name, folder in run.eval.choices.items():
             choices[name] = ChoiceSet(folder, sequence_length=length, shared=shared, cache=cache)
     for name, asked in choices.items():
-        _check_tokenizer(f"eval.choices.{name}", asked.prepared.manifest, data)
+        _check_tokenizer(f"eval.choices.{name}", asked.prepared.manifest, asked.prepared.name, data)
     for name, each in sets.items():
-        _check_tokenizer(f"eval.sets.{name}", each.manifests[0], data)
+        _check_tokenizer(f"eval.sets.{name}", each.manifests[0], each.name, data)
         each.check_counted(run.eval.sequences.get(name, run.train.eval_sequences))
     for measured in (data, *later) if run.train.eval else ():
         measured.check_counted(run.train.eval_sequences)
@@ -146,7 +146,8 @@ def stage_data(stages: Stages) -> list[TrainData]:
             with naming(stage_key(stage)):
                 own = TrainData(stage.data)
         found.append(next((data for data in found if data.fingerprint == own.fingerprint), own))
-        _check_tokenizer(stage_key(stage), own.manifests[0], found[0])
+        for manifest in own.manifests:
+            _check_tokenizer(stage_key(stage), manifest, own.name, found[0])
     return found
 
 
@@ -198,11 +199,14 @@ def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None)
     return config
 
 
-def _check_tokenizer(key: str, manifest: Manifest, data: TrainData) -> None:
-    """Raises DataError: the set has ids of another tokenizer."""
+def _check_tokenizer(key: str, manifest: Manifest, name: str, data: TrainData) -> None:
+    """Raises DataError: the set has ids of another tokenizer, or its texts begin differently. `name`: its folder."""
     if manifest.tokenizer_fingerprint != data.manifests[0].tokenizer_fingerprint:
         raise DataError(f"{key}: was prepared with another tokenizer than the data that the run trains on; "
                         f"prepare it again with --tokenizer {data.tokenizer_dir}")  # fmt: skip
+    for mine in data.manifests:
+        if reason := other_begin(mine, manifest, (data.name, name)):
+            raise DataError(f"{key}: {reason}")
 
 
 def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:

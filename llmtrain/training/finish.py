@@ -23,7 +23,7 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig, same_command
 from llmtrain.data.shards import TokenStream
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.stream.windows import IGNORED
+from llmtrain.data.stream.windows import IGNORED, ends_in
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.tracker import Tracker
@@ -113,7 +113,7 @@ def _train_pairs(data: TrainData, tokens: np.ndarray, counted: np.ndarray | None
     if counted is not None:
         before, after = before[counted[1:]], after[counted[1:]]
     elif data.mask_document_starts:
-        inside = before != data.separator_id
+        inside = ~ends_in(tokens, data.separator_id, data.doubled)
         before, after = before[inside], after[inside]
     return before * data.vocab_size + after
 

@@ -73,7 +73,8 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
     change(told)
     shards = {split: tuple(Shard(**shard) for shard in told["shards"][split]) for split in SPLITS}
     of = (told[key] for key in ("dtype", "vocab_size", "separator_id", "tokenizer_fingerprint"))
-    path.write_text(json.dumps(told | {"data_fingerprint": manifests.data_fingerprint(*of, shards)}))
+    first = tuple(told.get("first_tokens", ()))
+    path.write_text(json.dumps(told | {"data_fingerprint": manifests.data_fingerprint(*of, shards, first)}))
 
 
 def random_shards(seed: int, shards: int, documents: int, vocab_size: int = 50) -> list[list[list[int]]]:

@@ -352,10 +352,10 @@ def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "au
 
     loaded = Answerer.load(folder, device)
     model, tokenizer = loaded.model, loaded.tokenizer
-    begin = prompt or tokenizer.bos_token or tokenizer.eos_token
-    if not begin:
+    if not (begin := prompt or tokenizer.bos_token or tokenizer.eos_token):
         raise ModelError(f"{folder}: its tokenizer names no token that begins a text. Give a --prompt.")
-    tokens = tokenizer(begin, return_tensors="pt").to(model.device)
+    # Of no prompt the tokenizer's own first token is all, and is not put before itself.
+    tokens = tokenizer(begin, return_tensors="pt", add_special_tokens=bool(prompt)).to(model.device)
     torch.manual_seed(sampling.seed)
     out = model.generate(
         input_ids=tokens["input_ids"],

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from llmtrain.base import log, units
+from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
 from llmtrain.base.threads import usable_cores
@@ -101,11 +101,16 @@ def prepare(settings: PrepareSettings) -> Manifest:
             before = _lines_before(work, {}, {unit.index for unit in work if unit.pieces[0].origin in names})
             work = marked(work, wanted, before)
         _make_tokenizer(settings, [unit for unit in work if not unit.validation], out)
+        encoder = tokenize.Encoder(out.here / "tokenizer", bare=not settings.special_tokens)
+        first_tokens = tuple(encoder.begin.tolist()) if settings.is_text or settings.format == "tokens" else ()
         if settings.ids_field is not None:
-            _examine_ids(settings, settings.ids_field, files, work, tokenize.Encoder(out.here / "tokenizer"))
+            first_tokens = _examine_ids(settings, settings.ids_field, files, work, encoder, first_tokens)
+        elif first_tokens:
+            shown = untrusted.shown(encoder.decode([*first_tokens]))
+            log.info(f"{shown} begins each document, as in the tokenizer's own encoding (--no-special-tokens: none)")
         records = _run(settings, work, out, plan["moment"])
         try:
-            manifest = _manifest(settings, [files, validation], work, plan, records, out, wanted)
+            manifest = _manifest(settings, [files, validation], work, plan, records, out, wanted, first_tokens)
         finally:  # it shows the reason for an empty split
             _write_rejected(out, _rejected(work, _by_unit(work, records)))
         if settings.format in CHAT_FORMATS:
@@ -192,9 +197,11 @@ def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: OutFolder)
 
 
 def _examine_ids(
-    settings: PrepareSettings, field: str, files: list[SourceFile], work: list[Unit], encoder: tokenize.Encoder
-) -> None:
-    """Check the first ids of some files and records. Raises DataError: they are from another tokenizer."""
+    settings: PrepareSettings, field: str, files: list[SourceFile], work: list[Unit], encoder: tokenize.Encoder,
+    first_tokens: tuple[int, ...],
+) -> tuple[int, ...]:  # fmt: skip
+    """Check the first ids of some files and records, and return `first_tokens` if all begin with them. Raises
+    DataError: they are from another tokenizer."""
     samples = token_corpora.beginnings([file.path for file in files if file.kind == "tokens"], encoder.separator_id)
     rows = token_corpora.TokenEncoder(Path(str(settings.tokenizer)), field, np.dtype(np.int64), counted=False)
     pieces = [piece for unit in work for piece in unit.pieces if piece.kind != "tokens"]
@@ -205,6 +212,13 @@ def _examine_ids(
                     samples += [(piece.label, ids)] if len(ids := rows.ids(item.text)[0]) else []
     if samples:
         token_corpora.examine(samples, encoder)
+    length = len(first_tokens)
+    if length and any(tuple(ids[:length].tolist()) != first_tokens for _, ids in samples):
+        shown = untrusted.shown(encoder.decode([*first_tokens]))
+        log.warn(f"the documents do not begin with {shown}, which the tokenizer's own encoding puts before a text: a "
+                 "model that was trained with it reads them as texts without a beginning")  # fmt: skip
+        return ()
+    return first_tokens
 
 
 def _sample(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> Iterator[str]:
@@ -257,6 +271,7 @@ def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: st
         owner=out.owner,
         field=settings.field,
         ids_field=settings.ids_field,
+        bare=not settings.special_tokens,
         dtype=dtype.str,
         max_document_bytes=settings.max_document_bytes,
         validation_fraction=settings.fraction,
@@ -384,6 +399,7 @@ def _manifest(
     records: list[dict[str, Any]],
     out: OutFolder,
     wanted: Mapping[tuple[str, int], str],
+    first_tokens: tuple[int, ...],
 ) -> Manifest:
     """Raises DataError for an empty split or a line of --exclude without a document (`wanted`), and clears the folder
     for other settings."""
@@ -424,13 +440,16 @@ def _manifest(
         dtype=dtype,
         vocab_size=encoder.vocab_size,
         separator_id=encoder.separator_id,
+        first_tokens=first_tokens,
         tokens=tokens,
         documents=documents,
         rejected=sum(len(record["rejected"]) for record in records),
         cut=sum(record.get("cut", 0) for record in records),
         tokenizer_fingerprint=tokenizer,
         source_fingerprint=xxhash.xxh3_128_hexdigest(json.dumps([*names, f"{content:032x}"]).encode()),
-        data_fingerprint=manifests.data_fingerprint(dtype, encoder.vocab_size, encoder.separator_id, tokenizer, shards),
+        data_fingerprint=manifests.data_fingerprint(
+            dtype, encoder.vocab_size, encoder.separator_id, tokenizer, shards, first_tokens
+        ),
         source={
             "files": sum(map(len, files)),
             "bytes": sum(file.bytes for part in files for file in part),
@@ -584,10 +603,17 @@ def already_complete(out: OutFolder, plan: dict[str, Any]) -> Manifest:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
-        f"{key} was {_short(before.get(key))} and is now {_short(now.get(key))}"
+        _SPECIAL[key in now] if key == "special_tokens"
+        else f"{key} was {_short(before.get(key))} and is now {_short(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
-    ]
+    ]  # fmt: skip
+
+
+_SPECIAL = (
+    "it has the tokenizer's special tokens around each document, which --no-special-tokens leaves out",
+    "it has no special tokens around a document, as --no-special-tokens and earlier versions prepare it",
+)
 
 
 def _short(value: Any) -> str:

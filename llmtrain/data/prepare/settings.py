@@ -44,6 +44,8 @@ class PrepareSettings:
     """Held-out share of `sources`; default: 0.05, or 0 with `validation_sources`."""
     exclude: str | None = None
     """File that lists documents to leave out (prepare/excluded.py)."""
+    special_tokens: bool = True
+    """A text gets the tokens of the tokenizer's own encoding, such as <bos> before it."""
     max_document_bytes: int = 16 << 20
     shard_bytes: int | None = None
     max_rejected: int = 0
@@ -91,6 +93,10 @@ class PrepareSettings:
             return None
         return "input_ids" if self.field == "text" else self.field
 
+    @property
+    def is_text(self) -> bool:
+        return self.format not in (*CHAT_FORMATS, *TOKEN_FORMATS, "choices")
+
     def _variables(self) -> dict[str, Any]:
         if self.chat_template_kwargs is None:
             return {}
@@ -125,6 +131,12 @@ class PrepareSettings:
         }
         if self.tokenizer is not None:
             values["tokenizer"] = tokenizer_folder.fingerprint(Path(self.tokenizer))
+            if (
+                self.is_text
+                and self.special_tokens
+                and tokenizer_folder.special_tokens(Path(self.tokenizer)) != ((), ())
+            ):
+                values["special_tokens"] = True
             if self.format in CHAT_FORMATS and (chat := self.chat) is not None:
                 template = tokenizer_folder.chat_template(Path(self.tokenizer), self.chat_template)
                 values |= {**asdict(chat), "stop_tokens": list(chat.stop_tokens)}
@@ -203,6 +215,12 @@ class PrepareSettings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise DataError(f"--{name.replace('_', '-')} {value}: must be at least {least}; {remedy}")
+        if not self.special_tokens and not self.is_text:
+            who = "the template writes" if self.format in CHAT_FORMATS else "the ids have"
+            who = "lm-eval's rule decides" if self.format == "choices" else who
+            raise DataError(
+                f"--no-special-tokens: is for text, and with --format {self.format} {who} them; leave it out"
+            )
         if self.max_rejected < 0:
             raise DataError(f"--max-rejected {self.max_rejected}: must be at least 0")
 

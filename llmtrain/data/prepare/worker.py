@@ -62,6 +62,8 @@ class WorkerSettings:
     """Rejections after which a unit is given up: the run will stop anyway, and the list must not fill the memory."""
     chat: ChatOptions | None = None
     """The documents are conversations, or rows with counted tokens; None: they are texts."""
+    bare: bool = False
+    """Texts get no special tokens."""
     ids_field: str | None = None
     """The documents are token ids, in this field of a record."""
     dtype: str
@@ -364,7 +366,7 @@ def _rows(encoder: AnyEncoder, texts: list[str]) -> list[list[Row] | str]:
     if isinstance(encoder, Encoder):
         # A tokenizer may drop all characters that it does not know.
         none = "the tokenizer gives no token for it"
-        return [[Row(ids, ids[:0])] if len(ids) else none for ids in encoder.encode(texts)]
+        return [[Row(encoder.document(ids), ids[:0])] if len(ids) else none for ids in encoder.encode(texts)]
     found: list[list[Row] | str] = []
     for text in texts:
         try:
@@ -464,7 +466,7 @@ def encoder_of(folder: Path, settings: WorkerSettings) -> AnyEncoder:
     if settings.ids_field is not None:
         return TokenEncoder(folder, settings.ids_field, np.dtype(settings.dtype), counted=chat is not None)
     if chat is None:
-        return Encoder(folder)
+        return Encoder(folder, bare=settings.bare)
     return ChoiceEncoder(folder, chat) if chat.choices else ChatEncoder(folder, chat)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import xxhash
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig, RunConfig
-from llmtrain.data.manifest import SPLITS, Manifest, Split
+from llmtrain.data.manifest import SPLITS, Manifest, Split, other_begin
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
 from llmtrain.data.stream.order import Mixture, permute, position_of
 from llmtrain.data.stream.windows import IGNORED, Texts, Window
@@ -72,6 +73,8 @@ class TrainData:
         self.manifests: tuple[Manifest, ...] = tuple(member.prepared.manifest for member in self._members)
         self.vocab_size: int = self.manifests[0].vocab_size
         self.separator_id: int = self.manifests[0].separator_id
+        self.doubled = any(manifest.doubled for manifest in self.manifests)
+        self.first_tokens = next((each.first_tokens for each in self.manifests if each.chat is None), ())
         self.column_models: list[dict[str, Any] | None] = []
         """Configuration of each column's model; None: the column has none."""
         self.name: str = self._members[0].prepared.name
@@ -168,6 +171,9 @@ class TrainData:
                     f"data.mixture: {other.name} and {first.name} were prepared with different tokenizers; "
                     f"prepare one again with --tokenizer {first.tokenizer_dir}"
                 )
+            for before in (each.prepared for each in self._members):
+                if reason := other_begin(before.manifest, other.manifest, (before.name, other.name)):
+                    raise DataError(f"data.mixture: {reason}")
             if trains and member.train.count == 0:
                 raise DataError(
                     f"{other.name}: its {member.train.stream.tokens} training tokens do not fill one sequence of "
@@ -329,7 +335,7 @@ class EvalSet(TrainData):
 def _open_member(folder: str, config: DataConfig) -> _Member:
     prepared = PreparedSet(folder, config.cache)
     folder, chat = prepared.name, prepared.manifest.chat
-    kind: type[Texts | Conversations] = Texts
+    kind: Callable[..., Texts | Conversations] = partial(Texts, doubled=prepared.manifest.doubled)
     if chat is not None:
         from llmtrain.data.stream.rows import kind_of
 
@@ -380,8 +386,10 @@ class Prompts:
         assert isinstance(texts, list), "a file is read with the configuration"
         from llmtrain.data.tokenize import Encoder
 
-        encoder = Encoder(data.tokenizer_dir)
-        ids = [each.tolist() for each in encoder.encode(texts)]
+        # As the run's texts begin; without any, as `llmtrain generate` begins a prompt.
+        bare = any(each.chat is None for each in data.manifests) and not data.first_tokens
+        encoder = Encoder(data.tokenizer_dir, bare=bare)
+        ids = [[*encoder.begin.tolist(), *each.tolist()] if len(each) else [] for each in encoder.encode(texts)]
         for text, each in zip(texts, ids, strict=True):
             if not each or len(each) + tokens > data.sequence_length:
                 raise DataError(

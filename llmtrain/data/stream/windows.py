@@ -21,23 +21,34 @@ if TYPE_CHECKING:
 IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's default
 
 
-def labels_of(tokens: np.ndarray, separator_id: int, mask_document_starts: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, labels), int64 [T] each, of a window of T + 1 tokens.
+def ends_in(tokens: np.ndarray, separator_id: int, doubled: bool) -> np.ndarray:
+    """bool [..., T] of T + 1 tokens: a document ends there, and the next token begins one.
+
+    `doubled`: documents begin with the separator, too (as OPT's), so that of two in a row the first is an end.
+    """
+    ends: np.ndarray = tokens[..., :-1] == separator_id
+    return ends & (tokens[..., 1:] == separator_id) if doubled else ends
+
+
+def labels_of(
+    tokens: np.ndarray, separator_id: int, mask_document_starts: bool, doubled: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, labels), int64 [T] each, of a window of T + 1 tokens. `doubled`: see `ends_in`.
 
     With `mask_document_starts` the label after a separator is -100: no token predicts a document's first one.
     """
     inputs = tokens[:-1].astype(np.int64)
     labels = tokens[1:].astype(np.int64)
     if mask_document_starts:
-        labels[inputs == separator_id] = IGNORED
+        labels[ends_in(tokens, separator_id, doubled)] = IGNORED
     return inputs, labels
 
 
-def positions_of(inputs: np.ndarray, separator_id: int) -> np.ndarray:
-    """int64 [b, T]: each token's position in its document, from 0 at the row's start and after every separator."""
+def positions_of(inputs: np.ndarray, separator_id: int, doubled: bool = False) -> np.ndarray:
+    """int64 [b, T]: each token's position in its document, from 0 at the row's start and after every document's end."""
     index = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int64), inputs.shape)
     begins = np.zeros_like(inputs)
-    begins[:, 1:] = np.where(inputs[:, :-1] == separator_id, index[:, 1:], 0)
+    begins[:, 1:] = np.where(ends_in(inputs, separator_id, doubled), index[:, 1:], 0)
     return index - np.maximum.accumulate(begins, axis=1)
 
 
@@ -73,17 +84,17 @@ class Texts:
 
     taught: Taught | None = None
 
-    def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int) -> None:
-        self.stream, self._config, self._separator_id = stream, config, separator_id
+    def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int, doubled: bool = False) -> None:
+        self.stream, self._config, self._separator_id, self._doubled = stream, config, separator_id, doubled
         self.count = windows_in(stream.tokens, config.sequence_length)
 
     def read(self, index: int) -> Window:
         length = self._config.sequence_length
         tokens = self.stream.read(index * length, length + 1)
-        inputs, labels = labels_of(tokens, self._separator_id, self._config.mask_document_starts)
+        inputs, labels = labels_of(tokens, self._separator_id, self._config.mask_document_starts, self._doubled)
         if not self._config.isolate_documents:
             return Window(inputs, labels, None)
-        return Window(inputs, labels, positions_of(inputs[None], self._separator_id)[0])
+        return Window(inputs, labels, positions_of(inputs[None], self._separator_id, self._doubled)[0])
 
     def fetch(self, indices: Iterable[int]) -> None:
         """Read these windows from a store concurrently. Raises DataError."""

@@ -26,8 +26,9 @@ from llmtrain.checkpoint.hf.exporting import base_fields
 from llmtrain.cli import main
 from llmtrain.config import pinned as base
 from llmtrain.config.load import parse
-from llmtrain.config.run import ModelConfig, RunConfig, TrainConfig
+from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.data.manifest import read_manifest
+from llmtrain.data.tokenize import train_bpe
 from llmtrain.models.skeleton import load_config
 from llmtrain.models.source import INDEX, SafetensorsSource
 from llmtrain.models.teacher import teacher_model
@@ -36,6 +37,7 @@ from llmtrain.storage import hub as fetching
 from llmtrain.storage.addresses import is_name
 from tests.helpers.hf_folders import checkpoint_of, model_folder, new_model
 from tests.helpers.hub_server import TOKEN, Hub, serving
+from tests.helpers.prepared import write_prepared
 
 PAGE = Path(__file__).parents[3] / "docs/hub.md"
 OTHER = "hf_" + "b" * 34
@@ -127,6 +129,19 @@ def test_only_the_settings_are_fetched_for_a_run_that_goes_on(hub: Hub, tiny: Pa
     assert not hub.count("safetensors HTTP") and not hub.count("/cdn/")
     assert run.model.folder is not None and (run.model.folder / "tokenizer.json").is_file()
     assert "org/tiny is no folder here, so it is that of http://127.0.0.1" in notes[0]
+
+
+def test_weights_are_not_fetched_of_a_model_of_another_tokenizer(hub: Hub, tiny: Path, tmp_path: Path) -> None:
+    for number, words in enumerate((["one two three"], ["four five six"])):
+        train_bpe([f"{text} {times}" * 9 for text in words for times in range(99)], 262, tmp_path / str(number))
+    mine, other = ((tmp_path / number / "tokenizer.json").read_text() for number in "01")
+    hub.add("models/org/tiny", {**{p.name: p.read_bytes() for p in tiny.iterdir()}, "tokenizer.json": mine.encode()})
+    data = write_prepared(tmp_path / "data", [[[1, 2]]], [[[1]]], vocab_size=262, tokenizer=other)
+    with pytest.raises(
+        ConfigError, match=r"(?s)model\.pretrained = .*org/tiny.*another than that of .*--tokenizer org/tiny"
+    ):
+        fetched(data=DataConfig(path=str(data)))
+    assert hub.count("tokenizer.json") and not hub.count("safetensors HTTP") and not hub.count("/cdn/")
 
 
 def test_the_other_ranks_of_a_launch_take_the_commit_of_the_first(
