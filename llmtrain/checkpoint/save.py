@@ -1,7 +1,7 @@
 """Save without stopping: copy at the step boundary, write in another process, commit when every rank's file is durable.
 
 A save passes through stages that all ranks enter together. Two numbers in the message that the ranks exchange at every
-step (engine/dist/control.py) report their progress; a save adds one broadcast at its start and one gather at its end.
+step (training/step.py) report their progress; a save adds one broadcast at its start and one gather at its end.
 
 Where hosts have separate folders, each host has a leader with the duties of rank 0 in a common folder: the checkpoint
 in that folder gets the files of the host's ranks, trainer.json, and the manifest of all files.

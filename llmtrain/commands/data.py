@@ -20,6 +20,7 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.commands import completion
 from llmtrain.commands.arguments import Parser
+from llmtrain.config.reader import read_saved
 from llmtrain.config.stages import DataConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.data.manifest import SPLITS, Manifest, Split, template_notes
@@ -74,9 +75,8 @@ def _document(stream: TokenStream, manifest: Manifest, index: int) -> tuple[int,
     begin = at = seen = 0
     while at < stream.tokens:
         length = min(_READ_TOKENS, stream.tokens - at)
-        ids = stream.read(at, min(length + 1, stream.tokens - at))
-        after = ids if len(ids) > length else np.append(ids, manifest.separator_id)  # what follows the last one
-        ends = np.flatnonzero(ends_in(after, manifest.separator_id, manifest.doubled))
+        ids = np.append(stream.read(at, min(length + 1, stream.tokens - at)), manifest.separator_id)  # after the last
+        ends = np.flatnonzero(ends_in(ids[: length + 1], manifest.separator_id, manifest.doubled))
         if index < seen + len(ends):
             begin = begin if index == seen else at + int(ends[index - seen - 1]) + 1
             return begin, at + int(ends[index - seen]) + 1
@@ -160,8 +160,13 @@ class Span:
         return self.next + (step - self.after) * self.batch
 
     @property
+    def config(self) -> DataConfig:
+        made: DataConfig = read_saved(DataConfig, self.event["data"])
+        return made
+
+    @property
     def folders(self) -> list[str]:
-        return list(DataConfig(**self.event["data"]).folders)
+        return list(self.config.folders)
 
     def leaves_out(self, data: TrainData, step: int, index: int) -> bool:
         """Return True if a step has read a sequence and counted no token of it."""
@@ -169,7 +174,7 @@ class Span:
 
     def data(self) -> TrainData:
         """Open the data. Raises DataError: it is missing, or another one."""
-        data = TrainData(DataConfig(**self.event["data"]))
+        data = TrainData(self.config)
         if data.fingerprint != self.event["fingerprint"]:
             raise DataError(
                 f"{', '.join(self.folders)}: it is not the data that the run has read: it was prepared again, or is "

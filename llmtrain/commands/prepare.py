@@ -185,7 +185,9 @@ def main(argv: list[str]) -> int:
         completion.offer(parser)
         if argv and not argv[0].startswith("-"):
             words = " ".join(map(shlex.quote, argv))
-            out = "" if any(word.split("=")[0] == "--out" for word in argv) else " --out FOLDER"
+            given = {word.split("=")[0] for word in argv}
+            out = ("" if given & {"--tokenizer", "--vocab-size"} else " --vocab-size 8192") + (
+                "" if "--out" in given else " --out FOLDER")  # fmt: skip
             raise UserError(f"prepare {argv[0]}: what is read has an option: `llmtrain prepare --source {words}{out}`")
         values = vars(parser.parse_args(argv))
         out, fields = values["out"], {name: dict[str, Any]() for name in plugin_source.classes()}

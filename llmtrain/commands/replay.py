@@ -417,7 +417,7 @@ def answer_of(asked: Asked) -> dict[str, Any]:
     rows = [{"step": step, **row} for step, each in looked.items() for row in each["rows"]]
     rows.sort(key=lambda row: (-(_number(row.get("norm"), -1.0)), -_number(row["loss"], math.inf)))
     known = worst_rows([row for row in rows if row.get("norm") is not None] or rows, asked.rows)
-    with contextlib.suppress(DataError):  # the data is gone, changed, or keeps no origins
+    with contextlib.suppress(ConfigError, DataError):  # the data is gone, changed, of other fields, or without origins
         from llmtrain.commands.data import documents_of, spans
 
         read = spans(asked.run)

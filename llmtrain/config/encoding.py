@@ -5,29 +5,23 @@ from __future__ import annotations
 import json
 
 from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
 
-_ONE_WORD = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}
 
-
-def special_tokens(content: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that a tokenizer's own encoding puts before and after a text. `content`: of its tokenizer.json.
-
-    Raises ValueError: it does more than that, or cannot be read.
-    """
+def special_tokens(content: bytes) -> tuple[list[int], list[int]]:
+    """Ids that a tokenizer's own encoding puts before and after a text. `content`: of its tokenizer.json. Raises
+    DataError: it does more than that, or cannot be read."""
     from tokenizers import Tokenizer
 
-    told = untrusted.loads(content)
-    steps = told.get("post_processor") if isinstance(told, dict) else None
-    if steps is None:
-        return (), ()
     try:  # without the vocabulary, which takes a second to read
-        found = Tokenizer.from_str(json.dumps({"model": _ONE_WORD, "post_processor": steps})).encode("x")
+        one_word = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}
+        steps = untrusted.loads(content).get("post_processor")
+        found = Tokenizer.from_str(json.dumps({"model": one_word, "post_processor": steps})).encode("x")
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"its post_processor cannot be read ({error})") from error
+        raise DataError(f"tokenizer.json: its post_processor cannot be read ({error}); save it again") from error
     if (marks := found.special_tokens_mask).count(0) != 1:
-        raise ValueError("its post_processor does not keep the text as it is")
-    at = marks.index(0)
-    return tuple(found.ids[:at]), tuple(found.ids[at + 1 :])
+        raise DataError("tokenizer.json: its post_processor does not keep a text as it is; take another tokenizer")
+    return found.ids[: marks.index(0)], found.ids[marks.index(0) + 1 :]
 
 
 _PROBE = (
@@ -38,10 +32,10 @@ _PROBE = (
 """Text in which the usual ways to normalize and to cut differ."""
 
 
-def difference(data: bytes, model: bytes, *, grown: bool = True) -> str:
+def difference(data: bytes, model: bytes, *, grown: bool, texts: bool) -> str:
     """How the tokenizers of two tokenizer.json differ in their ids of a text; empty: they do not. Tokens that were
-    added to the model's are no difference, nor with `grown` those added to the data's. Raises ValueError: one cannot be
-    read."""
+    added to the model's are no difference, nor with `grown` those added to the data's. `texts`: the tokens around a
+    text count. Raises DataError."""
     from tokenizers import Tokenizer
 
     if data == model:
@@ -49,7 +43,7 @@ def difference(data: bytes, model: bytes, *, grown: bool = True) -> str:
     try:
         both = [Tokenizer.from_buffer(content) for content in (data, model)]
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"the tokenizers library cannot read it ({error})") from error
+        raise DataError(f"tokenizer.json: cannot be read ({error}); copy it again") from error
     ours, theirs = (each.get_vocab(with_added_tokens=True) for each in both)
     added = {token.content for each in both[not grown :] for token in each.get_added_tokens_decoder().values()}
     other = sorted(token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token])
@@ -57,11 +51,11 @@ def difference(data: bytes, model: bytes, *, grown: bool = True) -> str:
         ids = " and ".join(str(vocabulary.get(other[0], "none")) for vocabulary in (ours, theirs))
         return f"{len(other):,} tokens have other ids, such as {untrusted.shown(other[0])!r} ({ids})"
     models = [json.loads(each.to_str())["model"] for each in both]  # in one spelling, whatever version wrote them
-    scores = [model["vocab"] if isinstance(model["vocab"], list) else None for model in models]  # of a Unigram model
-    if scores[0] != scores[1] or models[0].get("merges") != models[1].get("merges"):
+    chosen = [model.get("merges", model["vocab"] if model["type"] == "Unigram" else None) for model in models]
+    if chosen[0] != chosen[1]:
         return "they have the same tokens, and choose among them by other merges or scores"
     for each in both:
         each.no_truncation()
         each.no_padding()
-    first, second = (each.encode(_PROBE, add_special_tokens=False).ids for each in both)
-    return "" if first == second else "they cut or normalize a text differently"
+    first, second = (each.encode(_PROBE, add_special_tokens=texts).ids for each in both)
+    return "" if first == second else "they cut, normalize or begin a text differently"

@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
 from llmtrain.base.redact import redact_text
 from llmtrain.config.problems import Places, Problems, stop
 from llmtrain.config.run import RunConfig, stage_views
@@ -24,13 +25,11 @@ def check_on_disk(run: RunConfig, problems: Problems) -> None:
     """Check packages, paths, prepared folders, and that the tokenizer fits into the model's vocabulary."""
     _check_packages(run, problems)
     data_vocab: dict[str, int] = {}
-    tokenizer = None
     for stage, key_of in stage_views(run):
         for path in stage.data.folders:
             key = key_of("data.path" if stage.data.path else f"data.mixture.{path}")
-            if key in problems or (manifest := _read_manifest(key, path, problems)) is None:
+            if key in problems or (manifest := _read_manifest(key, path, run, problems)) is None:
                 continue
-            tokenizer = tokenizer or manifest.get("tokenizer_fingerprint")
             if isinstance(vocab := manifest.get("vocab_size"), int):
                 data_vocab[path] = vocab
             _check_length(key, path, manifest, stage, problems)
@@ -38,13 +37,13 @@ def check_on_disk(run: RunConfig, problems: Problems) -> None:
     for field, folders in (("sets", run.eval.sets), ("choices", run.eval.choices)):
         for name, path in folders.items():
             key = f"eval.{field}.{name}"
-            if (manifest := _read_manifest(key, path, problems)) is not None:
-                _check_measured(field, key, path, manifest, run, tokenizer, problems)
+            if (manifest := _read_manifest(key, path, run, problems)) is not None:
+                _check_measured(field, key, path, manifest, run, problems)
     check_teacher_folder(run, problems)
     model = model_config(run, problems)
     models = {"model.pretrained": run.model.pretrained, "objective.teacher": run.objective.teacher}
     for key, folder in {**models, "adapter.start": run.adapter.start}.items():
-        if folder is not None and not is_remote(folder) and key not in problems:
+        if folder is not None and not is_remote(folder):
             check_tokenizer(run, key, folder, Path(folder), problems)
     if run.resume not in ("auto", "none") and not has_checkpoints(run):
         _check_resume(run.resume, problems)
@@ -69,30 +68,25 @@ def check_on_disk(run: RunConfig, problems: Problems) -> None:
 def check_tokenizer(run: RunConfig, key: str, given: str, folder: Path, problems: Problems) -> None:
     """Refuse a model whose tokenizer gives a text other ids than that of the run's data, and note texts that begin
     differently. A folder without tokenizer.json proves nothing. `given`: the value of `key`; `folder`: its files."""
-    file, data = folder / "tokenizer.json", next(iter(run.data.folders), None)
-    if data is None or not file.is_file():
+    file, data = folder / "tokenizer.json", next(iter(run.data.folders), "")
+    if not file.is_file() or not data:
         return
     from llmtrain.config.encoding import difference, special_tokens  # most runs begin without a model
+    from llmtrain.storage.object_store import Store
 
-    def read(name: str) -> bytes:
-        from llmtrain.storage.object_store import Store
-
-        return Store(data).read(name) if is_url(data) else (Path(data) / name).read_bytes()
-
+    read = Store(data).read if is_url(data) else lambda name: (Path(data) / name).read_bytes()
     try:
         theirs, manifest = file.read_bytes(), untrusted.loads(read("manifest.json"))
         same = manifest["tokenizer_fingerprint"] == xxhash.xxh3_128_hexdigest(theirs)
         ours = theirs if same else read("tokenizer/tokenizer.json")
-        texts, before = manifest.get("chat") is None, special_tokens(theirs)[0]
-        other = texts and special_tokens(ours)[0] != before
-        reason = difference(ours, theirs) or ("one of them puts other tokens before a text" if other else "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        texts, first = manifest.get("chat") is None, special_tokens(theirs)[0]
+        reason = difference(ours, theirs, grown=key != "objective.teacher", texts=texts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
         return  # whoever needs the file reports it
     if reason:
         problems.add(key, given, f"its tokenizer is another than that of {redact_text(data)}: {reason}",
-                     f"prepare the data with --tokenizer {given}; to teach the model the other tokenizer, name a copy "
-                     "of its folder without tokenizer.json")  # fmt: skip
-    elif texts and list(before) != manifest.get("first_tokens", []):
+                     f"prepare the data with --tokenizer {given}, or name a model of the data's tokenizer")  # fmt: skip
+    elif texts and first != manifest.get("first_tokens", []):
         problems.notes.append(f"{key}: the texts of {redact_text(data)} lack what its tokenizer puts before a text; "
                               "prepare them again, unless the model was trained without it")  # fmt: skip
 
@@ -164,9 +158,9 @@ def _check_kind(run: RunConfig, key: str, path: str, manifest: dict[str, Any], p
     problems.add(key, path, f"holds {rule}", remedy)
 
 
-def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], run: RunConfig, tokenizer: str | None,
+def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], run: RunConfig,
                     problems: Problems) -> None:  # fmt: skip
-    """Check a folder of eval.sets or eval.choices. `tokenizer`: fingerprint of the tokenizer of the run's data."""
+    """Check a folder of eval.sets or eval.choices."""
     tokens, chat, length = manifest.get("tokens"), manifest.get("chat"), run.data.sequence_length
     if field == "sets":
         _check_kind(run, key, path, manifest, problems)
@@ -174,10 +168,6 @@ def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], r
         problems.add(key, path, "holds no multiple-choice questions", "prepare them with --format choices, or name the "
                      "folder in eval.sets")  # fmt: skip
         return
-    if tokenizer is not None and manifest.get("tokenizer_fingerprint") != tokenizer:
-        data = next(iter(run.data.mixture or {}), run.data.path)
-        problems.add(key, path, f"was prepared with another tokenizer than {data}, which the run trains on",
-                     f"prepare it again with --tokenizer {data}/tokenizer")  # fmt: skip
     least = 1 if isinstance(chat, dict) else length + 1
     found = [each for each in tokens.values() if isinstance(each, int)] if isinstance(tokens, dict) else []
     if field == "sets" and found and max(found) < least:
@@ -275,20 +265,24 @@ def _within(path: str, folder: str) -> bool:
 _AGAIN = "make or copy the folder again"
 
 
-def _read_manifest(key: str, path: str, problems: Problems) -> dict[str, Any] | None:
-    folder = Path(path)
+def _read_manifest(key: str, path: str, run: RunConfig, problems: Problems) -> dict[str, Any] | None:
+    folder, model = Path(path), run.model
+    size = model.config.get("vocab_size") if isinstance(model.config, dict) else None
+    ids = f"--tokenizer {model.pretrained}" if model.pretrained else f"--vocab-size {size or 8192}"
     manifest = folder / "manifest.json"
     if is_url(path):
         return _read_in_store(key, path, problems) if _is_usable(key, path, problems) else None
     if not os.path.exists(path):
         rule = "a dataset on the Hub is prepared first" if path.startswith("hf:") else "no such folder"
-        rule, remedy = f"{rule} (looked from {Path.cwd()})", _to_prepare(path, None)
+        rule, remedy = f"{rule} (looked from {Path.cwd()})", _to_prepare(path, None, ids)
     elif not os.path.isdir(path):
-        rule, remedy = "is a file, and training reads a folder that was made of it", _to_prepare(path, path)
+        rule, remedy = "is a file, and training reads a folder that was made of it", _to_prepare(path, path, ids)
     elif not manifest.is_file() and (folder / "unfinished").is_dir():
         rule, remedy = "its preparation has not ended: it has no manifest.json", "run the same `llmtrain prepare` again"
+    elif not manifest.is_file() and (folder / "config.json").is_file():
+        rule, remedy = "is the folder of a model and no data", "name it in model.pretrained, and prepared data here"
     elif not manifest.is_file():
-        rule, remedy = "not a prepared folder: it has no manifest.json", _to_prepare(path, path)
+        rule, remedy = "not a prepared folder: it has no manifest.json", _to_prepare(path, path, ids)
     else:
         return _json_object(key, str(manifest), manifest, _AGAIN, problems)
     problems.add(key, path, rule, remedy)
@@ -320,14 +314,15 @@ def _is_usable(key: str, url: str, problems: Problems, *, writes: bool = False) 
     return found is None
 
 
-def _to_prepare(path: str, source: str | None) -> str:
-    """Return the command that makes a data folder next to its `source`; None: `path` does not exist."""
+def _to_prepare(path: str, source: str | None, ids: str) -> str:
+    """Return the command that makes a data folder next to its `source`; None: `path` does not exist. `ids`: its words
+    on the tokenizer."""
     if source is None and not path.startswith("hf:"):
-        return f"make it with `llmtrain prepare --source FILES --out {path}`, or correct the path"
+        return f"make it with `llmtrain prepare --source FILES {ids} --out {path}`, or correct the path"
     stem = Path(path.removeprefix("hf:")).name.partition(".")[0] or "mine"
     out = next(each for each in (f"data/{stem}", f"data/{stem}-tokens") if os.path.normpath(path) != each)
     source = source or path
-    return f"make one: `llmtrain prepare --source {source} --out {out}`, and then write {out} here"
+    return f"make one: `llmtrain prepare --source {source} {ids} --out {out}`, and then write {out} here"
 
 
 def model_config(run: RunConfig, problems: Problems) -> dict[str, Any] | None:
@@ -346,14 +341,24 @@ def model_config(run: RunConfig, problems: Problems) -> dict[str, Any] | None:
     _check_revision("model.revision", run.model.revision, path, problems)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        rule = "the folder has no config.json"
-        if (file.parent / "adapter_config.json").is_file():
-            rule = "is the folder of an adapter, without its model"
-            remedy = ("merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the "
-                      "model here and this folder in adapter.start")  # fmt: skip
-        problems.add(key, path, rule, remedy)
+        problems.add(key, path, *(_no_model(file.parent) or ("the folder has no config.json", remedy)))
         return None
     return _json_object(key, str(file), file, _AGAIN, problems)
+
+
+def _no_model(folder: Path) -> tuple[str, str] | None:
+    """Rule and remedy for a folder that is known, and no model's."""
+    if (folder / "adapter_config.json").is_file():
+        return "is the folder of an adapter, without its model", (
+            "merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the model here "
+            "and this folder in adapter.start")  # fmt: skip
+    if (folder / "export/config.json").is_file():
+        return "is the folder of a run", f"name its export, {folder}/export"
+    if (folder / "checkpoints").is_dir() or (folder / "trainer.json").is_file():
+        return "is of a run", f"export it with `llmtrain checkpoint to-hf {folder} OUT`, and name OUT here"
+    if (folder / "manifest.json").is_file():
+        return "is prepared data and no model", "name it in data.path, and the model's folder here"
+    return None
 
 
 def _exists(key: str, path: str, remedy: str, problems: Problems) -> bool:
@@ -385,8 +390,9 @@ def check_teacher_folder(run: RunConfig, problems: Problems) -> None:
     if folder is None or is_remote(folder):
         _check_url(key, folder, revision, problems)
     elif not os.path.isfile(os.path.join(folder, "config.json")):
-        problems.add(key, folder, f"no such folder with a config.json (looked from {os.getcwd()})",
-                     "give a local Hugging Face folder, or ORG/NAME on the Hub")  # fmt: skip
+        problems.add(key, folder, *(_no_model(Path(folder)) or (
+            f"no such folder with a config.json (looked from {os.getcwd()})",
+            "give a local Hugging Face folder, or ORG/NAME on the Hub")))  # fmt: skip
     else:
         _check_revision(f"{key}_revision", revision, folder, problems)
 

@@ -142,7 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     if not path.is_file():
         state = "is not there" if not folder.exists() else f"holds no {NAME}, so it is not (or not fully) prepared"
-        raise DataError(f"{folder}: {state}; run `llmtrain prepare --source ... --out {folder}`")
+        raise DataError(f"{folder}: {state}; run `llmtrain prepare --source FILES --tokenizer FOLDER --out {folder}`")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -184,13 +184,12 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def other_begin(first: Manifest, second: Manifest, names: tuple[str, str]) -> str:
-    """Why no run reads both folders, with the remedy: only one has the tokenizer's tokens before its texts; empty: a
-    run may read both. `names`: of the folders, for messages."""
+    """Why no run reads the texts of both folders (`names`), with the remedy; empty: a run may."""
     if first.chat is not None or second.chat is not None or first.first_tokens == second.first_tokens:
         return ""
-    with_them, without = names if first.first_tokens else names[::-1]
-    return (f"the texts of {with_them} begin with the tokens that the tokenizer puts there, and those of {without} do "
-            f"not; prepare {without} again, or {with_them} with --no-special-tokens")  # fmt: skip
+    more, bare = names if first.first_tokens else names[::-1]
+    return (f"the texts of {more} begin with the tokens that the tokenizer puts there, those of {bare} do not; prepare "
+            f"{bare} again, or {more} with --no-special-tokens")  # fmt: skip
 
 
 def _shard(entry: dict[str, Any]) -> Shard:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.tokenizer_folder import refuse_unsafe, require, separator_token, special_tokens, write_folder
+from llmtrain.config.encoding import special_tokens
+from llmtrain.data.tokenizer_folder import refuse_unsafe, require, separator_token, write_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -217,8 +218,7 @@ class Encoder:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {number for number, token in added.items() if token.special}
         """Ids of the special tokens, which have no text."""
-        around = ((), ()) if bare else special_tokens(folder)
-        self.begin, end = (as_ids([*ids], self.vocab_size) for ids in around)
+        self.begin, end = (as_ids([] if bare else ids, self.vocab_size) for ids in special_tokens(path.read_bytes()))
         """Ids that the tokenizer's own encoding puts before a text, such as Llama's and Gemma's <bos>."""
         self._end = end[:-1] if end[-1:].tolist() == [separator] else end
         cut = cut_of(self._tokenizer)

@@ -132,17 +132,6 @@ def fingerprint(folder: Path) -> str:
     return xxhash.xxh3_128_hexdigest(require(folder).read_bytes())
 
 
-def special_tokens(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that the tokenizer's own encoding puts before and after a text. Raises DataError."""
-    from llmtrain.config import encoding  # runs on text do not need it
-
-    path = require(folder)
-    try:
-        return encoding.special_tokens(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path}: {error}; save it again") from error
-
-
 def named_token(folder: Path, role: str) -> str | None:
     """A tokenizer's special token. `role`: bos_token, eos_token, pad_token, ...; None if it names none.
 

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.config.encoding import difference
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.distillation import TeacherLogits
@@ -112,7 +110,7 @@ def teacher_checksums(model: ModelConfig, index: int, of: int) -> dict[str, int]
 def check_teacher(
     model: ModelConfig, student: ModelSpec, tokenizer_dir: Path, places: Places, *, sequence: int = 1
 ) -> None:
-    """Check that the teacher is complete, and that its words are those of the data and the student.
+    """Check that the teacher is complete, and that its words are those of the student.
 
     `tokenizer_dir`: of the data; `sequence`: ranks that share each row. Raises ConfigError or ModelError.
     """
@@ -127,16 +125,7 @@ def check_teacher(
         raise stop(KEY, folder, f"its {heads} attention heads cannot be shared by sequence_parallel_size = {sequence} "
                    "ranks", "set that to a number that divides them", place)  # fmt: skip
     assert model.folder is not None
-    file = model.folder / "tokenizer.json"
-    if not file.is_file():
+    if not (model.folder / "tokenizer.json").is_file():  # else config/on_disk.py has compared it
         raise stop(KEY, folder, "has no tokenizer.json, so nothing proves that its words are those of the data",
                    f"put the one that it was trained with into the folder, and prepare the data with it (the data's "
                    f"is {tokenizer_dir})", place)  # fmt: skip
-    try:
-        reason = difference((tokenizer_dir / "tokenizer.json").read_bytes(), file.read_bytes(), grown=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{KEY}: {file}: is compared with {tokenizer_dir}: {error}. Copy the file again.") from error
-    if reason:
-        raise stop(KEY, folder, f"its tokenizer is another than the data's, {tokenizer_dir}: {reason}",
-                   f"prepare the data with the teacher's tokenizer (--tokenizer {folder}), or choose another teacher",
-                   place)  # fmt: skip

@@ -193,8 +193,8 @@ class Plain:
         ids = [np.memmap(folder / shard["file"], kind, "r") for shard in shards]
         sizes = [len(each) for each in ids]
         numbers = np.fromfile(folder / "reference-train.f32", "<f4") if column else None
-        separator, first = manifest["separator_id"], manifest.get("first_tokens", [])
-        doubled = first[:1] == [separator]
+        separator = manifest["separator_id"]
+        doubled = manifest.get("first_tokens", [])[:1] == [separator]
         texts = cls(stream=_Shards(ids, sizes), separator=separator, doubled=doubled, reference=numbers)
         chat = manifest.get("chat")
         if chat is None:

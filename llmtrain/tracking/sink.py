@@ -55,7 +55,7 @@ class Sink(Entry, section="trackers"):
         """
 
     def log(self, row: dict[str, Any], *, more: bool) -> None:
-        """Take a row of metrics, keyed as in docs/metrics.md. `more`: another row of the same step follows."""
+        """Take a row of metrics, keyed as in docs/tracking.md. `more`: another row of the same step follows."""
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
         """Take an event; secrets in its fields are redacted."""

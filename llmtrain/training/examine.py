@@ -58,7 +58,7 @@ class Checked:
 def examine(resolved: ResolvedRun) -> Checked:
     """Check a run, and add notes to the run.
 
-    `config check` and every rank of `train` call it, so that both refuse the same runs.
+    `config check` and every rank of `train` call it, so that both refuse the same runs; `plan` checks the model alone.
 
     Raises:
         ConfigError: DeepSpeed refuses the dict, or the values do not go with the model.
@@ -146,8 +146,7 @@ def stage_data(stages: Stages) -> list[TrainData]:
             with naming(stage_key(stage)):
                 own = TrainData(stage.data)
         found.append(next((data for data in found if data.fingerprint == own.fingerprint), own))
-        for manifest in own.manifests:
-            _check_tokenizer(stage_key(stage), manifest, own.name, found[0])
+        _check_tokenizer(stage_key(stage), own.manifests[0], own.name, found[0])
     return found
 
 
@@ -204,9 +203,8 @@ def _check_tokenizer(key: str, manifest: Manifest, name: str, data: TrainData) -
     if manifest.tokenizer_fingerprint != data.manifests[0].tokenizer_fingerprint:
         raise DataError(f"{key}: was prepared with another tokenizer than the data that the run trains on; "
                         f"prepare it again with --tokenizer {data.tokenizer_dir}")  # fmt: skip
-    for mine in data.manifests:
-        if reason := other_begin(mine, manifest, (data.name, name)):
-            raise DataError(f"{key}: {reason}")
+    if reason := other_begin(data.manifests[0], manifest, (data.name, name)):
+        raise DataError(f"{key}: {reason}")
 
 
 def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:

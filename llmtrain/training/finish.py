@@ -222,10 +222,11 @@ def _print_baselines(data: TrainData, tracker: Tracker) -> None:
     # Independent of train.eval_sequences: two runs on the same data report equal figures.
     sequences = min(data.validation_sequences, max(1, _BASELINE_VALIDATION_TOKENS // length))
     unigram, bigram = ngram_baselines(data, sequences=sequences)
-    counted = {"train_tokens": train_tokens, "validation_tokens": sequences * length}
-    tracker.event("baselines", unigram_loss=unigram, bigram_loss=bigram, **counted)
+    counted = sum(int((data.validation_sequence(index)[1] != IGNORED).sum()) for index in range(sequences))
+    seen = {"train_tokens": train_tokens, "validation_tokens": counted}
+    tracker.event("baselines", unigram_loss=unigram, bigram_loss=bigram, **seen)
     log.info(
         f"for comparison: a unigram model {unigram:.4f} nats/token, a bigram model {bigram:.4f} nats/token "
         f"(counts of the same {units.count(train_tokens)} training tokens, measured on the first "
-        f"{units.count(sequences * length)} validation tokens)"
+        f"{units.count(counted)} counted validation tokens)"
     )

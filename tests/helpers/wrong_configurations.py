@@ -161,22 +161,25 @@ CASES = [
     # model and data
     Wrong(
         "no such data",
-        ('data.path = "data/y"', "looked from", "llmtrain prepare --source FILES --out data/y"),
+        ('data.path = "data/y"', "looked from", "llmtrain prepare --source FILES --vocab-size 512 --out data/y"),
         {"data": {"path": "data/y"}},
     ),
     Wrong(
         "unprepared data",
-        ('data.path = "data"', "no manifest.json", "`llmtrain prepare --source data --out data/data`"),
+        ('data.path = "data"', "no manifest.json", "`llmtrain prepare --source data --vocab-size 512 --out data/data`"),
         {"data": {"path": "data"}},
     ),
     Wrong(
         "a text in place of its data",
-        ("is a file", "`llmtrain prepare --source run.yaml --out data/run`, and then write data/run here"),
+        (
+            "is a file",
+            "`llmtrain prepare --source run.yaml --vocab-size 512 --out data/run`, and then write data/run here",
+        ),
         {"data": {"path": "run.yaml"}},
     ),
     Wrong(
         "a dataset on the Hub",
-        ("is prepared first", "`llmtrain prepare --source hf:a/b --out data/b`"),
+        ("is prepared first", "`llmtrain prepare --source hf:a/b --vocab-size 512 --out data/b`"),
         {"data": {"path": "hf:a/b"}},
     ),
     Wrong("a resume of no run", ('resume = "data"', "holds no checkpoint", "or RUN/step-N"), {"resume": "data"}),
@@ -197,12 +200,12 @@ CASES = [
     ),
     Wrong(
         "missing folder in a mixture",
-        ('data.mixture.d/z = "d/z"', "no such folder", "llmtrain prepare --source FILES --out d/z"),
+        ('data.mixture.d/z = "d/z"', "no such folder", "llmtrain prepare --source FILES --vocab-size 512 --out d/z"),
         {"data": {"path": ..., "mixture": {"d/z": 1}}},
     ),
     Wrong(
         "an evaluation set that is not there",
-        ('eval.sets.code = "d/z"', "no such folder", "llmtrain prepare --source FILES --out d/z"),
+        ('eval.sets.code = "d/z"', "no such folder", "llmtrain prepare --source FILES --vocab-size 512 --out d/z"),
         {"eval": {"sets": {"code": "d/z"}}},
     ),
     Wrong(

@@ -47,6 +47,14 @@ def _adapter_alone(folder: Path) -> None:
     (folder / "model/adapter_config.json").write_text("{}")
 
 
+def _run_with(name: str) -> Callable[[Path], None]:
+    def before(folder: Path) -> None:
+        (folder / "model" / name).parent.mkdir(parents=True)
+        (folder / "model" / name).write_text("{}")
+
+    return before
+
+
 def _other_head(folder: Path) -> None:
     """As merging an adapter with both matrices leaves it, where the base ties them."""
     from safetensors.torch import save_file
@@ -324,6 +332,24 @@ MODEL_CASES = [
         ('model.pretrained = "model"', "of an adapter, without its model", "to-hf RUN OUT --merge", "adapter.start"),
         {"model": {"config": ..., "pretrained": "model"}},
         before=_adapter_alone,
+    ),
+    Wrong(
+        "data and model exchanged",
+        ('data.path = "model"', "a model and no data", 'model.pretrained = "data/x"', "prepared data and no model"),
+        {"model": {"config": ..., "pretrained": "data/x"}, "data": {"path": "model"}},
+        before=_weightless,
+    ),
+    Wrong(
+        "a run as a model",
+        ('model.pretrained = "model"', "the folder of a run", "name its export, model/export"),
+        {"model": {"config": ..., "pretrained": "model"}},
+        before=_run_with("export/config.json"),
+    ),
+    Wrong(
+        "a run without an export as a model",
+        ('model.pretrained = "model"', "is of a run", "llmtrain checkpoint to-hf model OUT"),
+        {"model": {"config": ..., "pretrained": "model"}},
+        before=_run_with("checkpoints/x"),
     ),
     # what trains
     Wrong(

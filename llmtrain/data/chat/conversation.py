@@ -23,6 +23,7 @@ _SHAREGPT = {
     "observation": "tool",
 }
 _LISTS = ("messages", "conversations", "conversation")
+_CONVERSATION = {*_LISTS, "completion", "instruction", "output"}
 """Fields that hold messages."""
 _MEDIA = ("images", "image", "videos", "audios")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -243,7 +244,9 @@ def _answer(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
     messages = [given] if isinstance(given, dict) else given
     if not isinstance(messages, list) or not messages:
         names = ", ".join(sorted(map(str, record))[:8]) or "none"
-        raise RefusedError(f"{name} is {_kind(given)}, neither a text nor messages (its fields: {names})")
+        talk = given is None and not {"chosen", "rejected"} & record.keys() and bool(record.keys() & _CONVERSATION)
+        hint = "; conversations are prepared with --format chat" if talk else ""
+        raise RefusedError(f"{name} is {_kind(given)}, neither a text nor messages (its fields: {names}){hint}")
     return [_object(_from_sharegpt(message), place) for place, message in enumerate(messages)]
 
 

@@ -102,15 +102,12 @@ def prepare(settings: PrepareSettings) -> Manifest:
             work = marked(work, wanted, before)
         _make_tokenizer(settings, [unit for unit in work if not unit.validation], out)
         encoder = tokenize.Encoder(out.here / "tokenizer", bare=not settings.special_tokens)
-        first_tokens = tuple(encoder.begin.tolist()) if settings.is_text or settings.format == "tokens" else ()
-        if settings.ids_field is not None:
-            first_tokens = _examine_ids(settings, settings.ids_field, files, work, encoder, first_tokens)
-        elif first_tokens:
-            shown = untrusted.shown(encoder.decode([*first_tokens]))
-            log.info(f"{shown} begins each document, as in the tokenizer's own encoding (--no-special-tokens: none)")
+        ids = settings.ids_field is not None and _examine_ids(settings, settings.ids_field, files, work, encoder)
+        if first := encoder.begin.tolist() if settings.is_text or ids else []:
+            log.info(f"each document begins with {untrusted.shown(encoder.decode(first))}")
         records = _run(settings, work, out, plan["moment"])
         try:
-            manifest = _manifest(settings, [files, validation], work, plan, records, out, wanted, first_tokens)
+            manifest = _manifest(settings, [files, validation], work, plan, records, out, wanted, tuple(first))
         finally:  # it shows the reason for an empty split
             _write_rejected(out, _rejected(work, _by_unit(work, records)))
         if settings.format in CHAT_FORMATS:
@@ -121,8 +118,8 @@ def prepare(settings: PrepareSettings) -> Manifest:
         out.show(manifests.NAME)
         out.remove([UNFINISHED])
         summary = _summary(out, manifest, time.monotonic() - started)
-    if left_out := sum(record.get("left_out", 0) for record in records):
-        log.info(f"{_documents(left_out)} of --source left out: also in --validation-source")
+    if left_out := _left_out(records):
+        log.info(left_out)
     log.info(summary)
     return manifest
 
@@ -168,8 +165,9 @@ def _plan(settings: PrepareSettings, files: list[SourceFile], validation: list[S
     work += plan_units(validation, unit_bytes, first_index=len(work), validation=True)
     count = len(files) + len(validation)
     names = Counter(Path(file.label).suffix.lower() or file.label for file in files if file.kind == "text")
-    kinds = ", ".join(f"{number} {name}" for name, number in names.most_common(_SHOWN))
-    prose = f"; read as text: {kinds}{', ...' if len(names) > _SHOWN else ''}" if kinds else ""
+    kinds = ", ".join(f"{number} {name}" for name, number in names.most_common(_KINDS))
+    rest = f", and {units.counted(len(names) - _KINDS, 'other kind')}" if len(names) > _KINDS else ""
+    prose = f"; read as text: {kinds}{rest}" if kinds else ""
     log.info(f"{units.counted(count, 'file')}, {units.size(total)}, in {units.counted(len(work), 'shard')}{prose}")
     return work
 
@@ -197,11 +195,10 @@ def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: OutFolder)
 
 
 def _examine_ids(
-    settings: PrepareSettings, field: str, files: list[SourceFile], work: list[Unit], encoder: tokenize.Encoder,
-    first_tokens: tuple[int, ...],
-) -> tuple[int, ...]:  # fmt: skip
-    """Check the first ids of some files and records, and return `first_tokens` if all begin with them. Raises
-    DataError: they are from another tokenizer."""
+    settings: PrepareSettings, field: str, files: list[SourceFile], work: list[Unit], encoder: tokenize.Encoder
+) -> bool:
+    """Check the first ids of some files and records; True if they begin as the tokenizer's texts. Raises DataError:
+    they are from another tokenizer."""
     samples = token_corpora.beginnings([file.path for file in files if file.kind == "tokens"], encoder.separator_id)
     rows = token_corpora.TokenEncoder(Path(str(settings.tokenizer)), field, np.dtype(np.int64), counted=False)
     pieces = [piece for unit in work for piece in unit.pieces if piece.kind != "tokens"]
@@ -210,15 +207,9 @@ def _examine_ids(
             if isinstance(item, Document):
                 with suppress(RefusedError):  # a worker rejects it
                     samples += [(piece.label, ids)] if len(ids := rows.ids(item.text)[0]) else []
-    if samples:
-        token_corpora.examine(samples, encoder)
-    length = len(first_tokens)
-    if length and any(tuple(ids[:length].tolist()) != first_tokens for _, ids in samples):
-        shown = untrusted.shown(encoder.decode([*first_tokens]))
-        log.warn(f"the documents do not begin with {shown}, which the tokenizer's own encoding puts before a text: a "
-                 "model that was trained with it reads them as texts without a beginning")  # fmt: skip
-        return ()
-    return first_tokens
+    begins = bool(samples) and token_corpora.examine(samples, encoder)
+    # A token that also ends documents may be none's first.
+    return begins and settings.chat is None and encoder.separator_id not in encoder.begin[:1]
 
 
 def _sample(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> Iterator[str]:
@@ -399,10 +390,10 @@ def _manifest(
     records: list[dict[str, Any]],
     out: OutFolder,
     wanted: Mapping[tuple[str, int], str],
-    first_tokens: tuple[int, ...],
+    first: tuple[int, ...],
 ) -> Manifest:
     """Raises DataError for an empty split or a line of --exclude without a document (`wanted`), and clears the folder
-    for other settings."""
+    for other settings. `first`: ids before each text."""
     encoder = tokenize.Encoder(out.here / "tokenizer")
     # For each unit the file that continues in it, and the number of its earlier lines.
     lines_before = _lines_before(work, _by_unit(work, records), {unit.index for unit in work})
@@ -429,9 +420,9 @@ def _manifest(
                 given = settings.sources if split == "train" else settings.validation_sources or settings.sources
                 raise DataError(f"--source {' '.join(given)}: no token of its {split} rows is counted, so there is "
                                 "nothing to learn or to measure; give records with counted tokens")  # fmt: skip
-    except DataError:
+    except DataError as error:
         clear(out)
-        raise
+        raise (DataError(f"{error} ({held})") if (held := _left_out(records)) else error) from error
     content = sum(int(record["content"], 16) for record in records) % (1 << 128)
     names = [[[file.label, file.bytes] for file in part] for part in files if part]
     tokenizer = tokenizer_folder.fingerprint(out.here / "tokenizer")
@@ -440,7 +431,7 @@ def _manifest(
         dtype=dtype,
         vocab_size=encoder.vocab_size,
         separator_id=encoder.separator_id,
-        first_tokens=first_tokens,
+        first_tokens=first,
         tokens=tokens,
         documents=documents,
         rejected=sum(len(record["rejected"]) for record in records),
@@ -448,7 +439,7 @@ def _manifest(
         tokenizer_fingerprint=tokenizer,
         source_fingerprint=xxhash.xxh3_128_hexdigest(json.dumps([*names, f"{content:032x}"]).encode()),
         data_fingerprint=manifests.data_fingerprint(
-            dtype, encoder.vocab_size, encoder.separator_id, tokenizer, shards, first_tokens
+            dtype, encoder.vocab_size, encoder.separator_id, tokenizer, shards, first
         ),
         source={
             "files": sum(map(len, files)),
@@ -530,6 +521,11 @@ def _check_splits(
     )
 
 
+def _left_out(records: list[dict[str, Any]]) -> str:
+    count = sum(record.get("left_out", 0) for record in records)
+    return f"{_documents(count)} of --source left out: also in --validation-source" if count else ""
+
+
 def _documents(number: int) -> str:
     return f"{units.count(number)} document{'' if number == 1 else 's'}"
 
@@ -570,7 +566,7 @@ def _summary(out: OutFolder, manifest: Manifest, elapsed_s: float) -> str:
 # --- the output folder: new, unfinished, or complete ---
 
 
-_SHOWN = 3
+_SHOWN, _KINDS = 3, 12
 _SOON_DONE_AGAIN_BYTES = 64 << 20
 """Size of finished shards, about a minute's work, that other settings may discard: the attempt after a mistake has
 other settings, and no hours of work are lost."""
@@ -603,17 +599,10 @@ def already_complete(out: OutFolder, plan: dict[str, Any]) -> Manifest:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
-        _SPECIAL[key in now] if key == "special_tokens"
-        else f"{key} was {_short(before.get(key))} and is now {_short(now.get(key))}"
+        f"{key} was {_short(before.get(key))} and is now {_short(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
-    ]  # fmt: skip
-
-
-_SPECIAL = (
-    "it has the tokenizer's special tokens around each document, which --no-special-tokens leaves out",
-    "it has no special tokens around a document, as --no-special-tokens and earlier versions prepare it",
-)
+    ]
 
 
 def _short(value: Any) -> str:

@@ -17,6 +17,7 @@ import xxhash
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
+from llmtrain.config.encoding import special_tokens
 from llmtrain.config.plugins import hashes
 from llmtrain.data import tokenize, tokenizer_folder
 from llmtrain.data.chat.conversation import RefusedError, template_variables
@@ -131,12 +132,9 @@ class PrepareSettings:
         }
         if self.tokenizer is not None:
             values["tokenizer"] = tokenizer_folder.fingerprint(Path(self.tokenizer))
-            if (
-                self.is_text
-                and self.special_tokens
-                and tokenizer_folder.special_tokens(Path(self.tokenizer)) != ((), ())
-            ):
-                values["special_tokens"] = True
+            around = special_tokens(tokenizer_folder.require(Path(self.tokenizer)).read_bytes())
+            if self.is_text and self.special_tokens and any(around):
+                values["special_tokens"] = "those of the tokenizer's own encoding (--no-special-tokens: none)"
             if self.format in CHAT_FORMATS and (chat := self.chat) is not None:
                 template = tokenizer_folder.chat_template(Path(self.tokenizer), self.chat_template)
                 values |= {**asdict(chat), "stop_tokens": list(chat.stop_tokens)}
@@ -216,10 +214,8 @@ class PrepareSettings:
             if value is not None and value < least:
                 raise DataError(f"--{name.replace('_', '-')} {value}: must be at least {least}; {remedy}")
         if not self.special_tokens and not self.is_text:
-            who = "the template writes" if self.format in CHAT_FORMATS else "the ids have"
-            who = "lm-eval's rule decides" if self.format == "choices" else who
             raise DataError(
-                f"--no-special-tokens: is for text, and with --format {self.format} {who} them; leave it out"
+                f"--no-special-tokens: is for text, and --format {self.format} decides itself; leave it out"
             )
         if self.max_rejected < 0:
             raise DataError(f"--max-rejected {self.max_rejected}: must be at least 0")

@@ -359,9 +359,10 @@ def beginnings(paths: list[str], separator_id: int) -> list[tuple[str, np.ndarra
     return found
 
 
-def examine(samples: list[tuple[str, np.ndarray]], encoder: Encoder) -> None:
-    """Report how well the tokenizer fits some ids, int64 [tokens] each with its place; warn if it seems another one.
-    With the right tokenizer, ids that are decoded and encoded again are unchanged.
+def examine(samples: list[tuple[str, np.ndarray]], encoder: Encoder) -> bool:
+    """Report how well the tokenizer fits some ids, int64 [tokens] each with its place; warn if it seems another one, or
+    if not all begin with its first tokens (then False). With the right tokenizer, ids decoded and encoded again are
+    unchanged.
 
     Raises DataError: an id is outside the vocabulary.
     """
@@ -384,3 +385,8 @@ def examine(samples: list[tuple[str, np.ndarray]], encoder: Encoder) -> None:
     log.info(f"{share:.1%} of {units.count(total)} ids are unchanged when decoded and encoded again")
     if share < _AS_IT_SHOULD:
         log.warn("--tokenizer: encoded again, the text has other ids: were they made with this tokenizer?")
+    begins = all(np.array_equal(ids[: len(encoder.begin)], encoder.begin) for _, ids in samples)
+    if not begins:
+        shown = untrusted.shown(encoder.decode(encoder.begin.tolist()))
+        log.warn(f"the documents do not begin with {shown}, as the tokenizer's own: a model may have learned with it")
+    return begins

@@ -163,7 +163,7 @@ class TrainData:
         return windows.places(own, windows.read(own))
 
     def _check_members(self, trains: bool) -> None:
-        first = self._members[0].prepared
+        first = min(self._members, key=lambda each: each.prepared.manifest.chat is not None).prepared  # texts, if any
         for member in self._members:
             other = member.prepared
             if other.manifest.tokenizer_fingerprint != first.manifest.tokenizer_fingerprint:
@@ -171,9 +171,8 @@ class TrainData:
                     f"data.mixture: {other.name} and {first.name} were prepared with different tokenizers; "
                     f"prepare one again with --tokenizer {first.tokenizer_dir}"
                 )
-            for before in (each.prepared for each in self._members):
-                if reason := other_begin(before.manifest, other.manifest, (before.name, other.name)):
-                    raise DataError(f"data.mixture: {reason}")
+            if reason := other_begin(first.manifest, other.manifest, (first.name, other.name)):
+                raise DataError(f"data.mixture: {reason}")
             if trains and member.train.count == 0:
                 raise DataError(
                     f"{other.name}: its {member.train.stream.tokens} training tokens do not fill one sequence of "

@@ -22,10 +22,7 @@ IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's defa
 
 
 def ends_in(tokens: np.ndarray, separator_id: int, doubled: bool) -> np.ndarray:
-    """bool [..., T] of T + 1 tokens: a document ends there, and the next token begins one.
-
-    `doubled`: documents begin with the separator, too (as OPT's), so that of two in a row the first is an end.
-    """
+    """bool [..., T] of T + 1 tokens: a document ends there. `doubled`: documents begin with the separator, too."""
     ends: np.ndarray = tokens[..., :-1] == separator_id
     return ends & (tokens[..., 1:] == separator_id) if doubled else ends
 

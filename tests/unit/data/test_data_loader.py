@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import MicroBatch, TrainLoader, validation_batches
 from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.windows import IGNORED
+from llmtrain.training import finish
 from llmtrain.training.finish import ngram_baselines
 from tests.helpers.loaders import loader_of
 from tests.helpers.prepared import random_shards, write_prepared
@@ -333,3 +337,11 @@ def test_a_loader_goes_on_elsewhere(data: TrainData) -> None:
 
 def test_baselines_equal_a_naive_count(data: TrainData) -> None:
     assert ngram_baselines(data, sequences=6) == pytest.approx(naive_bigram(data, 6), rel=1e-12)
+
+
+def test_baselines_say_how_many_tokens_they_count(data: TrainData, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(finish, "_BASELINE_VALIDATION_TOKENS", 6 * data.sequence_length)
+    finish._print_baselines(data, cast(Any, SimpleNamespace(event=lambda kind, **more: told.update(more))))
+    counted = sum(int((data.validation_sequence(index)[1] != IGNORED).sum()) for index in range(6))
+    assert told["validation_tokens"] == counted < 6 * data.sequence_length

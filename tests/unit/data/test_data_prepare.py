@@ -298,7 +298,9 @@ def test_bad_records_stop_the_run_until_they_are_allowed(
     assert main([str(talks), "--vocab-size", "270"]) == 2
     words = f"`llmtrain prepare --source {talks} --vocab-size 270 --out FOLDER`"
     assert f"prepare {talks}: what is read has an option: {words}" in capsys.readouterr().err
-    assert main([str(talks), "--out=x"]) == 2 and f"--source {talks} --out=x`" in capsys.readouterr().err
+    assert (
+        main([str(talks), "--out=x"]) == 2 and f"--source {talks} --out=x --vocab-size 8192`" in capsys.readouterr().err
+    )
     assert json.loads((out / "rejected.jsonl").read_text().splitlines()[0])["line"] == 201
     given = [*argv, "--tokenizer", str(made_tokenizer(tmp_path / "tok", reference))]
     del given[given.index("--vocab-size") : given.index("--vocab-size") + 2]

@@ -147,6 +147,18 @@ def test_an_empty_validation_split_is_an_error_whose_remedies_work(
     assert "add text" in error and "is the least" not in error
 
 
+def test_texts_that_validation_has_and_their_kinds_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in ("all", "held"):
+        (tmp_path / place).mkdir()
+        for number in range(14):
+            (tmp_path / place / f"a.k{number}").write_text(f"some text {number} " * 20)
+    held = ("--validation-source", str(tmp_path / "held"))
+    assert main(["--source", str(tmp_path / "all"), *held, "--out", str(tmp_path / "set"), "--vocab-size", "262"]) == 2
+    said = capsys.readouterr()
+    assert "it gives no training document; add text (14 documents of --source left out: also in --val" in said.err
+    assert re.search(r"1 \.k7, and 2 other kinds$", said.out, re.M)
+
+
 def test_a_complete_folder_without_validation_is_an_error_too(
     prepared: Path, play: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,9 +132,9 @@ def test_without_special_tokens_the_folder_is_that_of_a_tokenizer_that_has_none(
     words = ["--source", str(root / "texts.jsonl"), "--tokenizer", str(root / "begin"), "--validation-fraction", "0.2"]
     words += ["--shard-bytes", "10000"]
     assert main([*words, "--out", str(bare)]) == 2
-    assert "no special tokens around a document" in (said := capsys.readouterr().err) and "--no-special-tokens" in said
+    assert "special_tokens was None and is now" in (said := capsys.readouterr().err) and "--no-special-tokens" in said
     assert main([*words, "--out", str(with_them), "--no-special-tokens"]) == 2
-    assert "has the tokenizer's special tokens" in capsys.readouterr().err
+    assert '(--no-special-tokens: none)" and is now None' in capsys.readouterr().err
     assert main([*words, "--out", str(with_them)]) == 0
 
     one, other = (TrainData(DataConfig(path=str(each), sequence_length=T)) for each in (bare, with_them))
@@ -154,9 +154,7 @@ def test_without_special_tokens_the_folder_is_that_of_a_tokenizer_that_has_none(
 def test_the_option_is_for_text(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--source", str(root / "texts.jsonl"), "--tokenizer", str(root / "begin"), "--out", str(tmp_path / "set")]
     assert main([*words, "--format", "chat", "--no-special-tokens"]) == 2
-    assert (
-        "--no-special-tokens: is for text, and with --format chat the template writes them" in capsys.readouterr().err
-    )
+    assert "--no-special-tokens: is for text, and --format chat decides itself; leave it out" in capsys.readouterr().err
 
 
 def test_ids_of_others_are_kept_and_their_first_token_is_looked_at(

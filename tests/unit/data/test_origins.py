@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from llmtrain import cli
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.config.stages import DataConfig
@@ -195,3 +197,23 @@ def test_a_folder_without_origins_and_a_damaged_one_are_named(
             list(Origins(prepared, shards).within(0, 1))
     finally:
         path.write_bytes(before)
+
+
+def test_where_reads_what_another_version_has_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A field that is gone; and one of another type, which is told in a sentence."""
+    saved = Path(__file__).parents[2] / "data/saved-2026-11"
+    for name in ("data/text", "runs/quickstart"):
+        shutil.copytree(saved / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    events = tmp_path / "runs/quickstart/events.jsonl"
+    text = events.read_text()
+    for given, code in (('"data":{"former":3,', 0), ('"data":{"sequence_length":"x","former":3,', 2)):
+        lines = [line.replace('"data":{', given) for line in text.splitlines()]
+        if code:
+            lines = [line.replace('"sequence_length":32,', "") for line in lines]
+        events.write_text("\n".join(lines) + "\n")
+        assert cli.main(["data", "where", "data/text", "--run", "runs/quickstart", "--step", "1"]) == code
+    said = capsys.readouterr()
+    assert "step 1: 4 sequences" in said.out and 'sequence_length = "x"' in said.err

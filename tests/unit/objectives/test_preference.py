@@ -88,6 +88,7 @@ def test_every_form_gives_the_two_rows_that_a_hand_writes(pair: Pair, record: di
     [
         ({"prompt": "x", "chosen": "same", "rejected": "same"}, "are the same: there is nothing to prefer"),
         ({"prompt": "x", "chosen": "yes"}, "rejected is null, neither a text nor messages"),
+        ({"messages": said("a", "b")}, "; conversations are prepared with --format chat"),
         ({"chosen": "yes", "rejected": "no"}, "have no prompt"),
         ({"prompt": 7, "chosen": "yes", "rejected": "no"}, "the prompt is int"),
         ({"chosen": said("a", "b"), "rejected": said("x", "b")}, "do not begin with the messages of each other"),
@@ -338,7 +339,7 @@ DISTILL = ["--objective.name", "distill"]
     [
         (DISTILL, "objective.teacher = null"),
         ([*DISTILL, "--objective.teacher", "nowhere"], 'objective.teacher = "nowhere"'),
-        ([*DISTILL, "--objective.teacher", "data/x"], "no such folder with a config.json"),
+        ([*DISTILL, "--objective.teacher", "data/x"], "is prepared data and no model"),
         ([*DISTILL, "--objective.beta", "1.5"], "must be from 0 to 1\n"),
         ([*DISTILL, "--objective.alpha", "-0.5"], "must be from 0 to 1\n"),
         ([*DISTILL, "--objective.temperature", "0"], "objective.temperature = 0.0"),
