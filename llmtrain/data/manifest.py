@@ -184,7 +184,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def other_begin(first: Manifest, second: Manifest, names: tuple[str, str]) -> str:
-    """Why no run reads the texts of both folders (`names`), with the remedy; empty: a run may."""
+    """Return the reason, with the remedy, for which no run reads the texts of both folders (`names`); empty: none."""
     if first.chat is not None or second.chat is not None or first.first_tokens == second.first_tokens:
         return ""
     more, bare = names if first.first_tokens else names[::-1]

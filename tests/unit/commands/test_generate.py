@@ -234,6 +234,28 @@ def test_text_appears_as_it_is_generated(tmp_path, tokenizer, capsys, monkeypatc
     assert seen[:4] == ["walks and ", "talks ", " ", " "]
 
 
+def test_without_a_prompt_the_first_token_is_not_put_before_itself(tmp_path, tokenizer, monkeypatch):
+    """Of a tokenizer that puts it before each text, as Llama's."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    shutil.copytree(tokenizer, tmp_path / "tokenizer")
+    begins = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    begins.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    begins.save(str(tmp_path / "tokenizer/tokenizer.json"))
+    beside = {"tokenizer_dir": str(tmp_path / "tokenizer"), "separator_id": 0}
+    checkpoint_of(model_that_says(40), tmp_path / "run", **beside)
+    seen, forward = [], LlamaForCausalLM.forward
+    monkeypatch.setattr(
+        LlamaForCausalLM,
+        "forward",
+        lambda self, *a, **more: (seen.append(more["input_ids"].tolist()), forward(self, *a, **more))[1],
+    )
+    for words in ([], ["--prompt", "A"]):
+        assert main(["generate", str(tmp_path / "run"), "--max-tokens", "1", *words]) == 0
+    assert seen == [[[0]], [[0, ord("A") - 32]]]
+
+
 def test_top_k_and_top_p_bound_what_is_sampled(run, capsys):
     """At a temperature at which all 290 tokens are about as likely, either of them leaves the likeliest one."""
     hot = ["--prompt", "walk", "--temperature", "1000", "--max-tokens", "8"]

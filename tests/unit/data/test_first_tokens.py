@@ -16,14 +16,17 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from llmtrain.base.errors import DataError
+from llmtrain.cli import main as command
+from llmtrain.commands.data import shown_text
 from llmtrain.commands.prepare import main
 from llmtrain.config.run import DataConfig, RunConfig, TrainConfig
 from llmtrain.data.chat.encoder import ChatOptions
 from llmtrain.data.prepare.questions import ChoiceEncoder
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
-from llmtrain.data.tokenize import SEPARATOR, train_bpe
+from llmtrain.data.tokenize import SEPARATOR, Encoder, train_bpe
 from llmtrain.parity.untrained import differences
+from tests.helpers.config_workplace import write
 
 BEGIN = "<|user|>"
 """Stands for <bos>: a special token of the vocabulary."""
@@ -81,6 +84,10 @@ def test_a_document_is_what_the_tokenizers_own_encoding_makes_of_it(root: Path, 
         found += [ids[each.begin : each.end].tolist() for each in own.within(0, len(ids))]
     assert Counter(map(tuple, found)) == Counter(map(tuple, wanted))
 
+    heading = shown_text(data, Encoder(data.tokenizer_dir), "train", 3).heading
+    third = list(data.origins("train").within(0, data.manifest.tokens["train"]))[3]
+    assert heading == f"document 3 of train: {third.end - third.begin} tokens"
+
     train = TrainData(DataConfig(path=str(folder), sequence_length=T, isolate_documents=True))
     labels_at, positions_at = {}, {}
     for index in range(train.sequences_per_epoch):
@@ -116,7 +123,7 @@ def test_a_document_is_what_the_tokenizers_own_encoding_makes_of_it(root: Path, 
 
 
 def test_without_special_tokens_the_folder_is_that_of_a_tokenizer_that_has_none(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bare = prepared(root, "begin", tmp_path / "bare", "--no-special-tokens")
     none, with_them = (prepared(root, form, tmp_path / form) for form in ("none", "begin"))
@@ -149,6 +156,16 @@ def test_without_special_tokens_the_folder_is_that_of_a_tokenizer_that_has_none(
         DataError, match=r"data.mixture: the texts of .*begin.*prepare .*bare again, or .*--no-special-tokens"
     ):
         TrainData(DataConfig(mixture={str(bare): 1.0, str(with_them): 1.0}, sequence_length=T))
+
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for more, key in (
+        (["--eval.sets", json.dumps({"m": str(bare)})], "eval.sets.m"),
+        (["--data.stages", json.dumps([{"from_step": 1, "path": str(bare)}])], "data.stages, from step 1"),
+    ):
+        words = ["run.yaml", "--data.path", str(with_them), "--data.sequence_length", str(T), *more]
+        assert command(["config", "check", *words]) == 2
+        assert f"{key}: the texts of {with_them} begin with" in (said := capsys.readouterr().err), said
 
 
 def test_the_option_is_for_text(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
