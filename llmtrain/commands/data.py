@@ -160,13 +160,8 @@ class Span:
         return self.next + (step - self.after) * self.batch
 
     @property
-    def config(self) -> DataConfig:
-        made: DataConfig = read_saved(DataConfig, self.event["data"])
-        return made
-
-    @property
     def folders(self) -> list[str]:
-        return list(self.config.folders)
+        return list(read_saved(DataConfig, self.event["data"]).folders)
 
     def leaves_out(self, data: TrainData, step: int, index: int) -> bool:
         """Return True if a step has read a sequence and counted no token of it."""
@@ -174,7 +169,7 @@ class Span:
 
     def data(self) -> TrainData:
         """Open the data. Raises DataError: it is missing, or another one."""
-        data = TrainData(self.config)
+        data = TrainData(read_saved(DataConfig, self.event["data"]))
         if data.fingerprint != self.event["fingerprint"]:
             raise DataError(
                 f"{', '.join(self.folders)}: it is not the data that the run has read: it was prepared again, or is "

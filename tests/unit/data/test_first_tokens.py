@@ -28,6 +28,8 @@ from llmtrain.data.tokenize import SEPARATOR, Encoder, train_bpe
 from llmtrain.parity.untrained import differences
 from tests.helpers.config_workplace import write
 
+pytestmark = pytest.mark.long
+
 BEGIN = "<|user|>"
 """Stands for <bos>: a special token of the vocabulary."""
 FORMS = {"begin": f"{BEGIN} $A", "both": f"{BEGIN} $A {SEPARATOR}", "separator": f"{SEPARATOR} $A", "none": "$A"}
@@ -171,7 +173,7 @@ def test_without_special_tokens_the_folder_is_that_of_a_tokenizer_that_has_none(
 def test_the_option_is_for_text(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--source", str(root / "texts.jsonl"), "--tokenizer", str(root / "begin"), "--out", str(tmp_path / "set")]
     assert main([*words, "--format", "chat", "--no-special-tokens"]) == 2
-    assert "--no-special-tokens: is for text, and --format chat decides itself; leave it out" in capsys.readouterr().err
+    assert "--no-special-tokens: is for text; --format chat decides itself: leave it out" in capsys.readouterr().err
 
 
 def test_ids_of_others_are_kept_and_their_first_token_is_looked_at(
