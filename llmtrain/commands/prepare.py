@@ -39,7 +39,7 @@ def prepare(
         plugin: files that define sources, one or several.
         validation_source: what `--validation-source` takes.
         fields: values of the fields of a plugin's source: {"csv": {"column": "text"}}.
-        options: the command's other options, with _ for -: vocab_size=8192, format="chat".
+        options: the command's other options, with _ for -: format="chat", special_tokens=False.
 
     Returns: the folder's manifest, with `tokens` and `documents` of each split.
     Raises: UserError.

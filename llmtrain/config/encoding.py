@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 def special_tokens(content: bytes) -> tuple[list[int], list[int]]:
@@ -25,9 +29,8 @@ def special_tokens(content: bytes) -> tuple[list[int], list[int]]:
 
 
 _PROBE = (
-    "It's 1 of 12 or 345,678 days; DON'T  stop!\n\n\tdef f(x_1):\r\n        return [x**2]  # e\u0301 \u00e9"
-    " \ufb01 \u2460 \u2019s \u00a0 \u4f60\u597d\u4e16\u754c \u0939\u093f\u0928\u094d\u0926\u0940 \U0001f600"
-    " camelCase \u0130I\u00df \u0661\u0662 "
+    "It's 1 of 12 or 345,678 days; DON'T  stop!\n\n\tdef f(x_1):\r\n    return [x**2]  # e\u0301 \u00e9 \ufb01 \u2460 "
+    "\u2019s \u00a0 \u4f60\u597d \u0939\u093f\u0928\u094d\u0926\u0940 \U0001f600 camelCase \u0130I\u00df \u0661\u0662 "
 )
 """Text in which the usual ways to normalize and to cut differ."""
 
@@ -54,8 +57,15 @@ def difference(data: bytes, model: bytes, *, grown: bool, texts: bool) -> str:
     chosen = [model.get("merges", model["vocab"] if model["type"] == "Unigram" else None) for model in models]
     if chosen[0] != chosen[1]:
         return "they have the same tokens, and choose among them by other merges or scores"
-    for each in both:
-        each.no_truncation()
-        each.no_padding()
-    first, second = (each.encode(_PROBE, add_special_tokens=texts).ids for each in both)
+    first, second = (_ids_of_probe(each, special=texts) for each in both)
     return "" if first == second else "they cut, normalize or begin a text differently"
+
+
+def _ids_of_probe(tokenizer: Tokenizer, *, special: bool) -> list[int]:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    try:
+        found: list[int] = tokenizer.encode(_PROBE, add_special_tokens=special).ids
+    except Exception:  # the library raises bare Exception where a vocabulary lacks a word
+        return []
+    return found

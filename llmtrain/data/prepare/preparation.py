@@ -422,7 +422,9 @@ def _manifest(
                                 "nothing to learn or to measure; give records with counted tokens")  # fmt: skip
     except DataError as error:
         clear(out)
-        raise (DataError(f"{error} ({held})") if (held := _left_out(records)) else error) from error
+        if held := _left_out(records):
+            raise DataError(f"{error} ({held})") from error
+        raise
     content = sum(int(record["content"], 16) for record in records) % (1 << 128)
     names = [[[file.label, file.bytes] for file in part] for part in files if part]
     tokenizer = tokenizer_folder.fingerprint(out.here / "tokenizer")
