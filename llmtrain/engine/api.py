@@ -76,6 +76,10 @@ class Update:
     """The caller has left the update out."""
 
 
+GradientCopy = dict[tuple[int, int], Tensor]
+"""This rank's pieces of a gradient, by the tensor that has them and their place in it."""
+
+
 class Engine(Protocol):
     """One rank's engine. All ranks call every method together, except for `state`, `copies`, `refresh` and counters.
 
@@ -126,21 +130,19 @@ class Engine(Protocol):
         weight: int,
         objective: LossFunction = NEXT_TOKEN,
         *,
-        keep: bool = False,
+        copy_into: GradientCopy | None = None,
+        times: GradientCopy | None = None,
     ) -> tuple[float, float]:
-        """Return the norm of a loss's gradient and its product with the kept gradient, and drop the gradient.
+        """Return the norm of a loss's gradient and its product with another one, and drop the gradient.
 
         Args:
             micros, objective: as in `forward_backward`; a rank with no share gives rows without a counted label.
             weight: divisor of the loss.
-            keep: keep a copy, 4 bytes a parameter over all ranks, for later calls, until `forget_gradient`.
+            copy_into: gets the gradient's fp32 pieces, 4 bytes a parameter over all ranks.
+            times: such pieces of an earlier call, for the product; None: the gradient itself.
 
         (inf, nan): it is not finite.
         """
-        ...
-
-    def forget_gradient(self) -> None:
-        """Free the copy that `gradient_norm` has kept."""
         ...
 
     def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from llmtrain.base import untrusted
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.engine.api import GradientCopy
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.models import compiler
@@ -92,13 +93,13 @@ class Replay(Part):
         if not weight:
             return {"rows": [], "largest": {}, "norm": math.nan}
         scale = engine.loss_scale()
-        norm, largest = math.nan, dict[str, list[Tensor]]()
+        norm, largest, whole = math.nan, dict[str, list[Tensor]](), GradientCopy()
         if self._has_gradients:
             if isinstance(objective, LooksAhead):
                 objective.look(batch.micro_batches, engine.evaluate)
             session.seed()
             with compiler.uncompiled(), largest_values(engine.module.hf) as largest:
-                norm, _ = engine.gradient_norm(batch.micro_batches, weight, objective, keep=True)
+                norm, _ = engine.gradient_norm(batch.micro_batches, weight, objective, copy_into=whole)
         rows = range(batch.first_index, batch.first_index + batch.sequences)
         mine = [index for micro in batch.micro_batches for index in micro.sample_indices]
         losses = self._losses(rows, mine, objective)
@@ -113,10 +114,10 @@ class Replay(Part):
                 break
             micro = loader.row(self._step, row["sequence"] if row["sequence"] in mine else None)
             session.seed()
-            row["norm"], product = engine.gradient_norm([micro], weight, objective)
+            row["norm"], product = engine.gradient_norm([micro], weight, objective, times=whole)
             row["share"] = product / (norm * norm or math.nan)
             self._largest = sorted([*self._largest, row["loss"]], reverse=True)
-        engine.forget_gradient()  # the step that follows has no room for it
+        whole.clear()  # the step that follows has no room for it
         engine.set_loss_scale(scale)
         engine.routing()  # what was looked at is not of the step
         merged: dict[str, Any] = {}

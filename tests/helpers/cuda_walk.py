@@ -144,10 +144,11 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
         with ledger, contextlib.closing(setup.loader()) as loader:
             batch = next(loader)
             weight = sum(map(objective.weight, batch.micro_batches))
+            copy: dict[tuple[int, int], Any] = {}
             with largest_values(engine.module.hf):
-                norm, _ = engine.gradient_norm(batch.micro_batches, weight, objective, keep=True)
-            engine.gradient_norm([loader.row(1, 0)], weight, objective)
-            engine.forget_gradient()
+                norm, _ = engine.gradient_norm(batch.micro_batches, weight, objective, copy_into=copy)
+            engine.gradient_norm([loader.row(1, 0)], weight, objective, times=copy)
+            copy.clear()
             found["norm"] = norm
             if form.get("recheck"):
                 seats = [SimpleNamespace(device="NVIDIA H200")] * form["ranks"]

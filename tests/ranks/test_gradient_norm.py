@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.data.stream.loader import MicroBatch, StepBatch
+from llmtrain.engine.api import GradientCopy
 from llmtrain.engine.deepspeed import engine as deepspeed_engine
 from llmtrain.models.loss import IGNORE
 from tests.helpers.families import FAMILIES
@@ -54,17 +55,16 @@ def looked(engine: Any, mine: list[int]) -> tuple[list[float], list[float]]:
     with patch.object(deepspeed_engine, "_AT_ONCE", 1000), Widened() as widened:
         found = _looked(engine, mine)
     assert 1 < widened.most <= 1000
-    engine.forget_gradient()
-    assert not engine._kept
     return found
 
 
 def _looked(engine: Any, mine: list[int]) -> tuple[list[float], list[float]]:
-    whole, own = engine.gradient_norm([row(index) for index in mine], WEIGHT, keep=True)
+    copy = GradientCopy()
+    whole, own = engine.gradient_norm([row(index) for index in mine], WEIGHT, copy_into=copy)
     assert own == pytest.approx(whole * whole)
     norms, shares = [whole], []
     for index in range(ROWS):
-        norm, product = engine.gradient_norm([row(index) if index in mine else empty()], WEIGHT)
+        norm, product = engine.gradient_norm([row(index) if index in mine else empty()], WEIGHT, times=copy)
         norms.append(norm)
         shares.append(product / whole**2)
     return norms, shares

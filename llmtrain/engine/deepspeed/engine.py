@@ -20,7 +20,7 @@ from llmtrain.base.errors import ModelError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
-from llmtrain.engine.api import ForwardCopy, StateTensor, Update
+from llmtrain.engine.api import ForwardCopy, GradientCopy, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State, Zero3State, Zero12State
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction, NextTokenLoss
@@ -151,8 +151,6 @@ class ZeroEngine:
         """True until a check has shown that ZeRO 3 takes every gradient."""
         self._rows_alone = False
         """The balancing loss of the experts is left out: it belongs to a batch, not to its rows."""
-        self._kept: dict[tuple[int, int], Tensor] = {}
-        """The gradient that `gradient_norm` has kept: this rank's pieces, by tensor and place."""
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
@@ -245,15 +243,15 @@ class ZeroEngine:
         weight: int,
         objective: LossFunction = NEXT_TOKEN,
         *,
-        keep: bool = False,
+        copy_into: GradientCopy | None = None,
+        times: GradientCopy | None = None,
     ) -> tuple[float, float]:
         own: dict[int, list[slice]] = {}
         for home in self._state.homes():
             whole = home.flat.detach().reshape(-1).narrow(0, home.offset, home.numel)
             part = home.tensor("gradient", whole).own
             own.setdefault(id(home.flat), []).append(slice(home.offset + part.start, home.offset + part.stop))
-        kept = self._kept = {} if keep else self._kept
-        # Square of the gradient and its product with the kept one, on the device; whether it is finite.
+        # Square of the gradient and its product with the other one, on the device; whether it is finite.
         sums, looked = torch.zeros(2, dtype=torch.float64, device=self.device), False
 
         def look(base: Any) -> bool:
@@ -262,16 +260,16 @@ class ZeroEngine:
             for flat in (flat for group in base.param_groups for flat in group["params"] if flat.grad is not None):
                 for place in own.get(id(flat), ()):
                     piece = flat.grad.detach().reshape(-1)[place]
-                    if keep:
-                        kept[id(flat), place.start] = piece.to(torch.float32, copy=True)
-                    other = kept.get((id(flat), place.start), piece)
-                    for part, kept_part in zip(piece.split(_AT_ONCE), other.split(_AT_ONCE), strict=True):
+                    if copy_into is not None:
+                        copy_into[id(flat), place.start] = piece.to(torch.float32, copy=True)
+                    other = (times or {}).get((id(flat), place.start), piece)  # none of a gradient that overflowed
+                    for part, other_part in zip(piece.split(_AT_ONCE), other.split(_AT_ONCE), strict=True):
                         sums[0] += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-                        sums[1] += (part.double() * kept_part).sum()
+                        sums[1] += (part.double() * other_part).sum()
             return False
 
         optimizer, scale = self.deepspeed.optimizer, self.loss_scale()
-        self._rows_alone = not keep
+        self._rows_alone = copy_into is None
         self.forward_backward(micros, lambda: weight, objective)
         self._rows_alone = False
         clip, optimizer.clip_grad = optimizer.clip_grad, 0.0
@@ -282,9 +280,6 @@ class ZeroEngine:
         found = torch.cat([sums.cpu(), torch.tensor([looked], dtype=torch.float64)])
         dist.all_reduce(found, group=self._ranks.control)
         return (math.sqrt(found[0]), float(found[1])) if found[2] else (math.inf, math.nan)
-
-    def forget_gradient(self) -> None:
-        self._kept = {}
 
     def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Tensor:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
