@@ -3,9 +3,11 @@ replay names the document."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import html
 import json
+import os
 import random
 import shlex
 import shutil
@@ -238,12 +240,18 @@ def test_a_replay_that_was_stopped_has_no_answer(spiked: Path, tmp_path: Path) -
     assert not (out / "answer.json").exists()
 
 
-def test_done_lets_go_of_the_checkpoint(spiked: Path, replayed: object, capsys: pytest.CaptureFixture[str]) -> None:
-    step, blocked = event(spiked / "run")["step"], spiked / "run/checkpoints/spikes.json.tmp"
-    blocked.mkdir()  # as on a disk that is read-only
-    assert cli.main(["replay", str(spiked / "run"), "--done"]) == CheckpointError.exit_code
+def test_done_lets_go_of_the_checkpoint(
+    spiked: Path, replayed: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = event(spiked / "run")["step"]
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", refuse)
+        assert cli.main(["replay", str(spiked / "run"), "--done"]) == CheckpointError.exit_code
     assert "are still kept" in capsys.readouterr().err
-    blocked.rmdir()
     assert cli.main(["replay", str(spiked / "run"), "--done"]) == 0
     assert f"steps of the spikes: {step}" in capsys.readouterr().out
     assert json.loads((spiked / "run/checkpoints/spikes.json").read_text()) == []

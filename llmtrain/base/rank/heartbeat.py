@@ -118,6 +118,7 @@ class Heartbeat:
         ):
             self._words[_AT[name]] = value
         self._entered_s = self._step_began_s = self._waited_before_s = 0.0
+        self._awaits = 0
         self._times[_BEAT_S] = time.monotonic()
         self._words[_AT["magic"]] = _MAGIC
 
@@ -149,7 +150,7 @@ class Heartbeat:
     def awaits(self, pid: int) -> None:
         """Begin a wait in which the work of a process is progress, a child's or this rank's own; no collective is: in
         them the ranks ask each other if it has ended. OTHERS: for work of other ranks. 0: it is over."""
-        self._words[_AWAITS] = pid
+        self._awaits = self._words[_AWAITS] = pid
         self._words[_BEATS] += not pid
 
     def at_step(self, step: int) -> None:
@@ -180,7 +181,7 @@ class Heartbeat:
         self._memory[_NAME_AT : _NAME_AT + NAME_BYTES] = name
         words[_COLLECTIVES] += 1
         now = self._entered_s = time.monotonic()
-        if not words[_AWAITS]:
+        if not self._awaits:
             words[_BEATS] += 1
             self._times[_BEAT_S] = now
 
@@ -191,7 +192,7 @@ class Heartbeat:
             return
         now = time.monotonic()
         times[_WAITED_S] += now - self._entered_s
-        if not words[_AWAITS]:
+        if not self._awaits:
             words[_BEATS] += 1
             times[_BEAT_S] = now
 
