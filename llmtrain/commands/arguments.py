@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from llmtrain.config.problems import COMMAND_LINE, closest, stop
@@ -14,7 +15,7 @@ _ELSEWHERE = {"input": "source", "output": "out", "output-dir": "out", "max-new-
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Raises ConfigError: a flag is like one of this command."""
-        known = {each.removeprefix("--") for each in self._option_string_actions}
+        known = set(re.findall(r"--([a-z][\w-]*)", self.format_help()))
         for word in (each.partition("=")[0] for each in args or () if each.startswith("--")):
             if (name := word.removeprefix("--")) and name not in known:
                 meant = _ELSEWHERE.get(name.replace("_", "-"))

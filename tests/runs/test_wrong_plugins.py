@@ -35,7 +35,8 @@ class Loss(ByToken, choice="loss"):
             sys.exit(3)
         if self.how == "interrupts":
             raise KeyboardInterrupt
-        forms = {"nan": nll * float("nan"), "sum": nll.sum(), "bool": nll > 1, "detached": nll.detach(), "number": 3.0}
+        later = float("nan") if len(nll) > 8 else 1.0  # the check tries eight numbers
+        forms = {"nan": nll * later, "sum": nll.sum(), "bool": nll > 1, "detached": nll.detach(), "number": 3.0}
         return (forms.get(self.how, nll * 1),)
 
 @dataclass(frozen=True, kw_only=True)
