@@ -95,7 +95,7 @@ def pretend_device() -> None:
 
     def flash(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
               scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
-        """What a GPU computes without a mask; torch asks code of CUDA for the choice, which is not here."""
+        """Compute as a GPU does without a mask; torch asks code of CUDA for the choice, which is not here."""
         assert attn_mask is None
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
@@ -104,7 +104,7 @@ def pretend_device() -> None:
 
 
 def pretend() -> None:
-    """The same for torch.compile and Triton."""
+    """Let torch.compile and Triton believe in it as well."""
     pretend_device()
     import torch
     import triton

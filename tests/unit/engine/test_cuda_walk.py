@@ -32,6 +32,7 @@ ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 OTHERS = {
     "stage 0": form(0),
     "stage 2, the second rank": form(2, rank=1, zero={"overlap_comm": True}),
+    "stage 3": form(3, recheck=False),
     "LoRA": form(1, ranks=1, run={"adapter": {"r": 4, "alpha": 8.0}}),
     "optimizer in host memory": form(2, recheck=False, zero=ON_HOST),
     "documents": form(1, ranks=1, run=DOCUMENTS),
@@ -54,10 +55,10 @@ def walked(folder: Path, forms: dict[str, Any]) -> dict[str, Any]:
 
 def test_steps_saves_and_looks_go_through_the_code_for_cuda(tmp_path: Path) -> None:
     """A save of each copies to many registrations of page-locked memory, and no step of ours waits for the device."""
-    found = walked(tmp_path, {"stage 1": form(1), "stage 3": form(3, recheck=False)})
-    for one in found.values():
-        assert one["devices"] == ["cuda"] and one["copies"] > one["pieces"] and one["pinned"] > 0, one
-    assert found["stage 1"]["waits"] == 0
+    found = walked(tmp_path, {"stage 1": form(1)})
+    one = found["stage 1"]
+    assert one["devices"] == ["cuda"] and one["copies"] > one["pieces"] and one["pinned"] > 0, one
+    assert one["waits"] == 0
 
 
 def test_every_other_form_goes_through_it(tmp_path: Path) -> None:
@@ -65,4 +66,5 @@ def test_every_other_form_goes_through_it(tmp_path: Path) -> None:
         on_host = name == "optimizer in host memory"
         assert one["devices"] == (["cpu"] if on_host else ["cuda"]), name
         assert one["copies"] > one["pieces"] or on_host, name
-        assert one["pinned"] > 0 and one["waits"] == 0, (name, one)
+        assert one["pinned"] > 0, name
+        assert one["waits"] == 0 or name == "stage 3", "a step waits for the device; DeepSpeed's own waits are in stage 3"
