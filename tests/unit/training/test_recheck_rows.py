@@ -20,7 +20,7 @@ from llmtrain.training.recheck import Recheck
 def test_a_row_that_fills_a_micro_batch_is_cut(
     monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, length: int
 ) -> None:
-    """Layers are not compiled in a check: a complete one would take more memory than in the step, at a launch's start."""
+    """Layers are not compiled in a check: a complete row would take more memory than in the step."""
 
     def micro(count: int) -> MicroBatch:
         tokens = torch.arange(64).repeat(count, 1)
