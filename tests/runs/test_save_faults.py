@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, stale_folders
+from llmtrain.checkpoint.snapshot import Snapshot
 from tests.helpers.forked import Launch
 from tests.helpers.launching import losses, rows, write_recipe
 
@@ -104,6 +105,33 @@ def test_a_full_and_a_read_only_disk_cost_checkpoints_and_not_the_run(small_data
     stop_well(launch)
     assert all_intact(small_disk)
     assert sorted(losses(small_disk)) == list(range(1, max(losses(small_disk)) + 1))  # no step was lost to it
+
+
+def refuse_copies(rank: int) -> None:
+    """CUDA's answer to a copy over two registrations of page-locked memory; on rank 1, at its second save."""
+    plain, begun = Snapshot.start, [0]
+
+    def start(self: Snapshot, *given: Any, **named: Any) -> None:
+        begun[0] += 1
+        if rank == 1 and begun[0] == 2:
+            raise RuntimeError("CUDA error: invalid argument")
+        plain(self, *given, **named)
+
+    Snapshot.start = start  # type: ignore[method-assign]
+
+
+def test_an_error_of_the_device_costs_a_save_and_later_ones_need_no_copy(small_data, tmp_path):
+    """It ended the run: each run on a GPU, at its first save."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    launch = Launch(recipe, *SCHEDULE, "--train.max_steps", "12", before=refuse_copies)
+    assert launch.wait(120) == [0, 0], launch.output()[-3000:]
+    events = [event for event in rows(run, "events.jsonl") if event["kind"].startswith("save")]
+    assert [event["kind"] for event in events].count("save_failed") == 1
+    (failed,) = (event for event in events if event["kind"] == "save_failed")
+    assert failed["error"] == "rank 1 could not write its file: CUDA error: invalid argument"
+    assert events[-1]["kind"] == "save" and events[-1]["step"] == 12 and events[-1] is not failed
+    assert "invalid argument. Saving without a copy: training waits." in launch.output()
+    assert all_intact(run)
 
 
 def test_a_disk_that_stays_full_ends_the_run_before_days_are_lost(small_data, tmp_path, small_disk):
