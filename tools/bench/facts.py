@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-PACKAGES = ("deepspeed", "accelerate", "jsonargparse", "peft", "torchao", "xxhash", "pytest_timeout")
+PACKAGES = ("deepspeed", "accelerate", "jsonargparse", "peft", "psutil", "torchao", "xxhash", "pytest_timeout")
 """What tests/gpu and the benchmarks import, and a bare machine may lack."""
 NO_CUDA, NO_PACKAGES = 2, 3
 HEADS = 16
