@@ -8,7 +8,6 @@ import psutil
 import torch
 
 from llmtrain import Part
-from llmtrain.engine.dist.control import from_all
 
 
 @dataclass(kw_only=True)
@@ -23,7 +22,7 @@ class HostLoad(Part, entry="hosts"):
 
     def figures(self, done):
         found = {}
-        for host, load in zip(self.hosts, from_all(self.ranks, self._own()), strict=True):
+        for host, load in zip(self.hosts, self.ranks.gather(self._own()), strict=True):
             for name, value in load.items():
                 key = f"{host}/{name}"
                 found[key] = max(value, found.get(key, value))  # of GPUs the busiest, and the fullest

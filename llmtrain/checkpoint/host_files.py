@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
@@ -31,8 +30,7 @@ from llmtrain.checkpoint.format import (
 )
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import CheckpointFolder
-from llmtrain.engine.dist.control import from_all
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.storage.pieces import byte_view
 
 _CHUNK = 16 << 20  # bytes sent at a time
@@ -88,7 +86,7 @@ def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list
     # The names are the same on all hosts, paths are not.
     named = {path.name if path.parent == where.path else str(path): path for path in mine}
     offers = {name: _offer(path) for name, path in named.items()} if where.leads else {}
-    shares = from_all(ranks, offers)
+    shares = ranks.gather(offers)
     good, bad = [], {}
     for name in sorted({name for share in shares for name in share}, key=lambda n: -(step_of(Path(n)) or 0)):
         path = where.path / name
@@ -117,7 +115,7 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
     """
     if not where.split:
         return
-    shares = from_all(ranks, (_offer(checkpoint) if where.leads else None, {MANIFEST, TRAINER, *wanted}))
+    shares = ranks.gather((_offer(checkpoint) if where.leads else None, {MANIFEST, TRAINER, *wanted}))
     versions = _versions((rank, offer) for rank, (offer, _) in enumerate(shares))
     if not versions or versions[0].lacking:
         raise DamagedCheckpoint(_what_lacks(versions))
@@ -149,7 +147,7 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
                 remove_tree(into)
             for name in takes:
                 (checkpoint / f"{name}.part").unlink(missing_ok=True)
-    found = [each for each in from_all(ranks, problem) if each is not None]
+    found = [each for each in ranks.gather(problem) if each is not None]
     if found:
         raise next((each for each in found if isinstance(each, DamagedCheckpoint)), found[0])
 
@@ -175,7 +173,7 @@ def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> Che
                 out = stack.enter_context(DurableFile(target.with_name(f"{target.name}.part")))
         except OSError as error:
             problem = _io_error(error, source if sends else target)
-        dist.broadcast(size, group=ranks.control, group_src=owner)
+        ranks.copy_from(owner, size)
         buffer = torch.empty(min(_CHUNK, int(size)), dtype=torch.uint8)
         for low in range(0, int(size), _CHUNK):
             chunk = buffer[: min(_CHUNK, int(size) - low)]
@@ -184,7 +182,7 @@ def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> Che
                     file.readinto(byte_view(chunk))
             except OSError as error:
                 problem, file = _io_error(error, source), None
-            dist.broadcast(chunk, group=ranks.control, group_src=owner)
+            ranks.copy_from(owner, chunk)
             try:
                 if out is not None and problem is None:
                     out.write(byte_view(chunk))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llmtrain.base.errors import CheckpointError, ConfigError
 from llmtrain.base.rank.heartbeat import heart
@@ -42,8 +41,7 @@ from llmtrain.config.run import FaultConfig, RunConfig
 from llmtrain.config.stages import DataConfig
 from llmtrain.data.stream.loader import RECORD
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.dist.control import from_all, together
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_rounding, prove_masters
 from llmtrain.models.rope import turned
 from llmtrain.optim.optimizers import PARAM
@@ -226,7 +224,7 @@ def _open(
         lost = error
     except CheckpointError as error:
         wrong.append(str(error))
-    shares = from_all(ranks, (wrong, lost, trainer))
+    shares = ranks.gather((wrong, lost, trainer))
     if damaged := _joined([texts for texts, *_ in shares]):
         raise DamagedCheckpoint("; ".join(damaged))
     if source_errors := [error for _, error, _ in shares if error]:
@@ -264,7 +262,7 @@ def load_checkpoint(
         rounded = _fill([piece for piece in live if piece.kind == PARAM or not weights_only], reader)
     except (CheckpointError, ConfigError) as problem:  # the other ranks must not wait for this one
         mine = problem
-    if found := [problem for problem in from_all(ranks, mine) if problem is not None]:
+    if found := [problem for problem in ranks.gather(mine) if problem is not None]:
         own = next((problem for problem in found if isinstance(problem, FrozenSourceError | ConfigError)), None)
         raise own or DamagedCheckpoint("; ".join(dict.fromkeys(map(str, found))))
     if not weights_only:
@@ -303,11 +301,10 @@ def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks
     there = sorted(key for key in reader.tensors() if not key[0].startswith(OUTER))
     held_kinds = {kind for kind, _ in there}
     here = {(piece.kind, piece.name) for piece in live}
-    held = torch.tensor([int(key in here) for key in there], dtype=torch.int64)
-    dist.all_reduce(held, group=ranks.control)
+    held = ranks.sum(torch.tensor([int(key in here) for key in there], dtype=torch.int64))
     unwanted = [key for key, count in zip(there, held.tolist(), strict=True) if count == 0]
     surplus = sorted(here.difference(there))
-    shares = from_all(ranks, ({kind for kind, _ in here}, surplus))
+    shares = ranks.gather(({kind for kind, _ in here}, surplus))
     kinds = set().union(*(kinds for kinds, _ in shares))
     missing = sorted({key for _, keys in shares for key in keys})
     if kinds != held_kinds:
@@ -347,7 +344,7 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
     names = sorted(files - elsewhere) if elsewhere else sorted(files)[ranks.rank :: ranks.world_size]
     mine = problems(reader.folder, reader.manifest, names)
     changed = wrong_frozen(reader.manifest.frozen, [name for kind, name in bad if kind == PARAM])
-    shares = from_all(ranks, (mine, changed))
+    shares = ranks.gather((mine, changed))
     differs = f"{_listed(bad)} differs from the manifest after loading"
     if found := _joined([texts for texts, _ in shares]):
         return DamagedCheckpoint(f"{'; '.join(found)} ({differs})")
@@ -484,8 +481,8 @@ def compare_checksums(
 
     `what`: first word of a name in the message. Raises AgreedError.
     """
-    parts = from_all(ranks, dict(mine))
-    with together(ranks):
+    parts = ranks.gather(dict(mine))
+    with ranks.together():
         for name, value in expected.items():
             if sum(part.get(name, 0) for part in parts) % 2**64 != value:
                 raise CheckpointError(

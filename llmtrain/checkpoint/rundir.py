@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.files import in_use, lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.retain import tidy
 from llmtrain.config.run import RunConfig
-from llmtrain.engine.dist.control import from_all, from_rank_0, together
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.storage.addresses import is_url
 
 
@@ -143,7 +140,7 @@ def open_checkpoints(folder: RunDirectory, run: RunConfig, ranks: Ranks) -> Iter
     CheckpointError."""
     found = find_folder(folder.checkpoints, ranks, own=run.checkpoint.dir is not None)
     with contextlib.ExitStack() as locks:
-        with together(ranks):
+        with ranks.together():
             if found.leads and ranks.rank != 0:  # rank 0 locks its own with the run's folder
                 claim(found.path, "checkpoint.dir", locks)
                 tidy(found.path)
@@ -156,15 +153,15 @@ def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFol
     `own`: each host may have its own folder there. All ranks call it together, and raise the same CheckpointError.
     """
     hosts = tuple(seat.host for seat in ranks.seats) or ("this host",) * ranks.world_size
-    mark = path / from_rank_0(ranks, lambda: f".seen-{secrets.token_hex(8)}")
+    mark = path / ranks.first(lambda: f".seen-{secrets.token_hex(8)}")
     error = _leave(mark, 0) if ranks.rank == 0 else None
-    dist.barrier(group=ranks.control)  # rank 0 leads the folder that it sees
+    ranks.meet()  # rank 0 leads the folder that it sees
     if ranks.rank != 0 and own:
         error = _leave(mark, ranks.rank)
-    shares: list[Any] = from_all(ranks, error)
+    shares: list[Any] = ranks.gather(error)
     leader = None if error or (shares[0] and not own) else _read(mark)
     if not any(shares):
-        shares = from_all(ranks, leader)
+        shares = ranks.gather(leader)
     if leader == ranks.rank:
         with contextlib.suppress(OSError):
             mark.unlink()

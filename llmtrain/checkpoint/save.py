@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError
@@ -48,8 +47,7 @@ from llmtrain.checkpoint.snapshot import (
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.config.topology import Mix
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.dist.control import from_all, from_rank_0
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.optim.optimizers import PARAM
 
 # Room on a disk for checkpoints, checked when a run begins and before each save.
@@ -253,8 +251,8 @@ class Saver:
         self._plan = RankFile(self._pieces())
         pieces = [piece.to_json() for piece in self._plan.pieces]
         mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, boot_id())
-        shares = from_all(self._ranks, mine)
-        frozen = from_rank_0(self._ranks, self._frozen.to_json)  # hosts may use other paths, a manifest has one
+        shares = self._ranks.gather(mine)
+        frozen = self._ranks.first(self._frozen.to_json)  # hosts may use other paths, a manifest has one
         self._need_bytes = sum(shares[rank][2] for rank in self._folder.members)
         self._table = {"own": [(offset, dtype, piece.to_json()) for offset, dtype, piece in self._plan.layout]}
         if self._folder.leads:
@@ -265,7 +263,7 @@ class Saver:
             error, free = None, memory_available()
             if (wanted := sum(share[2] for share in shares if share[3] == boot_id())) > 0.9 * free:  # on this host
                 error = f"a copy takes {units.size(wanted)} of host memory, {units.size(free)} are available"
-            if not self._fall_back(from_all(self._ranks, error)):
+            if not self._fall_back(self._ranks.gather(error)):
                 self._copy = HostCopy(self._plan, self._table, self._ranks.device)
 
     def shortage(self, keep: int) -> str | None:
@@ -276,7 +274,7 @@ class Saver:
             with contextlib.suppress(OSError):  # the save will report it
                 none = lacks(self._folder.path, self._need_bytes)
             few = will_lack(self._folder.path, self._need_bytes, keep)
-        reports = from_all(self._ranks, (none, few))
+        reports = self._ranks.gather((none, few))
         if reason := next((none for none, _ in reports if none), None):
             raise CheckpointError(f"{reason} Make room, or set checkpoint.dir to a larger disk. Nothing was trained.")
         return next((few for _, few in reports if few), None)
@@ -288,17 +286,17 @@ class Saver:
         self._began_s = time.monotonic()
         self.prepare()
         if self._copy is not None and not self._has_copy:  # wait until every rank has one, or all save without
-            self._has_copy = not self._fall_back(from_all(self._ranks, self._copy.problem()))
+            self._has_copy = not self._fall_back(self._ranks.gather(self._copy.problem()))
         self._step, self._final = step, step_folder(self._folder.path, step)
         # A name for this save alone: late writes of a dead launch go to another folder.
         name = f"{self._final.name}.{secrets.token_hex(4)}.tmp"
-        name, self._trainer, error = from_rank_0(
-            self._ranks, lambda: (name, json.dumps(trainer, indent=1), self._make_folder(name))
+        name, self._trainer, error = self._ranks.first(
+            lambda: (name, json.dumps(trainer, indent=1), self._make_folder(name))
         )
         self._partial = self._final.with_name(name)
         if self._folder.split and not error:
             leads_elsewhere = self._folder.leads and self._ranks.rank != 0
-            found = from_all(self._ranks, self._make_folder(name) if leads_elsewhere else None)
+            found = self._ranks.gather(self._make_folder(name) if leads_elsewhere else None)
             error = next(filter(None, found), None)
             if error and self._folder.leads:
                 remove_tree(self._partial)
@@ -338,7 +336,7 @@ class Saver:
             return None
         if self._stage is _Stage.ENDING and not self._errors:
             if failed:
-                self._errors = self._complaints(f"complete {self._final}", from_all(self._ranks, self._answer))
+                self._errors = self._complaints(f"complete {self._final}", self._ranks.gather(self._answer))
             if self._folder.split:
                 self._tidy()
                 return None
@@ -356,11 +354,10 @@ class Saver:
         outcome = None
         with heart.during("save"):
             while self.busy:
-                message = torch.tensor(self.status(), dtype=torch.int64)
                 here = OTHERS if self._answer is not None or self._copy is None else self._copy.writer_pid
                 heart.awaits(here if self.asynchronous else os.getpid())
-                dist.all_reduce(message, group=self._ranks.control)
-                outcome = self.advance(*message.tolist())
+                sums = self._ranks.sum(torch.tensor(self.status(), dtype=torch.int64))
+                outcome = self.advance(*sums.tolist())
                 if self.busy and (self._stage is _Stage.WRITING or self._answer is None):
                     time.sleep(_POLL_S)
             heart.awaits(0)
@@ -375,8 +372,7 @@ class Saver:
         held = dict.fromkeys(sorted(shapes), 0)
         for piece in self._engine.state():
             held[piece.name] += piece.own_region.numel if piece.kind == PARAM else 0
-        total = torch.tensor(list(held.values()), dtype=torch.int64)
-        dist.all_reduce(total, group=self._ranks.control)
+        total = self._ranks.sum(torch.tensor(list(held.values()), dtype=torch.int64))
         wrong = {n: count for n, count in zip(held, total.tolist(), strict=True) if count != math.prod(shapes[n])}
         assert not wrong, f"elements that the ranks together would write of a parameter: {wrong}"
 
@@ -457,7 +453,7 @@ class Saver:
 
     def _end(self, failed: bool) -> None:
         """Commit the files on the leaders if all are durable, else remove them."""
-        answers = from_all(self._ranks, self._answer)
+        answers = self._ranks.gather(self._answer)
         self._answer = {}
         self._stage = _Stage.ENDING
         if failed:

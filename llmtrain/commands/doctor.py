@@ -27,7 +27,7 @@ from llmtrain.config.planned import stored
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.training.host_needs import needs
 
-_ALL_REDUCE = "llmtrain.engine.dist.all_reduce"
+_ALL_REDUCE = "llmtrain.engine.ranks.all_reduce"
 """Program with torch that tries the collectives on each host."""
 
 

@@ -29,7 +29,7 @@ from llmtrain.config.planned import Planned, store
 from llmtrain.config.problems import Problems, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun, autos
-from llmtrain.engine.dist.local_ranks import ending_on_sigterm
+from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
 from llmtrain.plan.device import Machines, memory_of, parse_size
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from llmtrain.config.deepspeed.join import offloads
 from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.reader import read_saved
 from llmtrain.config.stages import DataConfig, data_of
-from llmtrain.engine.dist.local_ranks import ending_on_sigterm
+from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.steps import LOOKS, REPLAYED, STEPS, StepRow, read_steps
 

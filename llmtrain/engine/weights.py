@@ -8,14 +8,12 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.engine.api import Engine, ForwardCopy, StateTensor
-from llmtrain.engine.dist.control import from_all
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.source import ParameterSource, RandomSource, refuse_other_shapes
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import as_int64, checksum, checksum_part
@@ -122,7 +120,7 @@ def apart(engine: Engine, ranks: Ranks) -> Apart | None:
     device = engine.device
     flags = [_differs(piece, copies.get(piece.name, [])).to(device, non_blocking=True) for piece in pieces]
     wrong = torch.stack(flags).tolist() if flags else []
-    found = from_all(ranks, sorted({piece.name for piece, bad in zip(pieces, wrong, strict=True) if bad}))
+    found = ranks.gather(sorted({piece.name for piece, bad in zip(pieces, wrong, strict=True) if bad}))
     names = sorted({name for part in found for name in part})
     return Apart(tuple(names), tuple(rank for rank, part in enumerate(found) if part)) if names else None
 
@@ -168,14 +166,14 @@ def prove_weights(
     names = sorted(engine.shapes())
     # Of frozen parameters, which a pipeline's other stages may hold:
     lower = {piece.name: piece.dtype for piece in engine.state() if piece.dtype.itemsize < 4 and piece.kind == PARAM}
-    kept = {name: dtype for share in from_all(ranks, lower) for name, dtype in share.items()}
+    kept = {name: dtype for share in ranks.gather(lower) for name, dtype in share.items()}
     mine = {}
     for name in names[ranks.rank :: ranks.world_size]:  # each file is read once, by all ranks together
         heart.beat()
         values = source.read(name, 0, numel(source.shape(name))).reshape(-1)
         exact, rounded = _sum_on(values, engine.device), values.to(kept.get(name, values.dtype))
         mine[name] = (exact, exact if rounded is values else _sum_on(rounded, engine.device))
-    given = {name: sums for share in from_all(ranks, mine) for name, sums in share.items()}
+    given = {name: sums for share in ranks.gather(mine) for name, sums in share.items()}
     expected = {(PARAM, name): value for name, (_, value) in given.items()}
     bad = [name for _, name in differing_tensors(engine, expected, ranks, arrived=arrived)]
     if bad:
@@ -219,7 +217,7 @@ def differing_tensors(
                 bad.add(key)
     bad |= _wrong(parts, expected, shapes, ranks)
     bad |= _differing_copies(engine, expected, shapes, ranks)
-    found = from_all(ranks, sorted(bad))
+    found = ranks.gather(sorted(bad))
     return sorted({key for part in found for key in part})
 
 
@@ -249,14 +247,14 @@ def _wrong(
     counts = torch.ones(len(keys), dtype=torch.int64)
     for part in parts:
         counts[place[part.key]] = max(part.replica[1], int(counts[place[part.key]]))
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=ranks.control)
+    ranks.largest(counts)
     first = [0, *accumulate(counts.tolist())]
     total = torch.zeros(2, first[-1], dtype=torch.int64)
     for part in parts:
         row = first[place[part.key]] + part.replica[0]
         total[0, row] += part.elements
         total[1, row] += as_int64(part.checksum)
-    dist.all_reduce(total, group=ranks.control)  # int64 addition wraps, as the checksum needs
+    ranks.sum(total)
     bad = set()
     for key, begin, end in zip(keys, first, first[1:], strict=False):
         for elements, value in total[:, begin:end].T.tolist():
@@ -311,7 +309,7 @@ def _differing_copies(
             sums[piece.kind, piece.name] += _rounded_sum(piece, dtype)
         keys = sorted(sums)  # the same on all ranks
         total = torch.tensor([as_int64(sums[key]) for key in keys], dtype=torch.int64)
-        dist.all_reduce(total, group=ranks.control)  # int64 addition wraps, as the checksum needs
+        ranks.sum(total)
         wanted = {key: int(value) % 2**64 for key, value in zip(keys, total.tolist(), strict=True)}
     in_place = set(map(_address, live))  # ZeRO 0 in fp32 computes with the masters themselves
     partitions: list[_Part] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -260,11 +260,11 @@ class Routing:
         self._aux_sum += part
         self._passes += 1
 
-    def take(self, control: Any, *, counts: bool) -> RoutingFigures:
+    def take(self, sum_over_ranks: Callable[[Tensor], Tensor], *, counts: bool) -> RoutingFigures:
         """Every rank calls it. Waits for the device.
 
         Args:
-            control: group of all ranks, on the host.
+            sum_over_ranks: of a host tensor, in place.
             counts: add this rank's numbers; true for one of the ranks that share their tokens.
         """
         passes, self._passes = self._passes, 0
@@ -275,6 +275,6 @@ class Routing:
                 numbers = torch.cat([self._tokens_LE.reshape(-1), self._aux_sum.reshape(1)]).cpu()
             self._tokens_LE.zero_()
             self._aux_sum.zero_()
-        dist.all_reduce(numbers, group=control)
+        sum_over_ranks(numbers)
         tokens_LE = numbers[:-1].long().reshape(self.layers, self.experts)
         return RoutingFigures(aux_loss=float(numbers[-1]) / (passes or torch.nan), tokens_LE=tokens_LE.tolist())

@@ -10,7 +10,6 @@ import pickle
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from llmtrain.config.plugin_import import use
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
-from llmtrain.engine.dist.local_ranks import failure_reported
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.local_ranks import failure_reported
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.adapter import AdaptedSource
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
@@ -133,9 +132,8 @@ def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, 
         if piece.kind == kind:
             with piece.open() as values:
                 sent.append((piece.name, piece.own_region, values[piece.own].detach().cpu().clone()))
-    parts: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(sent, parts, group=ranks.control, group_dst=0)
-    if parts is None:
+    parts = ranks.gather_to_first(sent)
+    if ranks.rank != 0:
         return {}
     names = {name for part in parts for name, _, _ in part}
     shapes = {name: shape for name, shape in engine.shapes().items() if kind == PARAM or name in names}
@@ -161,7 +159,7 @@ def main(argv: list[str]) -> int:
             trace = train_small(resolved, steps, ranks)
             if ranks.rank == 0:
                 torch.save(vars(trace), folder / f"{name}.trace")
-        dist.barrier(group=ranks.control)
+        ranks.meet()
         dist.destroy_process_group()
     return 0
 

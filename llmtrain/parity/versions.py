@@ -29,7 +29,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.config import plugins
 from llmtrain.config.problems import COMMAND_LINE, stop
 from llmtrain.config.run import ResolvedRun
-from llmtrain.engine.dist.local_ranks import RankError, Ranks
+from llmtrain.engine.ranks.local_ranks import RankError, Ranks
 from llmtrain.models.own_settings import trained_names
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec

@@ -19,7 +19,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.config import plugins
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
-from llmtrain.engine.dist.local_ranks import RankError, Ranks, ending_on_sigterm
+from llmtrain.engine.ranks.local_ranks import RankError, Ranks, ending_on_sigterm
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import layer_configs, load_config
 from llmtrain.objectives.by_token import ByToken, Distill

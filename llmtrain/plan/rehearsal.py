@@ -24,17 +24,22 @@ from llmtrain.base.child import ending_with_parent
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.snapshot import RankFile, written
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
-from llmtrain.engine.deepspeed.rehearsed import rehearsed_ranks
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.api import Engine
+from llmtrain.engine.deepspeed.rehearsed import make_room_for_messages, rehearsed_ranks
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.process_memory import collected_by_hand
+from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import TRIED
 from llmtrain.models.run.build_for_rank import divided
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import DTYPES
+from llmtrain.models.source import ParameterSource
+from llmtrain.models.spec import ModelSpec
+from llmtrain.models.teacher import Teacher, empty_teacher
 from llmtrain.models.transformers_private import needs_values, without_memory
 from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.plan.device import on_gpu as choices_on_gpu
@@ -221,19 +226,20 @@ def _thin(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def walk(
-    checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda _: None, *, on_gpu: bool = False
+    checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] | None = None, *, on_gpu: bool = False
 ) -> tuple[Ledger, Counts, int]:
     """Set a run up, train two steps, save and evaluate. Returns (the count, a step's work, bytes of this rank's file
     of a checkpoint).
 
-    `fill`: gives the parameters their values, where there is memory for them.
+    `fill`: gives the parameters their values, where there is memory for them; None: a rehearsal.
     """
-    work, pipeline = Work(ranks.control), checked.resolved.degrees.pipeline
+    work, pipeline = Work(ranks.group_name), checked.resolved.degrees.pipeline
     ledger = Ledger(checked.resolved.mix, work, one_memory=not on_gpu)
     with ledger:
-        setup = Setup(checked, ranks)
+        setup = Setup(checked, ranks) if fill else RehearsedSetup(checked, ranks)
         setup.refer_to(_WithoutValues(setup))
-    fill(setup)
+    if fill:
+        fill(setup)
     walked = 0
     with ledger:
         watching = list(ledger.watch(setup.engine.module))
@@ -277,6 +283,27 @@ def walk(
         handle.remove()
     setup.engine.close()
     return ledger, step, RankFile(pieces).bytes
+
+
+class RehearsedSetup(Setup):
+    """A run of another machine, whose weights are not read."""
+
+    def _check_device(self) -> None:
+        """Pass: it is not here."""
+
+    def _load_teacher(self, model: ModelConfig, precision: str, language: Callable[..., LanguageModel]) -> Teacher:
+        return empty_teacher(ModelSpec.of(model), precision, self.ranks.device, language)
+
+    def _hash_of_teacher(self, columns: list[str]) -> None:
+        """Return None: no file is read."""
+
+    def _hash_of_reference(self, source: ParameterSource) -> None:
+        """Leave the hashes of the data."""
+
+    def _start_engine(self) -> Engine:
+        engine = super()._start_engine()
+        make_room_for_messages(engine)
+        return engine
 
 
 class _WithoutValues:

@@ -67,9 +67,9 @@ class Work:
     """The counts of a step by its micro-batches. Of a pipeline, whose micro-batches overlap, by steps of different
     lengths."""
 
-    def __init__(self, control: Any) -> None:
-        """`control`: the group of agreements between ranks, which are no part of the training's messages."""
-        self._agreements = None if control is None else control.group_name
+    def __init__(self, agreements: str | None) -> None:
+        """`agreements`: the name of the group by which the ranks agree: no part of the training's messages."""
+        self._agreements = agreements
         self._pieces: list[Counts] = [Counter()]
         self._before: list[Counts] = []
         self._in_forward = False

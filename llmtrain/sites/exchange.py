@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from llmtrain.engine.dist.control import from_all
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.optim.message_formats import BLOCK, Format
 from llmtrain.optim.outer_methods import SitesConfig
 from llmtrain.sites.membership import PeerStatus
@@ -97,7 +96,7 @@ class Exchange:
         outer, received, unhealed = healing.result()
         failed |= unhealed
         if healers:
-            sums = from_all(self._ranks, None if outer is None else [self._shard.checksum(each) for each in outer])
+            sums = self._ranks.gather(None if outer is None else [self._shard.checksum(each) for each in outer])
             there = [each for each in sums if each is not None]
             # Unless a rank has received none, the states of all ranks together must be those of the leader's report.
             if len(there) == len(sums) and checksum_of(there) != leader.checksum:
@@ -115,7 +114,7 @@ class Exchange:
         base = None if self._form else (outer[0] if outer else common)[part]
         squares = {name: squared_distance(base, values) for name, values in found.items()}
         # The ranks' results together; updates that are too large are refused.
-        reports = from_all(self._ranks, (failed, outer is not None, received, squares))
+        reports = self._ranks.gather((failed, outer is not None, received, squares))
         failures = {site: text for other, *_ in reversed(reports) for site, text in other.items()}
         totals = {site: sum(parts[site] for *_, parts in reports) for site in found if site not in failures}
         steps = {name: min(told.trained / told.batch, self._most_steps) for name, told in sources.items()}

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from llmtrain.base import log, units
-from llmtrain.engine.dist.control import StopAsked, from_all, from_rank_0
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.engine.ranks.stop_requests import StopAsked
 from llmtrain.sites.membership import (
     SILENT_S,
     Heard,
@@ -79,7 +79,7 @@ class Meetings:
         said = {"phase": "meet", "run": self._run, "common": self._common, "together": len(self.before), **said}
         began_s, self._waits_for = time.monotonic(), []
         while True:
-            if joins and any(from_all(self._ranks, self.stop_asked())):
+            if joins and any(self._ranks.gather(self.stop_asked())):
                 raise StopAsked
             longest_s = max(deadline_s, time.monotonic() + _JOINS_S) if joins else deadline_s
             asks_s = longest_s + (patience_s if self.missed else 0.0)
@@ -91,7 +91,7 @@ class Meetings:
             told = [each for each in told if each.run == self._run]
             twins = [each for each in told if each.site == self._name and each.id != self._site]
             # A launch that was killed is heard of for some seconds.
-            if twins and joins and from_rank_0(self._ranks, lambda: time.monotonic() > began_s + 2 * SILENT_S):
+            if twins and joins and self._ranks.first(lambda: time.monotonic() > began_s + 2 * SILENT_S):
                 text = "a site of that name already trains. Give each site its own, or end the other launch"
                 error = SitesError(f"sites.name {self._name}: {text}.")
                 error.everywhere = True
@@ -109,7 +109,7 @@ class Meetings:
                 time.sleep(_HEARD_S)
                 continue
             until_s = math.inf if joins and absent else deadline_s + (patience_s if self.missed and heard else 0.0)
-            if from_rank_0(self._ranks, lambda until_s=until_s: time.monotonic() > until_s):  # type: ignore[misc]
+            if self._ranks.first(lambda until_s=until_s: time.monotonic() > until_s):  # type: ignore[misc]
                 raise RoundFailed(self._nobody(told, least, sorted({*absent}), late))
             self._say_waiting(sorted({*absent}), joins, began_s)
             if not (late or busy):
@@ -126,7 +126,7 @@ class Meetings:
         while True:
             members, heard, late = self._ask(said, deadline_s, expected=told)
             if late:
-                if from_rank_0(self._ranks, lambda: time.monotonic() > deadline_s):
+                if self._ranks.first(lambda: time.monotonic() > deadline_s):
                     raise RoundFailed(late)
                 continue
             votes: dict[str, set[str]] = {}
@@ -143,7 +143,7 @@ class Meetings:
             if back:
                 names = ", ".join(sorted(name_of(each) for each in back))
                 raise MeetAgain(f"{names} met, and began to meet again before all had said what came there")
-            if from_rank_0(self._ranks, lambda: time.monotonic() > deadline_s):
+            if self._ranks.first(lambda: time.monotonic() > deadline_s):
                 raise RoundFailed(f"{', '.join(sorted(missing))} met, and did not say in time what came there")
             time.sleep(AGAIN_S)
 
@@ -155,7 +155,7 @@ class Meetings:
             heard = self._members.heard()
             return [each for each in heard if each.run == self._run and not each.there and each.site != self._name]
 
-        return from_rank_0(self._ranks, ask)
+        return self._ranks.first(ask)
 
     def leave(self) -> None:
         if self._members is not None:
@@ -221,7 +221,7 @@ class Meetings:
             there = {each.site for each in self._members.heard() if each.there and each.id not in here}
             return members, sorted(there if always else there - {self._name}), wrong, late
 
-        members, heard, wrong, late = from_rank_0(self._ranks, ask)
+        members, heard, wrong, late = self._ranks.first(ask)
         if wrong and not late:
             known = [each for each in self.before if each != self._name]
             raise RoundFailed(f"{wrong}; last time {', '.join(known)} took part" if known else wrong)

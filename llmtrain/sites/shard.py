@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 import xxhash
 
 from llmtrain.base.errors import CheckpointError
@@ -26,9 +25,7 @@ from llmtrain.checkpoint.format import OUTER
 from llmtrain.checkpoint.load import compare_checksums
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.dist.control import from_all, together
-from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.models.parallel.mesh import host_group
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.optim.message_formats import BLOCK
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.sites.sample_ledger import Ledger
@@ -96,18 +93,13 @@ class Replicas:
 
     def __init__(self, ranks: Ranks, owned: Pieces, held: Pieces) -> None:
         """All ranks call it together. `owned`: exchanged by this rank; `held`: everything on it."""
-        said: list[tuple[Pieces, Pieces]] = from_all(ranks, (list(owned), list(held)))
-        self._group: Any = None
+        said: list[tuple[Pieces, Pieces]] = ranks.gather((list(owned), list(held)))
+        self._group: Ranks | None = None
         self._from: list[tuple[int, int, list[Copy]]] = []
         """(rank in the group, elements of its array, rows that this rank takes from it)."""
         for members in joined([each for each, _ in said], [each for _, each in said]):
-            # torch.distributed requires every rank to make every group, in one order.
-            if len(members) == ranks.world_size:
-                group = ranks.control
-            else:
-                names = dist.get_process_group_ranks(ranks.control)
-                group = host_group([names[each] for each in members], _LIMIT_S)
-            if ranks.rank in members:
+            group = ranks if len(members) == ranks.world_size else ranks.among(members, _LIMIT_S)
+            if group is not None:
                 self._group = group
                 for place, rank in enumerate(members):
                     theirs = said[rank][0]
@@ -120,12 +112,13 @@ class Replicas:
     def share(self, own: Array, into: Array) -> None:
         """Complete `into`, [held], with the owners' values, by one broadcast per owner; this rank's own elements are
         already in place. `own`: this rank's owned elements. All ranks call it together."""
-        me = dist.get_rank(self._group) if self._group is not None else 0
         for place, size, takes in self._from:
             if not size:
                 continue
-            sent = torch.from_numpy(own[:size].copy()) if place == me else torch.empty(size, dtype=torch.float32)
-            dist.broadcast(sent, group=self._group, group_src=place)
+            assert self._group is not None
+            owns = place == self._group.rank
+            sent = torch.from_numpy(own[:size].copy()) if owns else torch.empty(size, dtype=torch.float32)
+            self._group.copy_from(place, sent)
             for each in takes:
                 each.take(sent.numpy(), into)
 
@@ -258,7 +251,7 @@ def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) 
     other parameters or checksums."""
     found: dict[str, Array] = {}
     expected: dict[str, int] = {}
-    with together(ranks), contextlib.closing(CheckpointReader(folder)) as reader:
+    with ranks.together(), contextlib.closing(CheckpointReader(folder)) as reader:
         for kind in sorted(reader.kinds() & set(kinds)):
             found[kind] = np.zeros(shard.size, np.float32)
             for at, name, region in shard.regions():

@@ -29,9 +29,7 @@ from llmtrain.base.errors import TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.threads import in_thread
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.dist.control import from_all, from_rank_0, together
-from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.dist.rendezvous import another_group
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.optim.message_formats import FORMATS
 from llmtrain.optim.outer_methods import SitesConfig
 from llmtrain.sites.exchange import Bytes, Exchange, Feedback, Fetched, checksum_of, outer_step, squared_distance
@@ -110,17 +108,17 @@ class Site:
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
         self._every, self._last_step = settings.round_steps, last_step
         self._overlap = settings.travel_steps
-        self.id = self._was = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
+        self.id = self._was = ranks.first(lambda: f"{settings.name}:{secrets.token_hex(4)}")
         self._shard = Shard(engine, frozen, settings.parts, ranks)
         self._anchor = self._shard.read()
         self._momentum = np.zeros_like(self._anchor)
         form = FORMATS.get(settings.compress)
         self._feedback = Feedback(form, self._shard.size) if form else None
-        net = another_group(ranks, 2 * settings.timeout_s) if settings.travel_steps else ranks
-        with together(ranks):
+        net = ranks.another(2 * settings.timeout_s) if settings.travel_steps else ranks
+        with ranks.together():
             served = self._shard.regions()
             self._server, self._members = connect(settings, ranks.rank, run, self.id, served, members)
-        self._addresses = from_all(ranks, self._server.address)
+        self._addresses = ranks.gather(self._server.address)
         self._exchange = Exchange(net, self._shard, self.id, run, form, self._every + settings.max_alone_steps)
         self._meetings = Meetings(net, self._members, self.id, run, common, settings.timeout_s)
         self._took_s: list[float] = []
@@ -166,7 +164,7 @@ class Site:
                 leader = self._synchronise(deadline_s, self._settings.start_sites, joins=True)
                 break
             except RoundFailed as error:
-                if from_rank_0(self._ranks, lambda: time.monotonic() + AGAIN_S > deadline_s):
+                if self._ranks.first(lambda: time.monotonic() + AGAIN_S > deadline_s):
                     failed = SitesError(
                         f"site {self._settings.name} has not joined the run within {limit_s:g} s: {error}. Start the "
                         "other sites, or lower sites.start_sites; fault.start_timeout_s says how long to wait."
@@ -207,7 +205,7 @@ class Site:
     def restore(self, folder: Path, kept: Mapping[str, Any]) -> None:
         """Call before `begin`. `kept`: from `to_json`. Raises AgreedError: the checkpoint is damaged."""
         found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL), self._ranks)
-        with together(self._ranks):
+        with self._ranks.together():
             self._ledger, self._was, self._round, self._trained, weights = standing(kept, folder)
         same = len(weights) == len(self._weights)
         self._weights = weights if same else [max(weights)] * len(self._weights)
@@ -323,7 +321,7 @@ class Site:
             try:
                 return self._met(sent, told, met_s, ends_s)
             except MeetAgain as again:
-                over = from_rank_0(self._exchange.ranks, lambda until_s=ends_s: time.monotonic() > until_s)  # type: ignore[misc]
+                over = self._exchange.ranks.first(lambda until_s=ends_s: time.monotonic() > until_s)  # type: ignore[misc]
                 if over:
                     raise RoundFailed(str(again)) from again
 
@@ -355,8 +353,7 @@ class Site:
     def _led(self, told: list[PeerStatus]) -> tuple[PeerStatus, list[PeerStatus], dict[str, str]]:
         """Return (leading site, accepted sites, id -> reason of a refused state). Raises RoundFailed."""
         joins, known, trusted = self._agreed is None, self._meetings.known, self._settings.trust
-        leader, refused = from_rank_0(
-            self._exchange.ranks,
+        leader, refused = self._exchange.ranks.first(
             lambda: leader_of(told, self.id, joins=joins, known=known, trusted=trusted, impossible=self._impossible),
         )
         if leader is None:
@@ -408,7 +405,7 @@ class Site:
         after, momentum[part] = outer_step(
             self._settings, anchor[part], momentum[part], {each: found[each] for each in used}, weights
         )
-        ends = from_all(self._ranks, (squared_distance(anchor[part], after), self._server.sent_bytes()))
+        ends = self._ranks.gather((squared_distance(anchor[part], after), self._server.sent_bytes()))
         norm, served = math.sqrt(sum(square for square, _ in ends)), sum(size for _, size in ends)
         anchor[part] = after
         self._anchor, self._momentum = anchor, momentum
@@ -434,7 +431,7 @@ class Site:
 
     def _publish(self, overlap: int = 0) -> Sent:
         self._stands_s, part = time.monotonic(), self._part(self._round)
-        sums = from_all(self._ranks, [self._shard.checksum(each) for each in (self._anchor, self._momentum)])
+        sums = self._ranks.gather([self._shard.checksum(each) for each in (self._anchor, self._momentum)])
         values = self._shard.read(part)
         own, live = values[part], values[part].copy() if overlap else None
         served: dict[str, Array | Bytes] = {"values": values}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from llmtrain.base import log
 from llmtrain.base.errors import TrainingStopped
 from llmtrain.engine.api import Engine
-from llmtrain.engine.dist.control import from_all
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.parameters import B
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.training.parts import Done, Launch, Part
@@ -23,7 +22,7 @@ def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:
             with piece.open() as values:
                 if bool(values.any()):
                     reached.add(piece.name)
-    everywhere = {name for share in from_all(ranks, sorted(reached)) for name in share}
+    everywhere = {name for share in ranks.gather(sorted(reached)) for name in share}
     every = [name for name in engine.shapes() if name.endswith(ending)]
     return sorted(set(every) - everywhere), len(every)
 

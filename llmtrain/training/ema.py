@@ -17,7 +17,6 @@ from llmtrain.checkpoint.format import EMA
 from llmtrain.checkpoint.load import compare_checksums
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.api import StateTensor
-from llmtrain.engine.dist.control import together
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum_part
 from llmtrain.training.parts import Done, Part
@@ -102,7 +101,7 @@ class Ema(Part):
     def restore(self, kept: Any, folder: Path) -> None:
         """Raises AgreedError: a mean is missing or damaged."""
         mine: dict[str, int] = {}
-        with together(self._ranks), contextlib.closing(CheckpointReader(folder)) as reader:
+        with self._ranks.together(), contextlib.closing(CheckpointReader(folder)) as reader:
             if lost := sorted({piece.name for piece in self._pieces} - {n for k, n in reader.tensors() if k == EMA}):
                 raise CheckpointError(
                     f"{folder}: it holds no mean (ema) of {lost[0]}, which this run trains. Train the same parameters, "

@@ -23,7 +23,7 @@ from llmtrain.config.run import ResolvedRun
 from llmtrain.config.stages import Stage, Stages
 from llmtrain.data.manifest import NEW_COLUMN, Manifest, check_vocabulary, other_begin
 from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
-from llmtrain.engine.dist.plugin_code import called
+from llmtrain.engine.ranks.plugin_code import called
 from llmtrain.objectives.by_token import Distill
 from llmtrain.tracking.metrics import metrics
 

@@ -16,7 +16,6 @@ from llmtrain.base.errors import DataError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.threads import in_thread
 from llmtrain.config.plugins import is_of_plugin
-from llmtrain.engine.dist.control import from_all
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.saving import Saving
 from llmtrain.training.step import Position, Request, is_due
@@ -70,7 +69,7 @@ class SkippedSteps(Part):
             if not math.isfinite(float(sums[0]))
             for index in micro.sample_indices
         ]
-        samples = sorted(index for found in from_all(self._setup.ranks, bad) for index in found)
+        samples = sorted(index for found in self._setup.ranks.gather(bad) for index in found)
         # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
         scaling = self._setup.resolved.precision == "fp16" and not samples
         objective = self._setup.run.objective
@@ -118,7 +117,7 @@ class DataCheck(Part):
         """Raises DataChanged, on all ranks."""
         stats = [os.stat(file.path) for file in self._files if file.path.is_file()]
         own = hashlib.sha256(repr([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode()).hexdigest()
-        everyone = from_all(self._ranks, own)  # copies on two hosts have other numbers and times
+        everyone = self._ranks.gather(own)  # copies on two hosts have other numbers and times
         group = [rank for rank, identity in enumerate(everyone) if identity == everyone[self._ranks.rank]]
         self._mine = self._files[group.index(self._ranks.rank) :: len(group)]
         self._comparison = in_thread(self._compare, "data-check")
@@ -142,7 +141,7 @@ class DataCheck(Part):
             heart.awaits(os.getpid())  # what it reads is progress, and a wait for a disk is none
             wait([self._comparison])
             heart.awaits(0)
-        found = from_all(self._ranks, self._comparison.result() if self._comparison.done() else None)
+        found = self._ranks.gather(self._comparison.result() if self._comparison.done() else None)
         if wrong := next(filter(None, found), None):
             raise DataChanged(f"{wrong}. The run ends before it saves what it has trained on it")
         self._settled = None not in found

@@ -22,10 +22,9 @@ from llmtrain.config.planned import stored
 from llmtrain.config.run import RecomputeConfig, ResolvedRun, autos
 from llmtrain.config.strict_yaml import dump
 from llmtrain.config.topology import ranks_of_this_host
-from llmtrain.engine.dist.control import at_length, from_all, from_rank_0
-from llmtrain.engine.dist.device import memory_of
-from llmtrain.engine.dist.local_ranks import ending_on_sigterm
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.device import memory_of
+from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.training.examine import Checked
 
 LIMIT_S = 300.0
@@ -41,8 +40,8 @@ def decided(checked: Checked, ranks: Ranks) -> Checked:
     resolved, on_gpu = checked.resolved, ranks.device.type == "cuda"
     if not autos(resolved.run):
         return checked
-    least, free = (min(from_all(ranks, held)) for held in (memory_of(ranks.device), free_bytes(ranks.device)))
-    planned = from_rank_0(ranks, lambda: stored(resolved, on_gpu=on_gpu))
+    least, free = (min(ranks.gather(held)) for held in (memory_of(ranks.device), free_bytes(ranks.device)))
+    planned = ranks.first(lambda: stored(resolved, on_gpu=on_gpu))
     # A driver takes up to 2 % of the memory that a device's name promises.
     if planned is not None and planned.chosen and planned.memory and least >= 0.98 * planned.memory:
         chosen, why = planned.chosen, f"for {size(planned.memory)}: {planned.text()}"
@@ -76,8 +75,8 @@ def _rehearsed(resolved: ResolvedRun, free: int, ranks: Ranks) -> tuple[dict[str
             file.write_text(dump(run))
             child = Child(of_module("llmtrain", "plan", str(file), *words, "--json"), preexec_fn=ending_with_parent())
             stack.callback(child.close)
-        answer = at_length(ranks, lambda: None if child is None else _answer(child))
-    found = from_rank_0(ranks, lambda: answer)
+        answer = ranks.at_length(lambda: None if child is None else _answer(child))
+    found = ranks.first(lambda: answer)
     if isinstance(found, dict):
         return found["chosen"], f"for {size(free)}: {size(found['peak'])} of tensors on the fullest rank"
     command = shlex.join(["llmtrain", "plan", "RUN.yaml", *words])

@@ -16,12 +16,11 @@ from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.mirror import fetch_newest, refuse_other
 from llmtrain.checkpoint.retain import Best
-from llmtrain.engine.dist.control import at_length, together
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.rundir import CheckpointFolder
     from llmtrain.config.run import CheckpointConfig, RunConfig
-    from llmtrain.engine.dist.ranks import Ranks
+    from llmtrain.engine.ranks.ranks import Ranks
     from llmtrain.tracking.tracker import Tracker
 
 _AT_THE_END_S, _WHEN_STOPPED_S = 1800.0, 20.0
@@ -47,8 +46,8 @@ def look(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
             what = "holds no checkpoint yet" if found is None else f"{found.name} is fetched from there"
             log.info(f"checkpoint.mirror {redact_text(url)}: {what}")
 
-    with together(ranks):
-        at_length(ranks, there)
+    with ranks.together():
+        ranks.at_length(there)
 
 
 class Mirror:

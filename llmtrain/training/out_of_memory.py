@@ -12,7 +12,7 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.units import size
 from llmtrain.config.planned import Planned, stored
 from llmtrain.config.run import ResolvedRun
-from llmtrain.engine.dist.device import memory_of
+from llmtrain.engine.ranks.device import memory_of
 
 
 def explain(error: Exception, resolved: ResolvedRun, device: torch.device) -> str:

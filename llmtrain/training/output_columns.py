@@ -33,13 +33,12 @@ from llmtrain.data.stream.columns import ColumnWriter, TeacherColumn, numbers, w
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.deepspeed.process_group import join_process_group
-from llmtrain.engine.dist.control import AgreedError, to_rank_0, together
-from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failure_reported
-from llmtrain.engine.dist.local_ranks import Ranks as LocalRanks
-from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.dist.rendezvous import leave_all
 from llmtrain.engine.losses.answers import LogProbs
 from llmtrain.engine.losses.likeliest import Likeliest
+from llmtrain.engine.ranks.local_ranks import RankError, ending_on_sigterm, failure_reported
+from llmtrain.engine.ranks.local_ranks import Ranks as LocalRanks
+from llmtrain.engine.ranks.ranks import AgreedError, Ranks
+from llmtrain.engine.ranks.rendezvous import leave_all
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model
 from llmtrain.objectives.by_token import Distill, NextToken
@@ -133,7 +132,7 @@ def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
     model = setup.spec.config.to_dict()
     for config, micro_batch in _folders(resolved):
         folder = str(config.path)
-        with together(ranks):
+        with ranks.together():
             data = TrainData(config, trains=False)
             [column] = data.teacher_columns(objective, vocabulary, resolved.precision, weights, model)
             writer = None
@@ -162,11 +161,11 @@ def _write_teacher(
                 left, tokens = left + (figures["loss"] * counted if counted else 0.0), tokens + counted
                 mine = [(samples, words.numpy().astype(column.dtype), logs.numpy()) for samples, words, logs in
                         collect.found] if place.tensor == place.sequence == 0 else []  # fmt: skip
-                every = to_rank_0(ranks, mine)
-                with together(ranks):
+                every = ranks.gather_to_first(mine)
+                with ranks.together():
                     if writer is not None:
                         _take(writer, data, split, itertools.chain.from_iterable(every))
-        with together(ranks):
+        with ranks.together():
             if writer is not None:
                 writer.finish()
     except BaseException:
@@ -211,7 +210,7 @@ def write_columns(checked: Checked, ranks: Ranks) -> None:
     for config, micro_batch in _folders(resolved):
         folder = str(config.path)
         columns = {split: _column(setup, config, split, micro_batch) for split in SPLITS}
-        with together(ranks):
+        with ranks.together():
             if ranks.rank == 0:
                 model = setup.spec.config.to_dict()
                 write_reference(PreparedSet(folder), setup.began_with, resolved.precision, columns, model)
@@ -223,7 +222,7 @@ def write_columns(checked: Checked, ranks: Ranks) -> None:
 def _column(setup: Setup, config: DataConfig, split: Split, micro_batch: int) -> np.ndarray:
     """Return fp32 [numbers] for a split of one folder."""
     engine, ranks = setup.engine, setup.ranks
-    with together(ranks):
+    with ranks.together():
         data = TrainData(config, trains=False)
     collect = LogProbs()
     for some in _read(setup, data, split, micro_batch, _AT_ONCE):

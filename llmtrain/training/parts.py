@@ -13,7 +13,7 @@ from llmtrain.training.step import Position, Request, Step
 if TYPE_CHECKING:
     from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory
     from llmtrain.data.stream.loader import TrainLoader
-    from llmtrain.engine.dist.control import StopRequests
+    from llmtrain.engine.ranks.stop_requests import StopRequests
     from llmtrain.tracking.metrics import Throughput
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.resume import Start

@@ -19,9 +19,8 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.plugins import CHANGED, PluginError, place_of
 from llmtrain.config.run import RunConfig, same_command
 from llmtrain.engine.api import StateTensor
-from llmtrain.engine.dist.control import AgreedError, from_all, together
-from llmtrain.engine.dist.plugin_code import calling
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.plugin_code import calling
+from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position, Request
 
@@ -152,7 +151,7 @@ class Guarded(Part):
 
     def _together(self, hook: str, call: Callable[[], T]) -> T | None:
         """Call a hook that comes before the first step. Raises AgreedError."""
-        with together(self._ranks):
+        with self._ranks.together():
             result = self._call(hook, call, None)
             if self.failure is not None:
                 raise PluginError(self.failure)
@@ -218,7 +217,7 @@ def guarded(launch: Launch) -> list[Part]:
 def first_failure(parts: Sequence[Part], ranks: Ranks) -> str | None:
     """Return a plugin part's failure from the first rank with one. All ranks call it."""
     mine = next((part.failure for part in parts if isinstance(part, Guarded) and part.failure), None)
-    found = ((rank, failure) for rank, failure in enumerate(from_all(ranks, mine)) if failure)
+    found = ((rank, failure) for rank, failure in enumerate(ranks.gather(mine)) if failure)
     return next((f"rank {rank}: {failure}" if ranks.world_size > 1 else failure for rank, failure in found), None)
 
 

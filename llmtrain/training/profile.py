@@ -17,7 +17,6 @@ from llmtrain.base import log, units
 from llmtrain.base.files import replace_file
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.run import profiled_steps
-from llmtrain.engine.dist.control import from_all
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position
@@ -122,7 +121,7 @@ class Profile(Part):
                 mine["peak"] = max(held, default=0) - (held[0] if held else 0)
             except OSError as error:
                 log.warn(f"the profile of rank {ranks.rank} cannot be written: {error}")
-            everyone = from_all(ranks, mine)
+            everyone = ranks.gather(mine)
             if ranks.rank == 0:
                 steps = range(self._from, step + 1)
                 page = page_of(steps, everyone, self._operators(), self._setup.ranks.device.type)

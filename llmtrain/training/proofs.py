@@ -25,12 +25,11 @@ from llmtrain.data.manifest import NEW_COLUMN
 from llmtrain.data.stream.loader import MicroBatch, TrainData, UnpairedBatch, batches_of
 from llmtrain.data.stream.windows import IGNORED, Window
 from llmtrain.engine.api import Engine
-from llmtrain.engine.dist.control import AgreedError, from_all, together
-from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.answers import PerAnswer, answers_in, answers_of
 from llmtrain.engine.losses.function import NEXT_TOKEN, Evaluate, LooksAhead, LossFunction
 from llmtrain.engine.losses.likeliest import DistillLoss
 from llmtrain.engine.losses.named import sample_terms
+from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.models import compiler
 from llmtrain.models.adapter import without_adapter
 from llmtrain.models.distillation import TeacherSays
@@ -202,12 +201,12 @@ def _off(value: float, known: float, tolerated: float) -> bool:
 def prove_alike(objective: Objective, ranks: Ranks) -> None:
     """Prove that a plugin's objective is a function of its argument: equal results on all ranks, in two calls. All
     ranks call it together. Raises: AgreedError."""
-    with together(ranks), torch.random.fork_rng(devices=[]):
+    with ranks.together(), torch.random.fork_rng(devices=[]):
         mine = []
         for _ in range(2):
             torch.default_generator.manual_seed(0)  # torch's random numbers are the step's
             mine.append(sample_terms(copy.deepcopy(objective)))
-    calls = [(rank, *call) for rank, found in enumerate(from_all(ranks, mine)) for call in found]
+    calls = [(rank, *call) for rank, found in enumerate(ranks.gather(mine)) for call in found]
     first_rank, method, first = calls[0]
     for rank, _, values in calls[1:]:
         for one, other in zip(first, values, strict=True):
@@ -225,10 +224,10 @@ def prove_alike(objective: Objective, ranks: Ranks) -> None:
 def prove_sharding(spec: ModelSpec, degree: int, ranks: Ranks) -> None:
     """Prove that all ranks have found the same parts of the model to share. All ranks call it together. Raises:
     AgreedError."""
-    with together(ranks), divided(spec, "tensor_parallel.autotp_size", degree):
+    with ranks.together(), divided(spec, "tensor_parallel.autotp_size", degree):
         mine = spec.projections
     words = f"{len(mine.maps)} linear maps{'; ' * bool(mine.whole)}{mine.whole}"
-    said = from_all(ranks, (hashlib.sha256(repr(mine).encode()).hexdigest(), words))
+    said = ranks.gather((hashlib.sha256(repr(mine).encode()).hexdigest(), words))
     other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
     if other is not None:
         raise AgreedError(
@@ -258,7 +257,7 @@ def prove_start(
     dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")
     few, one = batch.micro_batch, 1
     over_answers = run.objective.data != "texts"
-    with together(ranks):  # a damaged shard is met by one rank
+    with ranks.together():  # a damaged shard is met by one rank
         first = list(batches_of(data.window_at, few * batch.data_parallel, few, *dealt))
         alike = list(batches_of(lambda _: twice(data.window_at(0)), batch.data_parallel, one, *dealt)) \
             if over_answers else []  # fmt: skip

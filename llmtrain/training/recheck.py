@@ -13,7 +13,6 @@ import subprocess
 from collections import Counter
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,9 +21,8 @@ from llmtrain.base.errors import TrainingStopped
 from llmtrain.base.rank import messages
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.engine.dist.control import from_all, together
-from llmtrain.engine.dist.device import device_id
 from llmtrain.engine.losses.function import LooksAhead
+from llmtrain.engine.ranks.device import device_id
 from llmtrain.models import compiler
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.replica_check import Difference, ReplicaCheck, Replicas, ReplicasDiffer, tensor_hash
@@ -90,17 +88,16 @@ class Recheck(Part):
         """Return some sequences of a rank's next step, each alone, on all ranks. The data-parallel ranks take turns."""
         loader, source = self._launch.loader, self._turn % self._data * self._replica
         self._turn += 1
-        box: list[list[MicroBatch]] = [[]]
-        with together(self._ranks):
+        micros: list[MicroBatch] = []
+        with self._ranks.together():
             if self._ranks.rank == source:
                 rows = [micro.sample_indices for micro in loader.build(step).micro_batches]
                 mine = [index for row in rows for index in row]
                 some = min(_ROWS, -(-3 * len(mine) // 4))  # alone they take longer; a check takes a step at most
-                box = [[loader.row(step, index) for index in mine[:some]]]
+                micros = [loader.row(step, index) for index in mine[:some]]
                 if len(mine) == len(rows):
-                    box = [[self._cut(micro) for micro in box[0]]]
-        dist.broadcast_object_list(box, group=self._ranks.control, group_src=source)
-        return box[0]
+                    micros = [self._cut(micro) for micro in micros]
+        return self._ranks.sent_by(source, micros)
 
     def _cut(self, micro: MicroBatch) -> MicroBatch:
         """A row that fills a micro-batch must not take more memory than it does in a step: compiled layers keep 5 bytes
@@ -115,16 +112,16 @@ class Recheck(Part):
         largest difference: a single wrong machine does not decide it."""
         second, bound, self._bound = -1 - self._replica, self._bound, None
         once, again = self._gradients(micros), self._gradients(micros)
-        if sorted(from_all(self._ranks, not torch.equal(once, again)))[second]:
+        if sorted(self._ranks.gather(not torch.equal(once, again)))[second]:
             self._bound = math.inf
             once, again = self._gradients(micros), self._gradients(micros)
             apart = float(((once - again).norm(dim=2) / once.norm(dim=2)).nan_to_num(0.0).max())
-            self._bound = max(bound or 0.0, _MARGIN * sorted(from_all(self._ranks, apart))[second])
+            self._bound = max(bound or 0.0, _MARGIN * sorted(self._ranks.gather(apart))[second])
 
     def _differences(self, micros: list[MicroBatch]) -> list[Difference]:
         values = self._gradients(micros)
         if self._bound is not None:  # 0 near the median rank, else a number of its own
-            alike = [each for like, each in from_all(self._ranks, (self._like, values)) if like == self._like]
+            alike = [each for like, each in self._ranks.gather((self._like, values)) if like == self._like]
             middle = torch.stack(alike).median(dim=0).values
             odd = (values - middle).norm(dim=2) > self._bound * middle.norm(dim=2)
             values = odd.any(dim=1) * (self._ranks.rank + 1)
@@ -185,7 +182,7 @@ class Recheck(Part):
 
     def _seats(self, ranks: list[int]) -> str:
         """All ranks call it."""
-        seats, serials = self._ranks.seats, from_all(self._ranks, _serial(self._ranks.device))
+        seats, serials = self._ranks.seats, self._ranks.gather(_serial(self._ranks.device))
         return ", ".join(
             f"rank {n} on {seats[n].host} ({seats[n].device} {seats[n].local_rank}{serials[n]})" for n in ranks
         )

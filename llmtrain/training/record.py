@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.base import log
@@ -94,9 +93,8 @@ class Record(Part):
         shares = torch.zeros(count, self._degrees.data, dtype=torch.float64)
         if place.tensor == 0:  # the ranks of a tensor-parallel group have the same loss
             shares[:, place.data] = torch.stack(list(sums)).unflatten(0, (count, -1)).sum(1)[:, 0].cpu()
-        dist.all_reduce(shares, group=self._ranks.control)
-        found: list[list[float]] = shares.tolist()
-        return found
+        of_groups: list[list[float]] = self._ranks.sum(shares).tolist()
+        return of_groups
 
     def read(self) -> None:
         """Write the steps of the ring. Waits for the device. All ranks call it together."""

@@ -17,14 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmtrain.base import untrusted
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.api import GradientCopy
-from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.models import compiler
 from llmtrain.models.head import Head
@@ -89,7 +87,7 @@ class Replay(Part):
         session, engine, loader = self._launch.session, self._setup.engine, self._launch.loader
         objective, batch = session.objective, loader.build(self._step)
         counted = sum(map(objective.weight, batch.micro_batches)) if self._place.leads else 0
-        weight = int(self._sum(torch.tensor([counted], dtype=torch.float64))[0])
+        weight = int(self._ranks.sum(torch.tensor([counted], dtype=torch.float64))[0])
         if not weight:
             return {"rows": [], "largest": {}, "norm": math.nan}
         scale = engine.loss_scale()
@@ -121,7 +119,7 @@ class Replay(Part):
         engine.set_loss_scale(scale)
         engine.routing()  # what was looked at is not of the step
         merged: dict[str, Any] = {}
-        for share in from_all(self._ranks, {name: list(map(float, values)) for name, values in largest.items()}):
+        for share in self._ranks.gather({name: list(map(float, values)) for name, values in largest.items()}):
             for name, values in share.items():
                 merged[name] = np.maximum(merged.get(name, values), values).tolist()  # NaN stays
         return {"norm": norm, "rows": found, "largest": merged}
@@ -129,7 +127,7 @@ class Replay(Part):
     def _losses(self, rows: range, mine: list[int], objective: LossFunction) -> list[list[float]]:
         """Return (sum of the loss, weight) for each sequence. A forward pass has one sequence."""
         loader, collected = self._launch.loader, Collected(objective)
-        most = max(from_all(self._ranks, len(mine)))
+        most = max(self._ranks.gather(len(mine)))
         micros = [loader.row(self._step, index) for index in mine]
         micros += [loader.row(self._step, None) for _ in range(most - len(mine))]
         if isinstance(objective, LooksAhead):  # once for all rows, whose gradients follow: as in the step
@@ -141,12 +139,8 @@ class Replay(Part):
                 table[index - rows.start, 0] = float(collected.losses[place])
             if self._place.leads:
                 table[index - rows.start, 1] = objective.weight(micros[place])
-        found: list[list[float]] = self._sum(table).tolist()
+        found: list[list[float]] = self._ranks.sum(table).tolist()
         return found
-
-    def _sum(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self._ranks.control)
-        return values
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.base.errors import TrainingStopped
@@ -24,8 +23,7 @@ from llmtrain.config.plugins import hashes
 from llmtrain.config.run import same_command
 from llmtrain.data.stream.loader import StepBatch
 from llmtrain.engine.api import Engine
-from llmtrain.engine.dist.control import from_all
-from llmtrain.engine.dist.ranks import Ranks, Seat
+from llmtrain.engine.ranks.ranks import Ranks, Seat
 from llmtrain.engine.weights import apart
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.saving import Saving
@@ -127,14 +125,8 @@ class Replicas:
 
     def _shared(self, keys: Sequence[int]) -> dict[int, int]:
         """Number the keys that two ranks or more have; the same on all ranks."""
-        group = self._ranks.control
-        longest = torch.tensor([len(keys)])
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-        mine = torch.full((int(longest),), _NOTHING, dtype=torch.int64)
-        mine[: len(keys)] = torch.tensor(keys, dtype=torch.int64)
-        everyone = torch.empty(self._ranks.world_size, int(longest), dtype=torch.int64)
-        dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
-        found, counts = everyone.unique(return_counts=True)
+        of_ranks = self._ranks.gather(torch.tensor(keys, dtype=torch.int64))
+        found, counts = torch.cat(of_ranks).unique(return_counts=True)
         shared = [key for key, count in zip(found.tolist(), counts.tolist(), strict=True) if count > 1]
         return {key: row for row, key in enumerate(key for key in shared if key != _NOTHING)}
 
@@ -144,7 +136,7 @@ class Replicas:
         pairs = [(self._rows[key], value) for (key, _, _), value in zip(held, hashes, strict=True) if key in self._rows]
         rows, values = (torch.tensor(each, dtype=torch.int64) for each in zip(*pairs, strict=True))
         message[0, rows], message[1, rows] = values, ~values
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._ranks.control)
+        self._ranks.largest(message)
         largest, smallest = message[0], ~message[1]
         wrong = set((largest != smallest).nonzero().flatten().tolist())
         if not wrong:
@@ -154,7 +146,7 @@ class Replicas:
             for (key, name, shown), value in zip(held, hashes, strict=True)
             if self._rows.get(key) in wrong
         ]
-        everyone = from_all(self._ranks, mine)
+        everyone = self._ranks.gather(mine)
         return _differences(everyone)
 
 

@@ -19,10 +19,9 @@ from llmtrain.config.planned import stored
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.train_data import TrainData, counted_bytes
 from llmtrain.data.tokenizer_folder import byte_lengths
-from llmtrain.engine.dist.control import from_rank_0, together
-from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.losses.function import LooksAhead, NextTokenLoss
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
+from llmtrain.engine.ranks.device import device_name, max_memory_gib
 from llmtrain.tracking.metrics import Throughput, TokenFlops, peak_flops, perplexity, routing_metrics
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
 from llmtrain.training.parts import Done, Launch, Part
@@ -62,13 +61,13 @@ class Evaluation(Part):
         self._bytes: dict[int, int] = {}
         """Bytes of the counted tokens of a data set, by its id()."""
         if isinstance(setup.objective, NextTokenLoss) and self._measured:
-            with together(setup.ranks):
+            with setup.ranks.together():
                 self._lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
                 for each in self._measured:
                     self._count_bytes(each)
         self._best: BestSteps | None = None
         if (best := Best.chosen(run.checkpoint.keep_best)) is not None:
-            kept = from_rank_0(setup.ranks, lambda: best_of(launch.checkpoints.path, best))
+            kept = setup.ranks.first(lambda: best_of(launch.checkpoints.path, best))
             steps = {step_of(path) or 0: figure for path, figure in kept.items()}
             now = launch.start.position.step  # later checkpoints are of the training that this launch does again
             self._best = BestSteps(best, ((step, figure) for step, figure in steps.items() if step <= now))
@@ -140,7 +139,7 @@ class Evaluation(Part):
             log.warn(f"step {position.step}: {', '.join(lost)}: not a number (NaN), which is never the best")
         self._last = (position.step, row)
         if self._best is not None or self._patience is not None:
-            self._decide(position.step, from_rank_0(self._setup.ranks, lambda: row))  # one decision
+            self._decide(position.step, self._setup.ranks.first(lambda: row))  # one decision
         return row
 
     def _decide(self, step: int, figures: dict[str, float]) -> None:

@@ -16,8 +16,7 @@ from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, origin
 from llmtrain.config.plugins import hashes
 from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.loader import RECORD
-from llmtrain.engine.dist.control import from_all, from_rank_0, together
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.storage.addresses import is_url
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.training.step import Position
@@ -32,7 +31,7 @@ class TrainerState:
     def __init__(self, setup: Setup) -> None:
         """All ranks call it together."""
         self._engine, self._course = setup.engine, setup.course
-        self.wandb_id = from_rank_0(setup.ranks, new_run_id)
+        self.wandb_id = setup.ranks.first(new_run_id)
         self.began_from: dict[str, Any] | None = None
         """The checkpoint of another run that this one started from, see checkpoint/load.py."""
         run, data, mix = setup.run, setup.data, setup.resolved.mix
@@ -99,7 +98,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     run, spec, ranks = setup.run, setup.spec, setup.ranks
     source = None
     if run.objective.reference == "online":  # the reference reads its first values again, after a resume as well
-        with together(ranks):
+        with ranks.together():
             source = spec.initial_weights(run.train.seed, ranks.device)
         setup.refer_to(source)
     trainer = TrainerState(setup)
@@ -108,7 +107,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
         from llmtrain.training.mirroring import look  # most runs have none
 
         look(run, checkpoints, ranks)
-    with together(ranks):
+    with ranks.together():
         found = agreed_candidates(run, folder, checkpoints, ranks)
     if not (found[0] or found[2]):
         source = source or spec.initial_weights(run.train.seed, ranks.device)
@@ -118,7 +117,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
                      lines=_frozen_lines(frozen))  # fmt: skip
     from llmtrain.checkpoint.load import resume
 
-    with together(ranks):
+    with ranks.together():
         resumed = resume(setup.engine, run, found, checkpoints, now, ranks)
     frozen = resumed.frozen.only(spec.frozen)
     lines = [*resumed.lines, *_frozen_lines(frozen)]
@@ -169,7 +168,7 @@ def agreed_candidates(
             found = ([str(path) for path in paths], own, None)
         except CheckpointError as error:
             found = ([], False, str(error))
-    shares = from_all(ranks, found)
+    shares = ranks.gather(found)
     refused = next((message for *_, message in shares if message), None)
     if refused:
         raise CheckpointError(refused)

@@ -29,11 +29,11 @@ from llmtrain.config.run import ResolvedRun, autos
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.engine.deepspeed.process_group import join_process_group
-from llmtrain.engine.dist.control import AgreedError, StopAsked, StopRequests, from_all, together
-from llmtrain.engine.dist.device import device_name, max_memory_gib, memory_of, use_deterministic_kernels
-from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.dist.rendezvous import introduce, leave_all
 from llmtrain.engine.process_memory import collected_by_hand
+from llmtrain.engine.ranks.device import device_name, max_memory_gib, memory_of, use_deterministic_kernels
+from llmtrain.engine.ranks.ranks import AgreedError, Ranks
+from llmtrain.engine.ranks.rendezvous import introduce, leave_all
+from llmtrain.engine.ranks.stop_requests import StopAsked, StopRequests
 from llmtrain.models.transformers_private import VARLEN
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
@@ -82,8 +82,8 @@ def train(checked: Checked) -> int:
         checked = decided(checked, ranks)
         resolved, run = checked.resolved, checked.resolved.run
     if run.train.memory_margin is not None:
-        least = min(from_all(ranks, memory_of(ranks.device)))
-        with together(ranks):
+        least = min(ranks.gather(memory_of(ranks.device)))
+        with ranks.together():
             if ranks.rank == 0:  # the plan is in the cache of one host
                 refuse_without_room(resolved, least, on_gpu=ranks.device.type == "cuda")
     _describe(resolved, ranks)
@@ -93,12 +93,12 @@ def train(checked: Checked) -> int:
         stack.push(_leave)
         try:
             requests = stack.enter_context(StopRequests(run.fault.preempt_file))
-            with together(ranks):
+            with ranks.together():
                 if ranks.rank == 0:
                     stack.enter_context(folder)
             checkpoints = stack.enter_context(open_checkpoints(folder, run, ranks))
             if run.train.eval:
-                with together(ranks):
+                with ranks.together():
                     for data in (checked.data, *checked.later):
                         check_validation(data)  # now, not after days of training
             _train(Setup(checked, ranks), folder, checkpoints, requests)
@@ -312,7 +312,7 @@ def _reason(launch: Launch) -> tuple[str, bool]:
     """Return the reason of the first rank that was asked to stop; True: from outside. All ranks call it."""
     ranks = launch.setup.ranks
     asks = next((text for part in launch.parts if (text := getattr(part, "asks", ""))), None)
-    everywhere = from_all(ranks, (launch.requests.stop_reason, asks))
+    everywhere = ranks.gather((launch.requests.stop_reason, asks))
     outside = any(reason for reason, _ in everywhere)
     whys = [reason if outside else asks for reason, asks in everywhere]
     unnamed = ranks.seats[0], "a part of the run asked to stop, and gives no reason"
@@ -362,7 +362,7 @@ def _write_files(setup: Setup, folder: RunDirectory) -> dict[str, Any]:
     """Write config.yaml, deepspeed.json and environment.json. Returns the environment on rank 0, else an empty dict."""
     environment: dict[str, Any] = {}
     ranks, spec = setup.ranks, setup.spec
-    with together(ranks):
+    with ranks.together():
         if ranks.rank == 0:
             environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats], plugins=hashes())
             environment["parameters"] = spec.facts.parameters

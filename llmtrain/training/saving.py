@@ -15,7 +15,6 @@ from llmtrain.checkpoint.retain import Best, keep_newest
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.config.run import same_command
 from llmtrain.engine.api import StateTensor
-from llmtrain.engine.dist.control import at_length, from_all
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.record import Record
 from llmtrain.training.reporting import Evaluation
@@ -82,7 +81,7 @@ class Saving(Part):
             self._mirror.listen()
         if self.is_due(done):
             with self._speed.checkpoint_stall(), heart.during("save"):
-                if done.agreed.save and any(asked := from_all(self._ranks, self._signalled)):
+                if done.agreed.save and any(asked := self._ranks.gather(self._signalled)):
                     seat = self._ranks.seats[asked.index(True)]
                     log.info(f"step {done.position.step} is saved: rank {seat.rank} on {seat.host} was sent SIGUSR1")
                 self.save(done.position)
@@ -161,7 +160,7 @@ class Saving(Part):
             mirror = self._mirror
             idle_s = 0.5 * self._setup.run.fault.longest_s  # the end of the mirror's process is no end of the run
             finish = (lambda: None) if mirror is None else partial(mirror.finish, complete=complete, idle_s=idle_s)
-            at_length(self._ranks, finish)
+            self._ranks.at_length(finish)
         if exports and self._folder.split:  # each host has its own ranks' files
             from llmtrain.checkpoint.host_files import fetch_all
 

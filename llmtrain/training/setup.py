@@ -28,12 +28,11 @@ from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
-from llmtrain.engine.dist.control import AgreedError, from_all, together
-from llmtrain.engine.dist.device import check_device
-from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import LossFunction, NextTokenLoss
 from llmtrain.engine.losses.named import loss_of, with_reference
 from llmtrain.engine.losses.with_metrics import with_metrics
+from llmtrain.engine.ranks.device import check_device
+from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
 from llmtrain.models import compiler
 from llmtrain.models.experts import has_experts
@@ -66,7 +65,7 @@ class Setup:
     def __init__(self, checked: Checked, ranks: Ranks) -> None:
         """Raises UserError, on all ranks."""
         self.run, self.data, self.sets, self.ranks = checked.resolved.run, checked.data, checked.sets, ranks
-        with together(ranks):
+        with ranks.together():
             self.spec, notes = with_attention(checked.resolved, checked.spec, ranks.device)
         self.resolved = replace(checked.resolved, notes=(*checked.resolved.notes, *notes))
         self.course = Course(self.resolved.stages, (checked.data, *checked.later))
@@ -76,18 +75,56 @@ class Setup:
         self.references = checked.references
         """Distinct hashes of the reference's weights: the columns' model, or, with an online reference, of the modules
         that train in full next to the adapter."""
-        with together(ranks):
+        with ranks.together():
             reads_column = self.run.objective.top_k is not None
             student, precision = self.spec.model, self.resolved.precision
-            teacher = None if reads_column else teacher_of(self.run, student, precision, ranks, self.mesh)
+            teacher = None if reads_column else self._teacher(student, precision)
             self.objective = loss_of(self.run.objective, teacher)
-        self.teacher = taught_by(self.run, checked.teachers, ranks)
+        self.teacher = self._hash_of_teacher(checked.teachers)
         """Hash of the teacher's weights; None: the objective has no teacher."""
         self.teacher_config = checked.teacher_config
-        self.engine = start_engine(self.resolved, self.spec, ranks, self.mesh)
+        with ranks.together():
+            self._check_device()
+        self.engine = self._start_engine()
         self.began_with: str | None = None
         """Hash of the initial weights if this launch has initialised them; None: it has resumed."""
         self._base: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    # A rehearsal (plan/rehearsal.py) has another machine and no values: it overrides the next five.
+
+    def _check_device(self) -> None:
+        """Raises ConfigError: this device cannot compute the run."""
+        run = self.run
+        check_device(self.resolved.precision, self.spec.model.attention, run.model.fp8, run.deepspeed)
+
+    def _load_teacher(self, model: ModelConfig, precision: str, language: Callable[..., LanguageModel]) -> Teacher:
+        from llmtrain.models.teacher import load_teacher
+
+        return load_teacher(model, precision, self.ranks.device, language)
+
+    def _hash_of_teacher(self, columns: list[str]) -> str | None:
+        return taught_by(self.run, columns, self.ranks)
+
+    def _hash_of_reference(self, source: ParameterSource) -> None:
+        self.references = [weights_hash(source_checksums(source, self.spec.saved, self.ranks))]
+
+    def _start_engine(self) -> Engine:
+        return start_engine(self.resolved, self.spec, self.ranks, self.mesh)
+
+    def _teacher(self, student: ModelConfig, precision: str) -> Teacher | None:
+        """Load the teacher on ranks that compute a loss: a pipeline's last stages, or all. Raises ModelError, on this
+        rank alone."""
+        objective, mesh = self.run.objective, self.mesh
+        if objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
+            return None
+        from llmtrain.models.teacher import teacher_model
+
+        language: Callable[..., LanguageModel] = LanguageModel
+        if mesh.sequence is not None:
+            from llmtrain.models.parallel.sequence import SequenceLanguageModel
+
+            language = partial(SequenceLanguageModel, group=mesh.sequence)
+        return self._load_teacher(teacher_model(objective, student), precision, language)
 
     def refer_to(self, source: ParameterSource) -> None:
         """Let an objective with an online reference compare with these values.
@@ -98,8 +135,8 @@ class Setup:
             return
         self._base = base_of(self.engine, self.spec, source)
         self.objective = self._with_reference(self.objective)
-        if self.spec.saved and not self.ranks.rehearsed:
-            self.references = [weights_hash(source_checksums(source, self.spec.saved, self.ranks))]
+        if self.spec.saved:
+            self._hash_of_reference(source)
 
     def _with_reference(self, objective: LossFunction) -> LossFunction:
         return with_reference(objective, self.run.objective, self._base)
@@ -191,14 +228,11 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
 
     Raises: UserError, on all ranks.
     """
-    if not ranks.rehearsed:  # for another machine's device
-        with together(ranks):
-            check_device(resolved.precision, spec.model.attention, resolved.run.model.fp8, resolved.run.deepspeed)
     if resolved.degrees.tensor > 1:
         from llmtrain.training.proofs import prove_sharding
 
         prove_sharding(spec, resolved.degrees.tensor, ranks)
-    with together(ranks):
+    with ranks.together():
         compiles = _compiles_layers(spec, resolved.mix, ranks, one_shape=resolved.run.train.balance == "equal")
         run = replace(resolved.run, model=replace(resolved.run.model, compile_layers=compiles))
         model = build_model(replace(resolved, run=run), spec, ranks.device, mesh)
@@ -225,37 +259,16 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
     return engine
 
 
-def teacher_of(run: RunConfig, student: ModelConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teacher | None:
-    """Load the teacher on ranks that compute a loss: a pipeline's last stages, or all. Raises ModelError, on this rank
-    alone."""
-    objective = run.objective
-    if objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
-        return None
-    from llmtrain.models.teacher import empty_teacher, load_teacher, teacher_model
-
-    teacher = teacher_model(objective, student)
-    language: Callable[..., LanguageModel] = LanguageModel
-    if mesh.sequence is not None:
-        from llmtrain.models.parallel.sequence import SequenceLanguageModel
-
-        language = partial(SequenceLanguageModel, group=mesh.sequence)
-    if ranks.rehearsed:
-        return empty_teacher(ModelSpec.of(teacher), precision, ranks.device, language)
-    return load_teacher(teacher, precision, ranks.device, language)
-
-
 def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:
-    """Return the hash of the teacher's weights. All ranks call it: each reads a part. Raises AgreedError.
-
-    None without a teacher, and for rehearsed ranks, which read no weights.
-    """
-    if run.objective.teacher is None or ranks.rehearsed:
+    """Return the hash of the teacher's weights; None: the run has none. All ranks call it: each reads a part. Raises
+    AgreedError."""
+    if run.objective.teacher is None:
         return None
     from llmtrain.models.teacher import teacher_checksums, teacher_model
 
-    with together(ranks):
+    with ranks.together():
         mine = teacher_checksums(teacher_model(run.objective, run.model), ranks.rank, ranks.world_size)
-    return weights_hash({name: value for share in from_all(ranks, mine) for name, value in share.items()})
+    return weights_hash({name: value for share in ranks.gather(mine) for name, value in share.items()})
 
 
 def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
@@ -296,7 +309,7 @@ def _agreed_trouble(ranks: Ranks) -> str | None:
 
     Compiled code rounds differently: equal values would diverge if only some ranks used it.
     """
-    reasons = from_all(ranks, compiler.trouble(ranks.device))
+    reasons = ranks.gather(compiler.trouble(ranks.device))
     for rank, reason in enumerate(reasons):
         if reason is not None:
             if reasons[ranks.rank] is None:
@@ -310,9 +323,9 @@ def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
 
     Returns the result of `prove_weights`. Raises AgreedError on all ranks.
     """
-    with together(ranks):
+    with ranks.together():
         arrived = fill_parameters(engine, source)
-    with together(ranks):
+    with ranks.together():
         engine.refresh()
         prove_masters(engine, ranks)
         return prove_weights(engine, source, ranks, arrived)
@@ -328,12 +341,12 @@ def reference_checksums(spec: ModelSpec, checksums: dict[str, int]) -> dict[str,
 
 def source_checksums(source: ParameterSource, names: Collection[str], ranks: Ranks) -> dict[str, int]:
     """Checksums of complete tensors. All ranks call it: each reads a part. Raises AgreedError."""
-    with together(ranks):
+    with ranks.together():
         mine = {
             name: checksum(source.read(name, 0, numel(source.shape(name))).reshape(-1))
             for name in sorted(names)[ranks.rank :: ranks.world_size]
         }
-    return {name: value for share in from_all(ranks, mine) for name, value in share.items()}
+    return {name: value for share in ranks.gather(mine) for name, value in share.items()}
 
 
 def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callable[[], AbstractContextManager[None]]:
@@ -364,7 +377,7 @@ def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: 
     few = row[:_PROVED_TOKENS].unsqueeze(0)
     # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
     failures = contextlib.nullcontext() if engine.stages else _failures_in_transformers()
-    with together(ranks), failures, compiler.uncompiled():
+    with ranks.together(), failures, compiler.uncompiled():
         engine.check_head(few)
         if isolate_documents:
             from llmtrain.models.fp8 import without_fp8

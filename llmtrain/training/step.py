@@ -5,22 +5,20 @@ Work between steps (logs, evaluation, checkpoints, an outer optimizer) is done b
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.loader import MicroBatch, StepBatch
 from llmtrain.engine.api import Engine, Update
-from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import NEXT_TOKEN, LooksAhead, LossFunction
 from llmtrain.engine.losses.with_metrics import quotients
+from llmtrain.engine.ranks.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,23 +89,19 @@ class Agree:
     """One small all-reduce a step, on the host, started early and read late, without a device synchronisation."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._group, self._rank, self._count = ranks.control, ranks.rank, ranks.world_size
-        self._rehearsed = ranks.rehearsed
+        self._ranks = ranks
 
     def start(self, weight: int, asks: Request) -> Callable[[], Agreement]:
         """Send this rank's part; the returned function waits for the sum."""
-        if self._rehearsed:
-            weight = max(1, weight * self._count)
-            return lambda: Agreement(weight=weight, stop=asks.stop, time_up=asks.time_up, save=asks.save)
-        paces = [] if asks.pace is None else [asks.pace if rank == self._rank else 0 for rank in range(self._count)]
-        own = [weight, asks.stop, asks.time_up, asks.save, asks.save_ended, asks.save_failed, *paces]
-        message = torch.tensor(own, dtype=torch.int64)
-        work = dist.all_reduce(message, group=self._group, async_op=True)
+        paces = [0] * self._ranks.world_size if asks.pace is not None else []
+        if asks.pace is not None:
+            paces[self._ranks.rank] = asks.pace
+        sums = self._ranks.agree(
+            weight, [asks.stop, asks.time_up, asks.save, asks.save_ended, asks.save_failed, *paces]
+        )
 
-        @functools.cache
         def result() -> Agreement:
-            work.wait()
-            weights, stops, times, saves, ended, failed, *paces = message.tolist()
+            weights, (stops, times, saves, ended, failed, *paces) = sums()
             return Agreement(weight=weights, stop=stops > 0, time_up=times > 0, save=saves > 0, save_ended=ended,
                              save_failed=failed, paces=tuple(paces))  # fmt: skip
 

@@ -25,7 +25,7 @@ try:
     load.open(SimpleNamespace(setup=SimpleNamespace(ranks=ranks)))
     dist.all_reduce(torch.zeros(1 << 20))  # 4 MiB over the network
     loads = load.figures(None)
-    dist.barrier(group=ranks.control)
+    ranks.meet()
     print(json.dumps({"sum": float(total), "seats": seats, "gloo": os.environ["GLOO_SOCKET_IFNAME"], "load": loads}))
 except UserError as error:
     print(json.dumps({"error": str(error)}))

@@ -13,8 +13,8 @@ import torch
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.deepspeed.engine import ZeroEngine
-from llmtrain.engine.dist.device import use_deterministic_kernels
 from llmtrain.engine.losses.function import NEXT_TOKEN
+from llmtrain.engine.ranks.device import use_deterministic_kernels
 from llmtrain.engine.weights import _sum_on
 from llmtrain.storage.checksum import checksum, checksum_part
 from llmtrain.storage.region import Region

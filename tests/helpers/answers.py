@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.objectives.objective import Objective
 from tests.helpers.training import (
     GLOBAL_BATCH,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.skeleton import DTYPES
 from tests.helpers.plain import mean_cross_entropy
 from tests.helpers.training import Case, Trace, batches, give_first_values, resolved_run

@@ -34,9 +34,8 @@ from llmtrain.data.stream.loader import AnswerBatch, StepBatch, TrainData
 from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.process_group import join_process_group
-from llmtrain.engine.dist.control import from_all
-from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import PARAM, Optimizer
@@ -343,7 +342,7 @@ def view_of(piece: StateTensor) -> torch.Tensor:
 def assembled(engine: ZeroEngine, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
     """All fp32 tensors of a kind, put together from every rank's own slices (the same result on all ranks)."""
     mine = [(f.name, f.own_region, view_of(f)[f.own].clone()) for f in engine.state() if f.kind == kind]
-    parts = from_all(ranks, mine)
+    parts = ranks.gather(mine)
     whole = {name: torch.full(shape, float("nan")) for name, shape in engine.shapes().items()}
     for name, region, values in (piece for part in parts for piece in part):
         put(whole[name].view(-1), region, values)

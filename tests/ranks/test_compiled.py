@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.engine.dist.control import AgreedError
+from llmtrain.engine.ranks.ranks import AgreedError
 from llmtrain.models import compiler
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training import setup

@@ -95,7 +95,6 @@ def plainly(data: str, folder: str, k: int | None = None) -> Trace:
 
 def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> tuple[Trace, str | None]:
     """All steps, from a column that the teacher wrote in another form; and of which weights it is."""
-    import torch.distributed as dist
 
     from llmtrain.data.stream.train_data import TrainData
     from llmtrain.engine.losses.named import loss_of
@@ -110,7 +109,7 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     asked = replace(resolved.run, objective=config, data=case_data(writes))
     of = of_teacher(resolved, teacher_model(config, asked.model))
     write_teacher(checked(of), ranks, asked)
-    dist.barrier(group=ranks.control)
+    ranks.meet()
     data = TrainData(case_data(learns))
     weights = data.take_teacher(data.teacher_columns(config, 512, "fp32"))
     engine, ranks = make_engine(learns)

@@ -19,7 +19,6 @@ from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import EmaConfig
 from llmtrain.engine.deepspeed.engine import ZeroEngine
-from llmtrain.engine.dist.control import from_all
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.pieces import put
 from llmtrain.training.ema import Ema
@@ -41,7 +40,7 @@ def setup_of(case: Case) -> Setup:
 def means(ema: Ema, setup: Setup) -> Tensors:
     """Put together from the ranks' own parts."""
     mine = [(f.name, f.own_region, view_of(f)[f.own].clone()) for f in ema.state()]
-    every = from_all(setup.ranks, mine)
+    every = setup.ranks.gather(mine)
     names = {name for part in every for name, _, _ in part}  # an adapter leaves the others as they are
     whole = {name: torch.full(setup.engine.shapes()[name], float("nan")) for name in sorted(names)}
     for part in every:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from llmtrain.config.stages import Batch, Stage, Stages
 from llmtrain.data.stream.loader import Course, TrainLoader
@@ -57,7 +56,7 @@ def stepped(case: Case, trains: Objective, scale: float = 1.0) -> tuple[float, f
     with TrainLoader(course, rank=place.data) as loader:
         micros = loader.build(0)
     counted = torch.tensor([float(sum(map(objective.weight, micros.micro_batches)) if place.leads else 0)])
-    dist.all_reduce(counted, group=ranks.control)
+    ranks.sum(counted)
     weight = int(counted[0])
     if isinstance(objective, LooksAhead):
         objective.look(micros.micro_batches, engine.evaluate)
@@ -133,7 +132,7 @@ def test_excluded_pairs_have_no_part_in_a_step(pools: Any, tmp_path_factory: Any
 def write_reference(case: Case) -> None:
     ranks = joined()
     write_columns(checked(resolved_run(case, ranks.world_size)), ranks)
-    dist.barrier(group=ranks.control)
+    ranks.meet()
 
 
 @pytest.mark.parametrize("form", [{"stage": 1}, {"stage": 1, "pipeline": 2}], ids=str)

@@ -23,7 +23,7 @@ from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.checkpoint.verify import verify
 from llmtrain.config.run import CheckpointConfig, RunConfig
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.optim.optimizers import PARAM
 from tests.helpers.training import Case, assembled, joined, make_engine, resolved_run, resume_from, train_steps
 

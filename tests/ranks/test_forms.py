@@ -222,7 +222,7 @@ def devices_asked_for(case: Case) -> list[int]:
     """By a start and two steps of a task that sees its own GPU only (`srun --gpus-per-task=1`), played by the CPU."""
     from deepspeed.accelerator import get_accelerator
 
-    from llmtrain.engine.dist.device import own_device
+    from llmtrain.engine.ranks.device import own_device
 
     asked: list[int] = []
     kind = "cuda"

@@ -47,7 +47,6 @@ TIED = {**SMALL, "tie_word_embeddings": True}
 
 def trained(case: Case, config: Objective) -> tuple[Trace, Figures]:
     """As a run does it, with its column where it has one; the last figures are of a validation."""
-    import torch.distributed as dist
 
     from llmtrain.engine.losses.function import LooksAhead
     from llmtrain.engine.losses.named import loss_of, with_reference
@@ -59,7 +58,7 @@ def trained(case: Case, config: Objective) -> tuple[Trace, Figures]:
     resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
     if config.reference == "column":
         write_columns(checked(resolved), ranks)
-        dist.barrier(group=ranks.control)
+        ranks.meet()
         data.take_reference(resolved.precision)
     engine, ranks = make_engine(case)
     batch, rank = resolved.batch, engine.mesh.place.data

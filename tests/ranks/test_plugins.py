@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from llmtrain.base.choice import Entry
 from llmtrain.config import plugin_import
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.engine.dist.control import AgreedError
 from llmtrain.engine.losses.function import NEXT_TOKEN
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
+from llmtrain.engine.ranks.ranks import AgreedError
 from llmtrain.objectives.objective import Objective
 from llmtrain.training.proofs import prove_alike
 from tests.gpu.test_syncs import recorded_waits

@@ -84,7 +84,6 @@ def definition(hf: Any, folder: str, name: str, **options: float) -> Callable[[l
 
 def trained(case: Case, config: Objective, column: bool) -> tuple[Trace, Figures]:
     """As a run does it: the reference's column under this form, then steps."""
-    import torch.distributed as dist
 
     from llmtrain.training.output_columns import write_columns
     from tests.helpers.training import checked, joined
@@ -93,7 +92,7 @@ def trained(case: Case, config: Objective, column: bool) -> tuple[Trace, Figures
     resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
     if column:
         write_columns(checked(resolved), ranks)
-        dist.barrier(group=ranks.control)
+        ranks.meet()
     data.take_reference("fp32")
     return trained_answers(case, config, data)
 

@@ -39,7 +39,7 @@ def routed(case: Case) -> list[list[int]]:
     """Tokens of each expert of each block, as a run logs them."""
     engine, ranks = make_engine(case)
     train_steps(case, engine, ranks, 0, 2)
-    figures = engine.module.routing.take(ranks.control, counts=True)
+    figures = engine.module.routing.take(ranks.sum, counts=True)
     engine.close()
     return figures.tokens_LE
 

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from llmtrain.checkpoint import snapshot
 from llmtrain.checkpoint.durable import DurableFile
@@ -23,7 +22,7 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import CheckpointConfig
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from tests.helpers import fake_cuda
 from tests.helpers.training import Case, assembled, make_engine, resolved_run, train_steps
 
@@ -96,7 +95,7 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
                 saver.begin(2, TRAINER)
                 found[f"full {mode}"] = saver.drain()
                 found[f"left {mode}"] = os.listdir(small_disk)
-                dist.barrier(group=ranks.control)
+                ranks.meet()
     finally:
         shutil.disk_usage = usage
     with saver_for(engine, case, Path(folder), "async", ranks) as saver:
@@ -107,7 +106,7 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
         saver.begin(2, TRAINER)
         found["killed"] = saver.drain()
         found["left killed"] = os.listdir(folder)
-        dist.barrier(group=ranks.control)  # all have looked before rank 0 makes the next folder
+        ranks.meet()  # all have looked before rank 0 makes the next folder
         saver.begin(3, TRAINER)
         found["next"] = saver.drain()
     memory = psutil.virtual_memory
@@ -144,7 +143,7 @@ def save_from_a_device(engine: Any, case: Case, folder: Path, ranks: Ranks) -> d
         found["refused"] = saver.drain()
         assert not saver.asynchronous and not locks.locked
         found["left refused"] = sorted(os.listdir(folder))
-        dist.barrier(group=ranks.control)
+        ranks.meet()
         saver.begin(3, TRAINER)
         found["after it"] = saver.drain()
     return found

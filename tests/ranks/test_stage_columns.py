@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from llmtrain.config.stages import StageBatch, StageConfig
 from llmtrain.objectives.by_token import Distill, NextToken
@@ -68,7 +67,7 @@ def with_columns(case: Case) -> Setup:
         write_teacher(checked(of_teacher(plain, teacher_model(run.objective, run.model))), ranks, run)
     else:
         write_columns(checked(plain), ranks)
-    dist.barrier(group=ranks.control)
+    ranks.meet()
     setup = reading_columns(case)
     setup.start_from(setup.spec.initial_weights(0, torch.device("cpu")))
     setup.prove()

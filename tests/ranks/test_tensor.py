@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config.topology import Degrees
-from llmtrain.engine.dist.control import AgreedError
+from llmtrain.engine.ranks.ranks import AgreedError
 from llmtrain.models import compiler, loss
 from llmtrain.models.loss import About, HeadForm, chunked_nll_sums
 from llmtrain.models.parallel.mesh import mesh_of

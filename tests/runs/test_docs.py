@@ -236,7 +236,7 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
     from llmtrain.checkpoint.load import refuse_other_run
     from llmtrain.config.load import parse
     from llmtrain.config.resolve import resolve
-    from llmtrain.engine.dist.device import check_device
+    from llmtrain.engine.ranks.device import check_device
 
     monkeypatch.chdir(ROOT)
     shown_errors -= {e for e in shown_errors if "steps in a row were skipped" in e}  # test_faults.py, explosion

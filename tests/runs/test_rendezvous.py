@@ -32,7 +32,7 @@ def _rank(pipe: Any, host: str, env: dict[str, str], settings: dict[str, Any], l
 
     from llmtrain.base.errors import UserError
     from llmtrain.engine.deepspeed.process_group import join_process_group
-    from llmtrain.engine.dist import rendezvous
+    from llmtrain.engine.ranks import rendezvous
 
     found = rendezvous.versions()
     rendezvous.versions = lambda: {**found, **faults.get("versions", {})}
@@ -50,7 +50,7 @@ def _rank(pipe: Any, host: str, env: dict[str, str], settings: dict[str, Any], l
         dist.all_reduce(total)
         assert ranks.store is not None
         ranks.store.add("total", ranks.rank)
-        dist.barrier(group=ranks.control)
+        ranks.meet()
         facts = {
             "seats": [(seat.rank, seat.host, seat.local_rank) for seat in ranks.seats],
             "sum": float(total),
@@ -58,7 +58,7 @@ def _rank(pipe: Any, host: str, env: dict[str, str], settings: dict[str, Any], l
             "gloo": os.environ.get("GLOO_SOCKET_IFNAME"),
             "nccl": os.environ.get("NCCL_SOCKET_IFNAME"),
         }
-        dist.barrier(group=ranks.control)  # rank 0 serves the store
+        ranks.meet()  # rank 0 serves the store
         pipe.send(("met", facts, time.monotonic() - began))
     os._exit(0)
 
@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_host_within_the_limit(job):
 
 def test_the_host_of_a_missing_rank_is_read_from_the_launcher_that_started_us():
     world = base64.urlsafe_b64encode(json.dumps({"node-1": [0, 1], "node-2": [0, 1]}).encode()).decode()
-    ask = "from llmtrain.engine.dist.rendezvous import _launched_hosts; print(_launched_hosts())"
+    ask = "from llmtrain.engine.ranks.rendezvous import _launched_hosts; print(_launched_hosts())"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}])"
     done = subprocess.run(
         [sys.executable, "-c", launcher, f"--world_info={world}"], capture_output=True, text=True, check=True
@@ -235,7 +235,7 @@ def test_a_rank_of_another_launch_at_the_same_port_does_not_disturb_the_ranks_th
 
 def test_two_launches_by_hand_on_one_host_know_their_own_ranks(warm):
     world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
-    ask = "from llmtrain.engine.dist.rendezvous import _launch; print('launch', _launch())"
+    ask = "from llmtrain.engine.ranks.rendezvous import _launch; print('launch', _launch())"
     rank = "subprocess.Popen([sys.executable, '-c', sys.argv[2]])"
     launcher = f"import subprocess, sys; each = [{rank}, {rank}]; [one.wait() for one in each]"
     command = [warm.python, "-c", launcher, f"--world_info={world}", ask]

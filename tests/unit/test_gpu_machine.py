@@ -19,9 +19,9 @@ from llmtrain.cli import main
 from llmtrain.cluster.hosts.hostfile import Host, on_visible_devices
 from llmtrain.commands import train
 from llmtrain.commands.launch import main as launch
-from llmtrain.engine.dist import device
-from llmtrain.engine.dist.device import device_index, use_deterministic_kernels
-from llmtrain.engine.dist.rendezvous import _shared_devices
+from llmtrain.engine.ranks import device
+from llmtrain.engine.ranks.device import device_index, use_deterministic_kernels
+from llmtrain.engine.ranks.rendezvous import _shared_devices
 from tests.helpers.launching import write_recipe
 from tests.runs.test_bench import load
 

@@ -261,7 +261,7 @@ def test_deepspeed_initialize_is_called_in_one_file() -> None:
 
 
 def test_collectives_name_their_group_and_count_ranks_within_it() -> None:
-    """A site's ranks are not all there are: outside of engine/dist, which makes the first, nothing reaches beyond."""
+    """A site's ranks are not all there are: outside of engine/ranks, which makes the first, nothing reaches beyond."""
     from llmtrain.base.rank.heartbeat import _FUNCTIONS
 
     makers = {"new_group", "split_group"}
@@ -274,7 +274,7 @@ def test_collectives_name_their_group_and_count_ranks_within_it() -> None:
         wrong += [f"{where}: {module}" for module in others]
         for node in ast.walk(tree_of(file)):
             match node:
-                case _ if where.startswith("engine/dist/"):
+                case _ if where.startswith("engine/ranks/"):
                     break
                 case ast.Attribute(attr="WORLD") if where != THE_SITE:
                     wrong.append(f"{where}:{node.lineno} {ast.unparse(node)}")
@@ -300,8 +300,7 @@ def test_process_groups_are_made_in_one_file() -> None:
                     | ast.alias(name="new_group" | "split_group" | "new_subgroups" as name)
                 ):
                     makers.setdefault(str(file.relative_to(PACKAGE)), set()).add(name)
-    rehearsed = {"engine/deepspeed/rehearsed.py": {"new_group"}}  # of ranks that do not exist
-    assert makers == {"models/parallel/mesh.py": {"new_group", "split_group"}} | rehearsed
+    assert makers == {"models/parallel/mesh.py": {"new_group", "split_group"}}
 
 
 def test_modules_and_files_that_strings_name_are_there() -> None:

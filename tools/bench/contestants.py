@@ -217,7 +217,7 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
     from llmtrain.checkpoint.rundir import RunDirectory, find_folder
     from llmtrain.config.load import load
     from llmtrain.engine.deepspeed.process_group import join_process_group
-    from llmtrain.engine.dist.control import StopRequests
+    from llmtrain.engine.ranks.stop_requests import StopRequests
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.examine import examine
     from llmtrain.training.guards import SkippedSteps

@@ -38,8 +38,7 @@ from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.process_group import join_process_group
-from llmtrain.engine.dist.control import from_all
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.spec import ModelSpec
@@ -169,7 +168,7 @@ class Ours:
 
     def done(self) -> bool:
         message = torch.tensor(self._saver.status(), dtype=torch.int64)
-        dist.all_reduce(message, group=self._ranks.control)
+        self._ranks.sum(message)
         outcome = self._saver.advance(*message.tolist())
         assert outcome is None or outcome.error is None, outcome
         return not self._saver.busy
@@ -234,9 +233,7 @@ class Dcp:
         pass  # async_save returns when its copy is made
 
     def done(self) -> bool:
-        finished = torch.tensor(int(self._future.done()))
-        dist.all_reduce(finished, dist.ReduceOp.MIN, group=self._ranks.control)
-        return bool(finished)
+        return all(self._ranks.gather(self._future.done()))
 
     def finish(self) -> None:
         self._future.result()
@@ -281,7 +278,7 @@ def saves(task: Task) -> tuple[dict[str, list[Save]], list[float]]:
         for name, contestant in made.items():
             plain.append(trainer.step())
             results[name].append(_one_save(task, trainer, contestant, plain, folder / name, ranks))
-            everywhere = from_all(ranks, ({key: done[1:] for key, done in results.items() if done[1:]}, plain))
+            everywhere = ranks.gather(({key: done[1:] for key, done in results.items() if done[1:]}, plain))
             if task.figures and ranks.rank == 0:
                 path = Path(task.figures)
                 write(path, json.loads(path.read_text()) | figures(everywhere))
@@ -310,7 +307,7 @@ def figures(everywhere: Sequence[tuple[dict[str, list[Save]], list[float]]]) -> 
 
 def _one_save(task: Task, trainer: Trainer, contestant: Any, plain: list[float], folder: Path, ranks: Ranks) -> Save:
     contestant.waited_s = 0.0
-    dist.barrier(group=ranks.control)
+    ranks.meet()
     began_s = time.monotonic()
     contestant.begin(trainer.step_number)
     inside_s = time.monotonic() - began_s
@@ -324,12 +321,12 @@ def _one_save(task: Task, trainer: Trainer, contestant: Any, plain: list[float],
         longer_s += trainer.step(contestant.before_update) - usual_s
     contestant.finish()
     seconds = time.monotonic() - began_s
-    dist.barrier(group=ranks.control)
+    ranks.meet()
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    dist.barrier(group=ranks.control)
+    ranks.meet()
     if ranks.rank == 0:
         shutil.rmtree(folder)
-    dist.barrier(group=ranks.control)
+    ranks.meet()
     blocked_s = inside_s + contestant.waited_s
     return Save(blocked_s=blocked_s, lost_s=inside_s + max(longer_s, contestant.waited_s), seconds=seconds, bytes=size)
 
@@ -342,20 +339,20 @@ def writes(task: Task) -> list[tuple[float, float]]:
     ours = Ours(task, engine, ranks, resolved, folder)
     found = []
     for step in range(1, task.rounds + 2):
-        dist.barrier(group=ranks.control)
+        ranks.meet()
         began_s = time.monotonic()
         ours.begin(step)
         ours.finish()
-        dist.barrier(group=ranks.control)
+        ranks.meet()
         ours_s = time.monotonic() - began_s
         mine = sum(p.stat().st_size for p in folder.glob(f"step-*/rank-{ranks.rank:05d}.safetensors"))
-        dist.barrier(group=ranks.control)
+        ranks.meet()
         if ranks.rank == 0:
             shutil.rmtree(folder)
-        dist.barrier(group=ranks.control)
+        ranks.meet()
         began_s = time.monotonic()
         _plain_write(Path(task.folder) / f"plain-{ranks.rank}", mine)
-        dist.barrier(group=ranks.control)
+        ranks.meet()
         found.append((ours_s, time.monotonic() - began_s))
         (Path(task.folder) / f"plain-{ranks.rank}").unlink()
     ours.close()

@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
@@ -38,8 +37,9 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from llmtrain.engine.api import StateTensor  # noqa: E402
+from llmtrain.engine.ranks.ranks import Ranks  # noqa: E402
 from llmtrain.optim.outer_methods import DiLoCo  # noqa: E402
-from llmtrain.sites import exchange, quorum, site  # noqa: E402
+from llmtrain.sites import site  # noqa: E402
 from llmtrain.sites.membership import Member, TorchftMembers  # noqa: E402
 from llmtrain.sites.sample_ledger import (  # noqa: E402
     Ledger,
@@ -177,18 +177,6 @@ class Numbers:
         self._values += 0.01
 
 
-@contextlib.contextmanager
-def ranks_of_one() -> Iterator[None]:
-    """Sites of one rank each, in threads: their ranks have nobody to ask."""
-    with contextlib.ExitStack() as stack:
-        for module in (site, exchange):
-            stack.enter_context(mock.patch.object(module, "from_all", lambda _ranks, value: [value]))
-        for module in (site, quorum):
-            stack.enter_context(mock.patch.object(module, "from_rank_0", lambda _ranks, make: make()))
-        stack.enter_context(mock.patch.object(site, "together", lambda _ranks: contextlib.nullcontext()))
-        yield
-
-
 def at_once(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], Any]]) -> None:
     """Each in a thread of its own."""
     for future in [pool.submit(call) for call in calls]:
@@ -199,14 +187,14 @@ def rounds(count: int, compress: Any, options: argparse.Namespace) -> None:
     """One row of the rounds' table."""
     hall, events = Hall(count), []
     sites, engines = [], []
-    with ranks_of_one(), contextlib.ExitStack() as stack, ThreadPoolExecutor(count) as pool:
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(count) as pool:
         for number in range(count):
             settings = DiLoCo(name=f"site-{number:03}", coordinator="127.0.0.1:1", sync_every=1,
                               compress=compress, timeout_s=600.0, max_alone_steps=4)  # fmt: skip
             engines.append(Numbers(options.parameters))
             tell = (lambda kind, **fields: events.append((kind, fields))) if number == 0 else (lambda kind, **_: None)
             sites.append(stack.enter_context(site.Site(
-                engines[-1], SimpleNamespace(rank=0, world_size=1), settings, {}, Share(batch=1, tokens=1), tell,  # type: ignore[arg-type]
+                engines[-1], Ranks(), settings, {}, Share(batch=1, tokens=1), tell, # type: ignore[arg-type]
                 members=hall.member,
             )))  # fmt: skip
         at_once(pool, [lambda e=each: e.begin(0, 0, 600.0) for each in sites])  # type: ignore[misc]

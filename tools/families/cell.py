@@ -209,7 +209,7 @@ def _fork(start: Callable[[], int], log: Path, before: Callable[[], Any] | None 
 @contextlib.contextmanager
 def _forking_ranks() -> Iterator[None]:
     """Parity's own start of its ranks, with a fork in the place of a new interpreter."""
-    from llmtrain.engine.dist import local_ranks
+    from llmtrain.engine.ranks import local_ranks
 
     real = local_ranks.subprocess
     local_ranks.subprocess = types.SimpleNamespace(  # type: ignore[assignment]
@@ -222,7 +222,7 @@ def _forking_ranks() -> Iterator[None]:
 
 
 class _ForkedPopen:
-    """As much of subprocess.Popen as engine/dist/local_ranks.py uses, for `python -m MODULE FOLDER`."""
+    """As much of subprocess.Popen as engine/ranks/local_ranks.py uses, for `python -m MODULE FOLDER`."""
 
     def __init__(self, words: list[str], *, env: dict[str, str], stdout: Any, preexec_fn: Any, **_: Any) -> None:
         module, folder = words[-2:]

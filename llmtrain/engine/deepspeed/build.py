@@ -24,8 +24,8 @@ from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.optimizers import build_optimizer
 from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.engine.deepspeed.zero_step import choosing_optimizers, shorten_step
-from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.process_memory import return_freed_memory
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.experts import shape_of
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
@@ -44,7 +44,7 @@ def build_engine(
     patches.check()
     if mix.mlp_tiles and get_accelerator().device_name() == "cpu":
         return_freed_memory()
-    optimizer = build_optimizer(model, optim, own, mix, ops=not ranks.rehearsed)
+    optimizer = build_optimizer(model, optim, own, mix)
     config = dict(exact)
     if mix.zero_stage == 0 and mix.precision == "fp32":
         # DeepSpeed steps on a NaN here: it neither checks nor reports the gradient norm without a wrapper.

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
 from deepspeed.utils import groups
@@ -22,8 +21,8 @@ from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.api import ForwardCopy, GradientCopy, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State, Zero3State, Zero12State
-from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction, NextTokenLoss
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models import transformers_private
 from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.head import Head
@@ -277,8 +276,7 @@ class ZeroEngine:
             self._optimizer_step()
         optimizer.clip_grad = clip
         self.set_loss_scale(scale)
-        found = torch.cat([sums.cpu(), torch.tensor([looked], dtype=torch.float64)])
-        dist.all_reduce(found, group=self._ranks.control)
+        found = self._ranks.sum(torch.cat([sums.cpu(), torch.tensor([looked], dtype=torch.float64)]))
         return (math.sqrt(found[0]), float(found[1])) if found[2] else (math.inf, math.nan)
 
     def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Tensor:
@@ -319,7 +317,7 @@ class ZeroEngine:
         routing = self.module.routing
         if routing is None:
             return None
-        return routing.take(self._ranks.control, counts=self.mesh.place.tensor == 0)
+        return routing.take(self._ranks.sum, counts=self.mesh.place.tensor == 0)
 
     @torch.no_grad()
     def evaluate(
@@ -347,8 +345,7 @@ class ZeroEngine:
         return dict(zip(objective.figures, means, strict=True)), int(counted)
 
     def means(self, sums: Tensor, weight: int) -> list[float]:
-        total = sums.double().cpu() * self._own_sums
-        dist.all_reduce(total, group=self._ranks.control)
+        total = self._ranks.sum(sums.double().cpu() * self._own_sums)
         return [float(each) / (weight or torch.nan) for each in total]
 
     def check_head(self, inputs: Tensor) -> None:

@@ -26,7 +26,7 @@ from llmtrain.base.log import warn
 from llmtrain.config.plugins import is_of_plugin
 from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
-from llmtrain.engine.dist.plugin_code import called
+from llmtrain.engine.ranks.plugin_code import called
 from llmtrain.models import compiler
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.skeleton import decoder_layers
@@ -171,9 +171,8 @@ def parameter_groups(
 
 
 def build_optimizer(
-    model: LanguageModel, optim: Optimizer, own: Mapping[str, OwnSettings], mix: Mix, *, ops: bool = True
+    model: LanguageModel, optim: Optimizer, own: Mapping[str, OwnSettings], mix: Mix
 ) -> torch.optim.Optimizer:
-    """`ops`: False: torch's code instead of DeepSpeed's ops, which would read memory: a rehearsed rank has none."""
     device = torch.device(get_accelerator().device_name())
     import_muon(compiled=isinstance(optim, Muon) and device.type != "cpu" and compiler.trouble(device) is None)
     cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
@@ -183,7 +182,7 @@ def build_optimizer(
         _set_newton_schulz_dtype(mix.precision)
     if is_of_plugin(optim) or not optim.counts_steps:
         return build_guarded(optim, groups)
-    if ops and mix.offload_optimizer and optim.host_ops and isinstance(optim, AdamW | Lion):
+    if mix.offload_optimizer and optim.host_ops and isinstance(optim, AdamW | Lion):
         with op_build_lock():
             try:
                 return optim.build_on_host(groups)

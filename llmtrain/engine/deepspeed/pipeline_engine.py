@@ -18,9 +18,8 @@ from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.state import base_optimizer
-from llmtrain.engine.dist.control import AgreedError, from_all
-from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
+from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 
@@ -35,12 +34,12 @@ class PipelineZeroEngine(ZeroEngine):
         self._pipeline: PipelineLanguageModel = deepspeed.module
         self._shape: torch.Size | None = None
         """Shape of the micro-batches that stages of the pipeline expect from each other."""
+        self.first: MicroBatch
+        """The first micro-batch of the schedule under way."""
         _check_groups(deepspeed, ranks)
         # Here the engine looks up what to do for an instruction of its schedule; `update` does the optimizer's step.
         ours = {ReduceTiedGrads: _reduce_tied, OptimizerStep: lambda engine, **_: None}
         deepspeed._INSTRUCTION_MAP = {**deepspeed._INSTRUCTION_MAP, **ours}
-        if ranks.rehearsed:
-            deepspeed._recv_tensor_meta = self._received
         deepspeed._compute_loss = False  # what the last stage gives is the loss already
 
     def forward_backward(
@@ -67,7 +66,7 @@ class PipelineZeroEngine(ZeroEngine):
     def _run(self, micros: list[MicroBatch], schedule: Any, objective: LossFunction) -> list[Tensor]:
         """Follow a schedule; returns the sums of each micro-batch on the last stage, zeros elsewhere."""
         engine, module = self.deepspeed, self._pipeline
-        self._first = micros[0]
+        self.first = micros[0]
         module.sums = []
         module.losses.clear()
         engine.total_loss = None
@@ -77,13 +76,6 @@ class PipelineZeroEngine(ZeroEngine):
         progress.mark()
         sums, module.sums = module.sums, []
         return sums or [torch.zeros(len(objective.figures), device=self._ranks.device) for _ in micros]
-
-    def _received(self, _stage: int) -> Tensor | tuple[Tensor, Tensor]:
-        """Return room for a message of the stage before this one, which does not exist."""
-        first, width = self._first, self.module.config.get_text_config().hidden_size
-        room = self.deepspeed._allocate_or_extend_buffers
-        hidden = room(0, [*first.inputs.shape, width], self.forward_dtype)
-        return hidden if first.positions is None else (hidden, room(1, [*first.inputs.shape], torch.int64))
 
     def _inputs(self, micros: list[MicroBatch], objective: LossFunction) -> Iterator[tuple[Any, None]]:
         """Yield inputs of the first stage, with None for the labels that DeepSpeed would give the last one."""
@@ -136,7 +128,7 @@ def _check_groups(engine: PipelineEngine, ranks: Ranks) -> None:
     """
     if not engine.optimizer.cpu_offload:
         return  # one sum over all groups: engine/deepspeed/zero_step.py
-    counts = from_all(ranks, len(base_optimizer(engine).param_groups))
+    counts = ranks.gather(len(base_optimizer(engine).param_groups))
     if len(set(counts)) > 1:
         raise AgreedError(
             "pipeline.stages: some stages of this model have matrices or vectors alone, others both, and with "

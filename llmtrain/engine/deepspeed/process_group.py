@@ -16,15 +16,15 @@ from llmtrain.base.rank import watch
 from llmtrain.config.topology import cores_of_a_rank
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
-from llmtrain.engine.dist.device import own_device
-from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.dist.rendezvous import connect_all, meet
 from llmtrain.engine.process_memory import keep_freed_memory
+from llmtrain.engine.ranks.device import own_device
+from llmtrain.engine.ranks.ranks import ConnectedRanks
+from llmtrain.engine.ranks.rendezvous import connect_all, meet
 
 
 def join_process_group(
     timeout_s: float, *, start_timeout_s: float = 300.0, settings: Mapping[str, Any] | None = None
-) -> Ranks:
+) -> ConnectedRanks:
     """Start torch.distributed for the launcher's RANK, WORLD_SIZE, LOCAL_RANK; alone (one rank) without a launcher.
     `timeout_s`: of a collective. `settings`: must be equal on all ranks. Raises RendezvousError: ranks are missing or
     differ. Raises ConfigError: no device, or no such network interface."""
@@ -47,7 +47,7 @@ def join_process_group(
     control = connect_all(meeting, backend, device, start_timeout_s)
     apply_group_timeout(timeout_s)
     deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
-    return Ranks(
+    return ConnectedRanks(
         rank=dist.get_rank(control),
         world_size=dist.get_world_size(control),
         device=device,

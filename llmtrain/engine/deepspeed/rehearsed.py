@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import deepspeed
 import torch
@@ -17,9 +17,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from llmtrain.engine import progress
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.api import Engine
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.parallel.deepspeed_private import TravellingTokens
 from llmtrain.models.transformers_private import with_values
+from llmtrain.optim.optimizers import AdamW, Lion
+
+
+class RehearsedRanks(Ranks):
+    """The other ranks of a job do not exist: each is taken to say what this one says."""
+
+    def agree(self, weight: int, asks: Sequence[int]) -> Callable[[], tuple[int, list[int]]]:
+        total = max(1, weight * self.world_size)  # the rank that counts for this one has a weight
+        return lambda: (total, [ask * self.world_size for ask in asks])
 
 
 @contextlib.contextmanager
@@ -41,12 +51,29 @@ def rehearsed_ranks(rank: int, world_size: int, slots: int, imbalance: float = 1
     nn.Module._apply = _apply  # type: ignore[method-assign]
     AllGatherCoalescedHandle.wait = _wait
     stage3.reduce_scatter_coalesced = _reduce_scatter
-    everyone = dist.new_group(list(range(world_size)))
+    AdamW.host_ops = Lion.host_ops = ()  # DeepSpeed's would read memory
     try:
-        yield Ranks(rank=rank, world_size=world_size, device=torch.device("cpu"), control=everyone, rehearsed=True)
+        yield RehearsedRanks(rank=rank, world_size=world_size)
     finally:
         nn.Module._apply = _torchs_apply  # type: ignore[method-assign]
         dist.destroy_process_group()
+
+
+def make_room_for_messages(engine: Engine) -> None:
+    """Let a pipeline's stage make room for what the stage before it would send, which does not exist."""
+    if not engine.stages:
+        return
+    from llmtrain.engine.deepspeed.pipeline_engine import PipelineZeroEngine
+
+    assert isinstance(engine, PipelineZeroEngine)
+
+    def received(_stage: int) -> Tensor | tuple[Tensor, Tensor]:
+        first, width = engine.first, engine.module.config.get_text_config().hidden_size
+        room = engine.deepspeed._allocate_or_extend_buffers
+        hidden: Tensor = room(0, [*first.inputs.shape, width], engine.forward_dtype)
+        return hidden if first.positions is None else (hidden, room(1, [*first.inputs.shape], torch.int64))
+
+    engine.deepspeed._recv_tensor_meta = received
 
 
 _torchs_apply = nn.Module._apply

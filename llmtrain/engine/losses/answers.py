@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch
-from llmtrain.engine.dist.control import from_all
-from llmtrain.engine.dist.plugin_code import called
-from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.losses.function import Evaluate, LooksAhead, LossFunction, checked_terms, figures_of
+from llmtrain.engine.ranks.plugin_code import called
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
 from llmtrain.objectives.preferences import Answers, OverAnswers
@@ -142,7 +141,7 @@ class LogProbs(PerAnswer):
         call it together."""
         mine = [np.concatenate([part.cpu().numpy() for part in parts]) for parts in zip(*self.found, strict=True)]
         values = np.full(count, np.nan, dtype=np.float32)
-        for found in filter(None, from_all(ranks, mine)):
+        for found in filter(None, ranks.gather(mine)):
             values[found[0]] = found[1]
         return values
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.engine.dist.plugin_code import called
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction, PerToken, WithZLoss, checked_terms, figures_of
+from llmtrain.engine.ranks.plugin_code import called
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
 from llmtrain.objectives.by_token import ByToken, Distill, NextToken

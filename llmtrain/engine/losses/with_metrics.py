@@ -10,8 +10,8 @@ from torch import Tensor
 
 from llmtrain.base.errors import ModelError
 from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.engine.dist.plugin_code import called
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
+from llmtrain.engine.ranks.plugin_code import called
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
 

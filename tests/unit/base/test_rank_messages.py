@@ -9,8 +9,8 @@ import pytest
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.base.rank import messages, watch
 from llmtrain.cluster.launch.attempts import Attempt
-from llmtrain.engine.dist.control import AgreedError
-from llmtrain.engine.dist.rendezvous import RanksDiffer, RendezvousError
+from llmtrain.engine.ranks.ranks import AgreedError
+from llmtrain.engine.ranks.rendezvous import RanksDiffer, RendezvousError
 
 
 def test_a_message_survives_the_launchers_prefix(capfd, monkeypatch):

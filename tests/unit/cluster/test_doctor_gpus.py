@@ -14,7 +14,7 @@ from llmtrain.cluster import gpus
 from llmtrain.cluster.doctor import checks, fabric
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.engine.dist import all_reduce
+from llmtrain.engine.ranks import all_reduce
 from tests.helpers import gpu_texts as texts
 from tests.helpers.launching import free_port
 from tests.unit.cluster.test_doctor_checks import healthy, probed
@@ -209,7 +209,7 @@ def test_a_host_starts_a_process_for_each_of_its_ranks(tmp_path: Path) -> None:
         "mark": "answer: ", "backend": "gloo", "ranks": ["node-1 GPU 0", "node-1 GPU 1"], "here": [[0, 0], [1, 1]],
         "address": "127.0.0.1", "port": free_port(), "rounds": [[[0, 1]]], "limit_s": 60.0,
     }  # fmt: skip
-    words = [sys.executable, "-m", "llmtrain.engine.dist.all_reduce", json.dumps(questions)]
+    words = [sys.executable, "-m", "llmtrain.engine.ranks.all_reduce", json.dumps(questions)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(all_reduce.__file__).parents[3])
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer: ")]
     said = json.loads(line.removeprefix("answer: "))

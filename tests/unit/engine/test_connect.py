@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmtrain.engine.dist import rendezvous
-from llmtrain.engine.dist.control import AgreedError
-from llmtrain.engine.dist.ranks import Seat
-from llmtrain.engine.dist.rendezvous import Meeting, RendezvousError
+from llmtrain.engine.ranks import rendezvous
+from llmtrain.engine.ranks.ranks import AgreedError, Seat
+from llmtrain.engine.ranks.rendezvous import Meeting, RendezvousError
 from tests.helpers import gpu_texts as texts
 
 GLOO_SAYS = (

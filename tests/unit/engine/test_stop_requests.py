@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.engine.dist.control import StopRequests
+from llmtrain.engine.ranks.stop_requests import StopRequests
 
 
 def reason_within(requests: StopRequests, seconds: float) -> str | None:

@@ -27,7 +27,7 @@ from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.run import DataConfig, EmaConfig, ModelConfig, ProfileConfig, RunConfig, TrainConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.windows import positions_of
-from llmtrain.engine.dist.local_ranks import RankError, Ranks
+from llmtrain.engine.ranks.local_ranks import RankError, Ranks
 from llmtrain.models.skeleton import load_config
 from llmtrain.optim.optimizers import AdamW
 from llmtrain.optim.schedules import Wsd
@@ -368,7 +368,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path, by: signal.Signals) -> Non
     code = """
 from pathlib import Path
 import sys
-from llmtrain.engine.dist.local_ranks import Ranks, ending_on_sigterm
+from llmtrain.engine.ranks.local_ranks import Ranks, ending_on_sigterm
 with ending_on_sigterm(), Ranks(Path(sys.argv[1]), 2, cpu=True, module="tests.helpers.failing_worker") as ranks:
     ranks.wait()
 """

@@ -24,7 +24,7 @@ from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, ResolvedRun
 from llmtrain.config.stages import Batch
 from llmtrain.config.topology import Degrees
-from llmtrain.engine.dist.control import AgreedError
+from llmtrain.engine.ranks.ranks import AgreedError
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.spec import ModelFacts, ModelSpec
 from llmtrain.plan.device import DEVICES, MIB, parse_size

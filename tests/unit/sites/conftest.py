@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from llmtrain.sites import exchange, quorum
-from llmtrain.sites import site as site_module
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.sites.sample_ledger import Share
 from llmtrain.sites.site import Site
 from llmtrain.sites.transport import Server
@@ -27,14 +25,8 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site, Numbers, list]]]:
+def joined() -> Iterator[Callable[..., tuple[Site, Numbers, list]]]:
     """Makes sites of one rank."""
-    for module in (site_module, quorum, exchange):
-        monkeypatch.setattr(module, "from_all", lambda _ranks, value: [value])
-    for module in (site_module, quorum):
-        monkeypatch.setattr(module, "from_rank_0", lambda _ranks, make: make())
-    monkeypatch.setattr(site_module, "another_group", lambda ranks, _limit_s: ranks)
-    monkeypatch.setattr(site_module, "together", lambda _ranks: contextlib.nullcontext())
     with contextlib.ExitStack() as stack:
 
         def join(
@@ -48,7 +40,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site
         ) -> Any:
             engine, events = Numbers(), []
             site = Site(
-                engine, SimpleNamespace(rank=0, world_size=1),  # type: ignore[arg-type]
+                engine, Ranks(),
                 settings_of(name, **changes), {"data": common},
                 Share(batch=tokens // 4, tokens=tokens), lambda kind, **fields: events.append((kind, fields)),
                 members=meeting.member, last_step=last_step,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.sites import shard
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.sites.shard import Replicas, copies, fragment_of, joined
 from llmtrain.storage.region import Region
 
@@ -51,40 +51,32 @@ def test_rows_of_a_split_tensor_come_from_its_owner():
     assert into.tolist() == [0, 0, 0, 0, 101, 102, 105, 106, 109, 110]
 
 
-def test_elements_without_an_owner_are_noticed(monkeypatch):
+def test_elements_without_an_owner_are_noticed():
     said = (pieces((0, "w", 0, 4)), pieces((0, "w", 0, 8)))
-    monkeypatch.setattr(shard, "from_all", lambda _ranks, _mine: [said])
     with pytest.raises(AssertionError, match="8 elements are held, 4 have an owner"):
-        Replicas(None, *said)
+        Replicas(Ranks(), *said)
 
 
-def test_all_get_the_bits_of_the_owner(monkeypatch):
+def test_all_get_the_bits_of_the_owner():
     """Two ranks, threads in place of processes; each owns half of one tensor."""
     own = [pieces((0, "w", 0, 3)), pieces((0, "w", 3, 7))]
     held = pieces((2, "w", 0, 7))
-    me, box, barrier = threading.local(), {}, threading.Barrier(2)
-
-    def broadcast(tensor, group, group_src):
-        if me.rank == group_src:
-            box["sent"] = tensor.clone()
-        barrier.wait(5)
-        tensor.copy_(box["sent"])
-        barrier.wait(5)
-
-    monkeypatch.setattr(shard, "from_all", lambda _ranks, _mine: [(each, held) for each in own])
-    monkeypatch.setattr(shard.dist, "broadcast", broadcast)
-    monkeypatch.setattr(shard.dist, "get_rank", lambda _group: me.rank)
+    box, barrier = {}, threading.Barrier(2)
     values, results = torch.randn(7).numpy(), {}
 
-    class Ranks:
-        world_size, control = 2, "all"
+    class TwoRanks(Ranks):
+        def gather(self, value):
+            return [(each, held) for each in own]
 
-        def __init__(self, rank):
-            self.rank = rank
+        def copy_from(self, source, values):
+            if self.rank == source:
+                box["sent"] = values.clone()
+            barrier.wait(5)
+            values.copy_(box["sent"])
+            barrier.wait(5)
 
     def run(rank):
-        me.rank = rank
-        found = Replicas(Ranks(rank), own[rank], held)
+        found = Replicas(TwoRanks(rank=rank, world_size=2), own[rank], held)
         part = slice(0, 3) if rank == 0 else slice(3, 7)
         into = np.zeros(9, np.float32)
         into[2 + part.start : 2 + part.stop] = values[part]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from llmtrain.base.errors import CheckpointError, TrainingStopped
-from llmtrain.engine.dist.control import StopAsked
+from llmtrain.engine.ranks.stop_requests import StopAsked
 from llmtrain.sites import quorum
 from llmtrain.sites import site as site_module
 from llmtrain.sites.membership import Heard, Member, MembersError, PeerStatus, SitesError, peer_status

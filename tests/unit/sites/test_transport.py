@@ -26,7 +26,8 @@ import xxhash
 from llmtrain.base.errors import UserError
 from llmtrain.commands import sites as command
 from llmtrain.config.sites_rules import private
-from llmtrain.sites import quorum, transport
+from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.sites import transport
 from llmtrain.sites.exchange import Exchange
 from llmtrain.sites.membership import Member, PeerStatus, SitesError, peer_status
 from llmtrain.sites.quorum import MeetAgain, Meetings, RoundFailed
@@ -327,9 +328,8 @@ def test_200_mutated_indexes_end_soon_in_places_inside_this_ranks_array_or_a_nam
 COMMON = {"data": "x", "seed": 1}
 
 
-def test_250_mutated_sayings_at_a_meeting_are_read_or_passed_over(monkeypatch) -> None:
+def test_250_mutated_sayings_at_a_meeting_are_read_or_passed_over() -> None:
     """Whoever is understood is of samples and addresses that exist; the site that meets them goes on."""
-    monkeypatch.setattr(quorum, "from_rank_0", lambda _ranks, make: make())
     dice = random.Random(3)
     said = {**SENSE, "phase": "meet", "run": "run", "common": COMMON, "addresses": ["127.0.0.1:9", "10.0.0.1:80"],
             "ledger": {"next": 40, "free": [[0, 4]], "dealt": {"b:0": [[8, 24], [30, 40]]}}}  # fmt: skip
@@ -340,7 +340,7 @@ def test_250_mutated_sayings_at_a_meeting_are_read_or_passed_over(monkeypatch) -
                                                                         "have": ["a:1"]}, dice)  # fmt: skip
         stranger = Member(id="b:1", said=told if isinstance(told, dict) else {})
         members = SimpleNamespace(meet=lambda _said, _limit_s, met=(own, stranger): list(met), heard=list)
-        meetings = Meetings(SimpleNamespace(rank=0), members, "a:1", "run", COMMON)  # type: ignore[arg-type]
+        meetings = Meetings(Ranks(), members, "a:1", "run", COMMON)
         try:
             there = meetings.meet({"round": dice.choice([0, 1])}, time.monotonic() + 0.02, 1)
             assert {each.id for each in there} <= {"a:1", "b:1"}

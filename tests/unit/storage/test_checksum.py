@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llmtrain.engine import weights
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage import checksum as sums
 from llmtrain.storage.region import Region
@@ -62,10 +63,9 @@ def test_a_frozen_parameter_is_hashed_once_and_in_large_pieces_on_a_gpu(monkeypa
     state = [SimpleNamespace(kind=PARAM, name="frozen", dtype=torch.bfloat16)]
     monkeypatch.setattr(weights, "checksum", counted)
     monkeypatch.setattr(weights, "check_names", lambda *_: None)
-    monkeypatch.setattr(weights, "from_all", lambda _, mine: [mine])
     monkeypatch.setattr(weights, "differing_tensors", lambda *_, **__: [])
     monkeypatch.setattr(torch.Tensor, "to", lambda self, to: self)  # there is no GPU, and the type is the same
-    ranks: Any = SimpleNamespace(rank=0, world_size=1)
+    ranks = Ranks()
     found = []
     for device in ("cpu", "cuda"):
         engine: Any = SimpleNamespace(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,8 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.rank.stacks import Frame
 from llmtrain.cluster.watch.causes import explain
 from llmtrain.cluster.watch.facts import JobFacts, RankFacts
-from llmtrain.config import plugin_import, plugins
-from llmtrain.training import plugin_parts
+from llmtrain.config import plugin_import
+from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.training.plugin_parts import Guarded, Surroundings
 from llmtrain.training.step import Position, Request
 
@@ -48,7 +47,7 @@ CALLS: dict[str, Any] = {
 def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     (tmp_path / "mine.py").write_text(WRONG)
     plugin_import.use([str(tmp_path / "mine.py")])
-    monkeypatch.setattr(plugin_parts, "together", lambda _: nullcontext())
+
     from llmtrain.base.choice import Entry
 
     yield Entry.SECTIONS["parts"]["wrong"]()
@@ -59,7 +58,7 @@ def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 @pytest.mark.parametrize("method", CALLS)
 def test_whatever_a_method_raises_is_named_and_asks_all_ranks_to_stop(method: str, what: str, part: Any) -> None:
     part.what = what
-    guarded = Guarded("wrong", part, None, Surroundings(nn.Linear(1, 1), 1))  # type: ignore[arg-type]
+    guarded = Guarded("wrong", part, Ranks(), Surroundings(nn.Linear(1, 1), 1))
     CALLS[method](guarded)
     assert guarded.failure is not None and guarded.failure.startswith(f"parts.wrong: {method} at step ")
     assert "mine.py line 9: " in guarded.failure
@@ -79,7 +78,7 @@ def test_whatever_a_method_raises_is_named_and_asks_all_ranks_to_stop(method: st
 )
 def test_a_method_that_returns_the_wrong_type_is_named(method: str, what: str, told: str, part: Any) -> None:
     part.what = what
-    guarded = Guarded("wrong", part, None, Surroundings(nn.Linear(1, 1), 1))  # type: ignore[arg-type]
+    guarded = Guarded("wrong", part, Ranks(), Surroundings(nn.Linear(1, 1), 1))
     CALLS[method](guarded)
     assert guarded.failure is not None and f"parts.wrong: {method} at step" in guarded.failure
     assert told in guarded.failure
@@ -88,8 +87,8 @@ def test_a_method_that_returns_the_wrong_type_is_named(method: str, what: str, t
 @pytest.mark.parametrize("method", ["open", "begin"])
 def test_a_method_before_the_first_step_ends_the_run_at_once(method: str, part: Any) -> None:
     part.what = "sys.exit(0)"
-    guarded = Guarded("wrong", part, None, Surroundings(nn.Linear(1, 1), 1))  # type: ignore[arg-type]
-    with pytest.raises(plugins.PluginError, match=f"parts.wrong: {method} at step 0: .* line 9: SystemExit: 0"):
+    guarded = Guarded("wrong", part, Ranks(), Surroundings(nn.Linear(1, 1), 1))
+    with pytest.raises(AgreedError, match=f"parts.wrong: {method} at step 0: .* line 9: SystemExit: 0"):
         getattr(guarded, method)(Position())
 
 

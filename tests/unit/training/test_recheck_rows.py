@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.training.recheck import Recheck
 
 
@@ -17,9 +17,7 @@ from llmtrain.training.recheck import Recheck
     ("rows", "sharing", "length"),
     [(1, 1, 40), (2, 1, 64), (1, 3, 39)],  # of 64 tokens, 40 are five eighths
 )
-def test_a_row_that_fills_a_micro_batch_is_cut(
-    monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, length: int
-) -> None:
+def test_a_row_that_fills_a_micro_batch_is_cut(rows: int, sharing: int, length: int) -> None:
     """Layers are not compiled in a check: a complete row would take more memory than in the step."""
 
     def micro(count: int) -> MicroBatch:
@@ -31,10 +29,9 @@ def test_a_row_that_fills_a_micro_batch_is_cut(
     )
     part: Any = object.__new__(Recheck)
     part._turn, part._data, part._replica = 0, 1, 1
-    part._ranks = SimpleNamespace(rank=0, world_size=1, control=None, rehearsed=True)
+    part._ranks = Ranks()
     degrees = SimpleNamespace(sequence=sharing)
     part._launch = SimpleNamespace(loader=loader, setup=SimpleNamespace(resolved=SimpleNamespace(degrees=degrees)))
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, **__: None)
     micros = part._micros(0)
     assert len(micros) == (3 if rows == 1 else 6)
     for each in micros:

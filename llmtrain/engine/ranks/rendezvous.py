@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -31,9 +31,8 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact
 from llmtrain.base.threads import in_thread
 from llmtrain.base.trees import leaves
-from llmtrain.engine.dist.control import from_all
-from llmtrain.engine.dist.device import device_id, device_name
-from llmtrain.engine.dist.ranks import Ranks, Seat
+from llmtrain.engine.ranks.device import device_id, device_name
+from llmtrain.engine.ranks.ranks import Ranks, Seat
 from llmtrain.models.parallel.mesh import host_group, mesh_of
 from llmtrain.tracking.environment import versions
 
@@ -400,11 +399,6 @@ def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: f
         raise _not_connected(f"rank {rank} on {meeting.seats[rank].host}", connecting, str(error)) from error
 
 
-def another_group(ranks: Ranks, limit_s: float) -> Ranks:
-    """`ranks` with another gloo group, for another thread's collectives. All ranks call it together."""
-    return replace(ranks, control=host_group(None, limit_s))
-
-
 def _not_connected(who: str, backend: str, message: str) -> RendezvousError:
     """Return an error for a failed connection. `message`: from `backend`, "nccl" or "gloo"."""
     from llmtrain.base.rank.device_faults import device_fault, with_reason
@@ -436,5 +430,5 @@ def leave_all(error: BaseException | None) -> None:
 
 def introduce(ranks: Ranks) -> None:
     """Give the agents of all hosts the ranks of the run. All ranks call it together."""
-    agents = from_all(ranks, watch.agent_address())
+    agents = ranks.gather(watch.agent_address())
     watch.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])

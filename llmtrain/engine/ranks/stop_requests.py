@@ -12,19 +12,12 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from types import FrameType
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from llmtrain.base import log
-from llmtrain.base.errors import UserError
 from llmtrain.base.rank import messages, watch
-from llmtrain.base.rank.heartbeat import OTHERS, heart
-from llmtrain.base.threads import in_thread
-from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.base.rank.heartbeat import heart
 
 T = TypeVar("T")
 
@@ -92,74 +85,3 @@ class StopRequests:
 
 class StopAsked(Exception):
     """A rank was asked to stop before the first step; raised on all ranks."""
-
-
-def from_rank_0(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Return the value made by rank 0, on all ranks."""
-    if ranks.rehearsed:
-        return make()
-    box: list[Any] = [make() if ranks.rank == 0 else None]
-    dist.broadcast_object_list(box, group=ranks.control, group_src=0)
-    made: T = box[0]
-    return made
-
-
-def from_all(ranks: Ranks, value: T) -> list[T]:
-    """Return every rank's value, in order of rank, on all ranks. All ranks must call it."""
-    if ranks.rehearsed:
-        return [value] * ranks.world_size
-    values: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(values, value, group=ranks.control)
-    return values
-
-
-_IN_TOUCH_S = 1.0
-
-
-def at_length(ranks: Ranks, call: Callable[[], T]) -> T:
-    """Return the result of a long call on this rank. All ranks must call it, and exchange messages until all calls have
-    ended, so that none waits in a collective for too long. For the watch the call's work is progress, and no message
-    is. Raises the call's error at the end."""
-    future = in_thread(call, "at length")
-    heart.awaits(os.getpid())
-    while not all(from_all(ranks, bool(wait([future], _IN_TOUCH_S).done))):
-        heart.awaits(OTHERS if future.done() else os.getpid())
-    heart.awaits(0)
-    return future.result()
-
-
-def to_rank_0(ranks: Ranks, value: T) -> list[T]:
-    """Return every rank's value, in order of rank, on rank 0; an empty list elsewhere. All ranks must call it."""
-    if ranks.rehearsed:
-        return [value] * ranks.world_size if ranks.rank == 0 else []
-    values: list[Any] = [None] * ranks.world_size if ranks.rank == 0 else []
-    dist.gather_object(value, values or None, group=ranks.control, group_dst=0)
-    return values
-
-
-class AgreedError(UserError):
-    """A user's mistake on one rank, raised on all ranks: only rank 0 needs to print the message."""
-
-    everywhere = True
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-@contextlib.contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
-    """End all ranks with a UserError that one of them raises inside; alone it would leave the others in a collective.
-
-    Raises:
-        AgreedError: on every rank.
-    """
-    mine: tuple[str, int] | None = None
-    try:
-        yield
-    except UserError as error:
-        mine = (str(error), error.exit_code)
-    for rank, met in enumerate(from_all(ranks, mine)):
-        if met is not None:
-            where = f"rank {rank}: " if rank > 0 else ""
-            raise AgreedError(f"{where}{met[0]}", met[1])
