@@ -7,7 +7,11 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 import stat
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.base import untrusted
@@ -39,6 +43,32 @@ def _locked(handle: int, wait: bool, shared: bool = False) -> int:
         os.close(handle)
         raise
     return handle
+
+
+_SCRATCH, _UNLOCKED = "llmtrain-scratch-", "llmtrain-unlocked-"
+_LOCKED_WITHIN_S = 60.0
+
+
+@contextlib.contextmanager
+def scratch_folder(what: str) -> Iterator[Path]:
+    """Yield a temporary folder, locked while this process lives, and named after `what` uses it. Those of killed
+    processes of this user are removed."""
+    base = Path(tempfile.gettempdir())
+    for old in (*base.glob(f"{_SCRATCH}*"), *base.glob(f"{_UNLOCKED}*")):
+        with contextlib.suppress(OSError):
+            status = old.lstat()
+            young = old.name.startswith(_UNLOCKED) and time.time() - status.st_mtime < _LOCKED_WITHIN_S
+            if status.st_uid == os.getuid() and not young:
+                os.close(lock_folder(old))
+                shutil.rmtree(old)
+    made = Path(tempfile.mkdtemp(prefix=_UNLOCKED))
+    held = lock_folder(made)
+    folder = made.rename(base / made.name.replace(_UNLOCKED, f"{_SCRATCH}{what}-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
 
 
 def cache_folder() -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import sys
 import threading
@@ -36,18 +38,39 @@ def put(message: str) -> None:
         return
 
 
+_kept: int | None = None
+"""Another descriptor of standard output."""
+
+
+def keep_output() -> None:
+    """Keep standard output for `reopen`, in place of what the last call has kept."""
+    global _kept
+    if _kept is not None:
+        os.close(_kept)
+    try:
+        _kept = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)
+    except OSError:  # it is closed already
+        _kept = None
+
+
 def reopen() -> bool:
-    """Reopen standard output if a user's code has closed it; return True if so. Raises OSError."""
-    if not sys.stdout.closed:
-        return False
+    """Reopen standard output if a user's code has closed it or its descriptor; return True if so. Raises OSError."""
+    try:
+        os.fstat(1)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY) if _kept is None else _kept, 1)
+    else:
+        if sys.stdout is not None and not sys.stdout.closed:
+            return False
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # until the process ends
     return True
 
 
 def warn(message: str) -> None:
-    """Print a line on standard error, on rank 0 only."""
+    """Print a line on standard error, on rank 0 only. A closed descriptor or a full disk raises nothing."""
     if rank() == 0:
-        print(f"warning: {shown(message, lines=True)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"warning: {shown(message, lines=True)}", file=sys.stderr, flush=True)
 
 
 def warn_once(message: str) -> None:

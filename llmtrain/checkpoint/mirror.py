@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
@@ -22,6 +21,7 @@ from typing import Any
 from llmtrain.base import log, untrusted
 from llmtrain.base.child import Parent
 from llmtrain.base.errors import CheckpointError
+from llmtrain.base.files import scratch_folder
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import (
     MANIFEST,
@@ -71,11 +71,11 @@ class Mirrored:
         """None: not all its files are in the store."""
         if MANIFEST not in sizes:
             return None
-        with tempfile.TemporaryDirectory() as folder:
+        with scratch_folder("mirror") as folder:
             try:
-                path = Path(folder) / MANIFEST
+                path = folder / MANIFEST
                 self.store.get(_name(step, MANIFEST), path)
-                files, content = Manifest.read(Path(folder)).files, path.read_bytes()
+                files, content = Manifest.read(folder).files, path.read_bytes()
             except (CheckpointError, FileNotFoundError):  # it may be deleted just now
                 return None
         return content if all(sizes.get(name) == entry.bytes for name, entry in files.items()) else None

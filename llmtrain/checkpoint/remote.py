@@ -10,11 +10,11 @@ import contextlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llmtrain.base.errors import CheckpointError
+from llmtrain.base.files import scratch_folder
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, step_of
 from llmtrain.checkpoint.listing import find_checkpoints
@@ -48,8 +48,8 @@ class Remote:
     def outline(self) -> Iterator[Path]:
         """A temporary run folder: manifests and trainer.json are read, other files are holes of equal sizes and ages.
         Raises CheckpointError."""
-        with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
-            checkpoints = Path(scratch) / (self._name or "run") / "checkpoints"
+        with scratch_folder("outline") as scratch:
+            checkpoints = scratch / (self._name or "run") / "checkpoints"
             checkpoints.mkdir(parents=True)
             with self._told():
                 for name, stored in self.mirrored.store.files().items():

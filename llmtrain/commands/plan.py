@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import UserError
-from llmtrain.base.files import replace_file
+from llmtrain.base.files import replace_file, scratch_folder
 from llmtrain.cluster.hosts.hostfile import read_hostfile
 from llmtrain.commands import completion
 from llmtrain.commands.config import ways_of
@@ -153,10 +152,10 @@ def _fit(words: list[str], machines: Machines, args: argparse.Namespace) -> int:
         raise stop("--device", args.device, "has no speeds in the table of devices", "write --device h100-80",
                    COMMAND_LINE)  # fmt: skip
     tree = read_json(run.run.deepspeed)
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder("plan") as folder:
 
         def resolved(form: Form, values: dict[str, Any]) -> ResolvedRun:
-            path = Path(folder) / f"{form}.json"
+            path = folder / f"{form}.json"
             path.write_text(json.dumps(form.json(tree)))
             more = {"deepspeed": str(path), "train.global_batch": run.batch.global_batch, **values}
             asked = [f"--{key}={'null' if value is None else value}" for key, value in more.items()]
@@ -213,8 +212,8 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
     )
     if machines.memory is not None and machines.room(plan.fullest.peak, machines.memory)[0] < 0:
         fullest = plan.fullest.rehearsed.rank
-        with tempfile.TemporaryDirectory() as folder:
-            for said, more in changes(resolved, Path(folder)):
+        with scratch_folder("plan") as folder:
+            for said, more in changes(resolved, folder):
                 try:
                     with contextlib.suppress(UserError):  # the change goes with another value of the run
                         other = with_chosen(_resolved([*words, *more], machines.ranks), micro_batch, again)

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.base.files import refuse_if_in_use
+from llmtrain.base.files import refuse_if_in_use, scratch_folder
 from llmtrain.base.imports import let_segments_grow
 from llmtrain.base.rank import messages, watch
 from llmtrain.commands import completion
@@ -173,8 +172,8 @@ def _file_of(config: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str
     if not isinstance(config, Mapping):
         yield os.fspath(config)
         return
-    with tempfile.TemporaryDirectory(prefix="llmtrain-") as folder:
-        path = Path(folder) / "run.yaml"
+    with scratch_folder("run") as folder:
+        path = folder / "run.yaml"
         path.write_text(json.dumps(config))  # JSON is YAML
         yield str(path)
 

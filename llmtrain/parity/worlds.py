@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
+from llmtrain.base.files import scratch_folder
 from llmtrain.config import plugins
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
@@ -84,16 +84,16 @@ def _worlds(
     elif (of_folder := compare_folder(user.run, user.precision)) is not None:
         print("\n".join(of_folder[0]), flush=True)
         yield SAME if of_folder[1] else PARTS
-    with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as made:
+    with scratch_folder("parity") as made:
         if isinstance(user.run.objective, Distill):
-            objective = with_small_teacher(user.run, fields, Path(made) / "teacher")
+            objective = with_small_teacher(user.run, fields, made / "teacher")
             user = replace(user, run=replace(user.run, objective=objective))
         own = "bf16" if user.precision == "fp16" and cpu else user.precision
         in_bf16 = user.run.model.fp8 is not None and not cpu  # fp8 products come out in bf16
         precisions = [own] if in_bf16 else list(dict.fromkeys(["fp32", own]))
         every = {}  # before any rank starts: a later refusal would hide the failure of an earlier world size
         for ranks in worlds:
-            folder = Path(made) / f"{ranks}-ranks"
+            folder = made / f"{ranks}-ranks"
             folder.mkdir(exist_ok=True)
             run = small_run(user, fields, shrunk_by, ranks, steps, cpu=cpu)
             every[folder] = plans = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait
@@ -203,7 +204,7 @@ def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Trac
         log.warn(f"no sample: {device} has no room for the exported model next to the engine. Later: {again}")
         return
     tracker.event("sample", text=text)
-    log.info(f"sample: {text}")
+    log.info(f"sample: {json.dumps(text, ensure_ascii=False)}")
 
 
 def stopped(run: RunConfig, checkpoints: Path | None, step: int, reason: str | None) -> str:

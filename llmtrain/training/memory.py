@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmtrain.base import log
 from llmtrain.base.child import Child, ending_with_parent, of_module
+from llmtrain.base.files import scratch_folder
 from llmtrain.base.units import size
 from llmtrain.checkpoint.snapshot import memory_available
 from llmtrain.config import plugins
@@ -71,7 +70,7 @@ def _rehearsed(resolved: ResolvedRun, free: int, ranks: Ranks) -> tuple[dict[str
         if ranks.rank == 0:
             log.info(f"{' and '.join(autos(run))} auto: rehearsing the run for {size(free)} of free memory")
             stack.enter_context(ending_on_sigterm())
-            file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run.yaml"
+            file = stack.enter_context(scratch_folder("plan")) / "run.yaml"
             file.write_text(dump(run))
             child = Child(of_module("llmtrain", "plan", str(file), *words, "--json"), preexec_fn=ending_with_parent())
             stack.callback(child.close)

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -23,6 +22,7 @@ import numpy as np
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import ModelError, UserError
+from llmtrain.base.files import scratch_folder
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ResolvedRun, RunConfig
@@ -86,9 +86,9 @@ def write(resolved: ResolvedRun) -> None:
 
 def write_on_ranks_here(words: list[str], cpu: bool, count: int) -> None:
     """Run `write` on `count` new ranks on this machine. `words`: the run's arguments. Raises UserError."""
-    with tempfile.TemporaryDirectory(prefix="llmtrain-reference-") as made, ending_on_sigterm():
-        (Path(made) / _WORDS).write_text(json.dumps(words))
-        with LocalRanks(Path(made), count, cpu=cpu, module=__name__, shows=True) as started:
+    with scratch_folder("reference") as made, ending_on_sigterm():
+        (made / _WORDS).write_text(json.dumps(words))
+        with LocalRanks(made, count, cpu=cpu, module=__name__, shows=True) as started:
             try:
                 started.wait()
             except RankError as error:

@@ -164,7 +164,7 @@ def test_the_launch_prints_what_the_page_shows(launched: str) -> None:
     for line in lines:
         if line != "..." and not line.startswith("W&B"):  # W&B's words: test_tracking_wandb.py
             assert form(line) in printed, (line, launched)
-    assert "sample: def read_file(path):" in launched
+    assert 'sample: "def read_file(path):' in launched
 
 
 def first_line(command: str) -> str:

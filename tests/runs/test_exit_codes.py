@@ -38,6 +38,8 @@ class Mine(Part, entry="mine"):
         self._act("after_step")
         if self.how == "mutes":
             sys.stdout.close()
+        if self.how == "closes":
+            os.close(1)
         if self.how.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, self.how))
 
@@ -84,6 +86,7 @@ CASES: dict[str, tuple[str, list[str], str]] = {
     "begin": ("meets an exception in a plugin's part", [PART, "begin"], ""),
     "after_step": ("meets an exception in a plugin's part", [PART, "after_step"], "parts.mine: after_step at step 1: "),
     "mutes": ("meets an exception in a plugin's part", [PART, "mutes"], "it has closed sys.stdout, where"),
+    "closes": ("meets an exception in a plugin's part", [PART, "closes"], "it has closed sys.stdout, where"),
     "to_json": ("meets an exception in a plugin's part", [PART, "to_json"], "parts.mine: to_json at step 3: "),
     "close": ("meets an exception in a plugin's part", [PART, "close"], ""),
     "skipped": ("ends itself", ["--objective.name", "loss", "--fault.max_skipped", "2"], "2 steps in a row"),

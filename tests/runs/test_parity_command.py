@@ -71,7 +71,7 @@ def start(
 
 
 def left_in(folder: Path) -> list[str]:
-    return [path.name for path in (folder / "tmp").glob("llmtrain-parity-*")]
+    return [path.name for path in (folder / "tmp").glob("llmtrain-scratch-*")]
 
 
 def test_a_fault_in_the_ranks_is_exit_code_1_and_a_message(tmp_path: Path, warm: WarmCommands) -> None:

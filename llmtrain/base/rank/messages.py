@@ -1,6 +1,7 @@
 """Between a job and its supervisor: the file with a launch's secrets for its ranks, and messages to the supervisor.
 
-A message is one line of JSON on standard output. Nothing is printed unless LLMTRAIN_SUPERVISED is 1.
+A message is one line of JSON on standard output, behind a mark with the launch's random id: a text that a model or a
+file brings into the output cannot hold it. Nothing is printed unless LLMTRAIN_SUPERVISED is 1.
 
     kind        fields
     wait        the ranks cannot meet yet: files are being fetched; sent repeatedly
@@ -23,10 +24,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmtrain.base import log
+from llmtrain.base import log, untrusted
 from llmtrain.base.errors import ConfigError
 
-MARK = "llmtrain:: "
 SUPERVISED = "LLMTRAIN_SUPERVISED"
 LAUNCH = "LLMTRAIN_LAUNCH"
 """Environment variable of every process of a launch, on every host: the mark that no other launch has."""
@@ -36,15 +36,32 @@ TERMINAL = "LLMTRAIN_TERMINAL"
 """1 where the supervisor has a terminal, on which it shows the progress itself."""
 VERBOSE = "LLMTRAIN_VERBOSE"
 """1: ranks that fail because a peer is gone show their tracebacks, too."""
-KINDS = ("wait", "place", "progress", "checkpoint", "fault", "end")
+_ADDRESS = {"rank": int, "host": str, "local_rank": int, "device": str, "pid": int}
+_NEEDED: dict[str, dict[str, Any]] = {
+    "wait": {},
+    "place": {"ranks": list},
+    "progress": {"text": str},
+    "checkpoint": {"step": int},
+    "fault": {},
+    "end": {"status": str, "code": int},
+}
+"""Fields, and their types, without which a message of a kind is none."""
+_OPTIONAL = {"share": (int, float), "reason": str, "text": str, "cause": str, "signature": str, "step": int,
+             "ranks": list, "unfit": bool, "again": bool}  # fmt: skip
+
+
+def mark_of(launch: str) -> str:
+    """The mark of a launch's messages. `launch`: the value of LAUNCH in its processes."""
+    return f"llmtrain:{launch}: "
 
 
 def emit(kind: str, **fields: Any) -> None:
     """Send a message to the supervisor, if there is one. One write: lines of several ranks must not mix."""
-    assert kind in KINDS, kind
+    assert kind in _NEEDED, kind
     if not supervised():
         return
-    line = f"{MARK}{json.dumps({'kind': kind, **fields}, separators=(',', ':'))}\n"
+    mark = mark_of(os.environ.get(LAUNCH, ""))
+    line = f"{mark}{json.dumps({'kind': kind, **fields}, separators=(',', ':'))}\n"
     with contextlib.suppress(OSError):  # the supervisor is gone
         log.reopen()
         sys.stdout.flush()
@@ -79,16 +96,30 @@ def show_progress() -> Callable[[str, float | None], None] | None:
     return lambda text, share: emit("progress", text=text, share=share)
 
 
-def parse(line: str) -> dict[str, Any] | None:
-    """The message in a line of a job's output. pdsh puts "host: " before a line."""
-    _, mark, rest = line.partition(MARK)
+def parse(line: str, launch: str = "") -> dict[str, Any] | None:
+    """The message in a line of a job's output, with fields of the types that its readers need. pdsh puts "host: "
+    before a line. `launch`: see `mark_of`."""
+    _, mark, rest = line.partition(mark_of(launch))
     if not mark:
         return None
     try:
-        message = json.loads(rest)
+        message = untrusted.loads(rest)
     except ValueError:
         return None
-    return message if isinstance(message, dict) and message.get("kind") in KINDS else None
+    kind = message.get("kind") if isinstance(message, dict) else None
+    if kind not in list(_NEEDED):
+        return None
+    given = {key: type_ for key, type_ in _OPTIONAL.items() if message.get(key) is not None}
+    each_is = _ADDRESS if kind == "place" else int
+    fits = _is(message, {**given, **_NEEDED[kind]}) and all(_is(each, each_is) for each in message.get("ranks") or [])
+    return message if fits else None
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """Check a value's type, or those of an object's fields."""
+    if isinstance(wanted, dict):
+        return isinstance(value, dict) and all(_is(value.get(key), type_) for key, type_ in wanted.items())
+    return isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
 
 
 def load_secrets() -> list[str]:

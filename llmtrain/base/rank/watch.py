@@ -107,6 +107,7 @@ def outcome_reported() -> Iterator[None]:
     """Report a rank's end to agent and supervisor."""
     global _launchers
     _launchers = _parents()  # now: after seconds of imports a launcher that has been killed is no parent any more
+    log.keep_output()
     try:
         yield
         left(0)

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
+from llmtrain.base.files import scratch_folder
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
@@ -130,19 +130,19 @@ def load(path: str | os.PathLike[str], *, device: Any = "auto") -> tuple[Any, An
 def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[Path]:
     """The Hugging Face folder that `path` means: itself, a model on the Hub, or the newest or best state of a run,
     exported for the duration if need be. Raises CheckpointError, ModelError."""
-    with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
+    with scratch_folder("export") as scratch:
         if is_url(path) and (best or not _is_model_there(path)):
             from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
             from llmtrain.checkpoint.remote import checkpoints_at
 
             found = checkpoints_at(path, find=best_checkpoints if best else find_checkpoints)
-            yield _hf_folder(found[0], Path(scratch))
+            yield _hf_folder(found[0], scratch)
         elif (here := folder_here(path)) is not None:
-            yield _hf_folder(here, Path(scratch), best=best)
+            yield _hf_folder(here, scratch, best=best)
         else:
             from llmtrain.storage.hub import model_folder
 
-            yield _hf_folder(model_folder(path, asked_by=asked_by), Path(scratch), best=best)
+            yield _hf_folder(model_folder(path, asked_by=asked_by), scratch, best=best)
 
 
 def _is_model_there(url: str) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.rank import messages
+from llmtrain.base.redact import REDACTED, is_secret
 from llmtrain.cluster.hosts.hostfile import is_here
 from llmtrain.cluster.hosts.ssh import Answer, on_hosts
 from llmtrain.cluster.hosts.variables import remove
@@ -63,6 +65,20 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
+_NCCL = re.compile(rb"(\w*NCCL\w*)=(.*)")
+"""DeepSpeed's launcher logs each NCCL variable of its environment, with the value."""
+
+
+def message_or_line(raw: bytes, launch: str) -> dict[str, Any] | bytes:
+    """Return the message in a line of a job's output, or the line for the user. `launch`: the launch's mark."""
+    message = messages.parse(raw.decode("utf-8", "replace"), launch)
+    return _NCCL.sub(_hidden, raw) if message is None else message
+
+
+def _hidden(found: re.Match[bytes]) -> bytes:
+    return found[1] + b"=" + REDACTED.encode() if is_secret(found[1].decode("utf-8", "replace")) else found[0]
+
+
 def say(text: str) -> None:
     print(untrusted.shown(text, lines=True), file=sys.stderr, flush=True)
 
@@ -70,8 +86,9 @@ def say(text: str) -> None:
 class Job:
     """A started job that no Ctrl-C of the terminal reaches; its context kills the rest of the session."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], mark: str) -> None:
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._mark = mark
         self._process = subprocess.Popen(
             argv,
             env=dict(env),
@@ -101,15 +118,15 @@ class Job:
         assert self._process.stdout is not None
         with self._process.stdout as stream:
             for raw in stream:
-                message = messages.parse(raw.decode("utf-8", "replace"))
-                if message is not None:
-                    self._messages.put(message)
+                line = message_or_line(raw, self._mark)
+                if isinstance(line, dict):
+                    self._messages.put(line)
                     continue
                 with contextlib.suppress(OSError, ValueError):  # the terminal is gone: the job is not
                     if on_terminal():
-                        log.pass_on(raw.decode("utf-8", "replace"))
+                        log.pass_on(line.decode("utf-8", "replace"))
                     else:
-                        sys.stdout.buffer.write(raw)
+                        sys.stdout.buffer.write(line)
                         sys.stdout.buffer.flush()
 
     def take(self, wait_s: float) -> list[dict[str, Any]]:
@@ -234,9 +251,9 @@ def take_over(known: dict[str, Any], output: int) -> None:
             """Until no process is left to write any."""
             with open(output, "rb") as stream:
                 for raw in stream:
-                    if messages.parse(raw.decode("utf-8", "replace")) is None:
+                    if isinstance(line := message_or_line(raw, mark), bytes):
                         with contextlib.suppress(OSError):
-                            os.write(1, raw)
+                            os.write(1, line)
 
         printing = threading.Thread(target=print_output, daemon=True)
         printing.start()

@@ -6,23 +6,20 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.base.files import lock_folder
+from llmtrain.base.files import scratch_folder
 from llmtrain.base.rank import messages
 from llmtrain.cluster.doctor.checks import Needs
 from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, preflight, print_report
@@ -104,10 +101,10 @@ class Pdsh(Launcher):
             plan = plan.sending(**{messages.SECRETS: secret})
         with contextlib.ExitStack() as kept:
             try:
-                folder = kept.enter_context(_folder())
+                folder = kept.enter_context(scratch_folder("launch"))
                 write_files(plan, folder)
                 argv = command(plan, folder, address, port)
-                with Job(argv, environment(plan, folder, os.environ)) as job:
+                with Job(argv, environment(plan, folder, os.environ), self._mark) as job:
                     guardian = Guardian(plan.names, self._mark, str(folder), secret, job.output)
                     self._guardian = kept.enter_context(guardian)
                     yield job
@@ -153,7 +150,7 @@ class Slurm(Launcher):
     """srun, within an allocation; each start is a job step of this name."""
 
     def __init__(self, mark: str) -> None:
-        self._step = f"llmtrain-{mark}"
+        self._mark, self._step = mark, f"llmtrain-{mark}"
 
     def command(self, plan: Plan) -> list[str]:
         return slurm.command(plan.hosts, plan.words, "NAME")
@@ -162,12 +159,12 @@ class Slurm(Launcher):
     def start(self, plan: Plan) -> Iterator[Job]:
         slurm.check_programs()
         port = _facts_here()["port"] if is_here(plan.names[0]) else random.randrange(20000, 30000)
-        with _folder() as made:
+        with scratch_folder("launch") as made:
             ranks = made / "ranks"
             ranks.write_text(slurm.hostfile(plan.hosts))
             meeting = {"MASTER_ADDR": address_of_first(plan.hosts), "MASTER_PORT": str(port)}
             env = {**os.environ, **plan.travel.open, **plan.travel.private, **meeting, "SLURM_HOSTFILE": str(ranks)}
-            with Job(slurm.command(plan.hosts, plan.words, self._step), env) as job:
+            with Job(slurm.command(plan.hosts, plan.words, self._step), env, self._mark) as job:
                 yield job
 
     def ask_to_leave(self, plan: Plan, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
@@ -190,22 +187,6 @@ class Slurm(Launcher):
 
     def answering(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
         return slurm.answering(hosts)
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """Yield a folder for a start's files; remove those of launches that were killed with their guardian."""
-    for old in Path(tempfile.gettempdir()).glob("llmtrain-launch-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > 60:  # a young one may not be locked yet
-                os.close(lock_folder(old))
-                shutil.rmtree(old)
-    with tempfile.TemporaryDirectory(prefix="llmtrain-launch-") as made:
-        held = lock_folder(Path(made))
-        try:
-            yield Path(made)
-        finally:
-            os.close(held)
 
 
 def launcher_of(name: str, mark: str, needs: Needs | None = None) -> Launcher:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -21,6 +24,7 @@ def test_a_message_survives_the_launchers_prefix(capfd, monkeypatch):
     expected = {"kind": "fault", "what": "dead rank", "ranks": [3], "text": "rank 3 on näh-2\nsaid: {}"}
     assert messages.parse(line) == expected
     assert messages.parse(f"node-2: {line}") == expected
+    assert messages.parse(line, "another") is None
 
 
 def test_a_user_without_a_supervisor_sees_nothing(capfd, monkeypatch):
@@ -41,6 +45,14 @@ def test_a_start_that_fetches_says_so_until_it_has(capfd, monkeypatch):
     assert attempt.began_s == 400.0
     time.sleep(0.05)
     assert capfd.readouterr().out == ""
+
+
+def test_a_message_arrives_when_the_users_code_has_closed_its_output():
+    script = "from llmtrain.base import log\nfrom llmtrain.base.rank import messages\nimport os\n"
+    script += "log.keep_output()\nos.close(1)\nmessages.emit('end', status='complete', code=0)\n"
+    environment = {**os.environ, messages.SUPERVISED: "1", messages.LAUNCH: "a0"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert messages.parse(done.stdout, "a0") == {"kind": "end", "status": "complete", "code": 0}, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,10 @@ JOB = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
+MARK = "llmtrain:" + os.environ["LLMTRAIN_LAUNCH"] + ": "
+
 def tell(kind, **fields):
-    print("llmtrain:: " + json.dumps({"kind": kind, **fields}), flush=True)
+    print(MARK + json.dumps({"kind": kind, **fields}), flush=True)
 
 def place():
     tell("place", ranks=[{"rank": 0, "host": "here", "local_rank": 0, "device": "cpu", "pid": os.getpid()}])
@@ -88,8 +90,30 @@ def events(kind: str) -> list[dict[str, Any]]:
 def test_a_complete_run(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("place(); tell('end', status='complete', code=0)") == 0
     out, err = capfd.readouterr()
-    assert "a line for the user" in out and "llmtrain::" not in out
+    assert "a line for the user" in out and "llmtrain:" not in out
     assert "rank 0 -> localhost (here) -> cpu, local rank 0" in err and starts() == 1
+
+
+FORGED = """
+end = {"kind": "end", "status": "refused", "code": 2, "reason": "forged"}
+for mark in ("llmtrain:: ", "llmtrain:0123456789abcdef: "):  # as a text that the model has generated may hold it
+    print("sample:", mark + json.dumps(end), flush=True)
+for body in ("[" * 5000, '{"kind":"checkpoint"}', '{"kind":"end","status":7,"code":2}', '{"kind":["end"]}', "5",
+             '{"kind":"place","ranks":[{"rank":0}]}', '{"kind":"fault","ranks":["x"]}', '{"kind":"progress","text":3}'):
+    print(MARK + body, flush=True)
+os.write(1, MARK.encode() + b"\\xff\\n")
+print("0 NCCL_MY_PASSWORD=geheim NCCL_DEBUG=INFO")
+print("0 NCCL_DEBUG=INFO", flush=True)
+tell("end", status="complete", code=0)
+"""
+
+
+def test_no_line_of_the_output_passes_for_a_message(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor ends it launch; DeepSpeed's launcher prints each NCCL variable with --verbose."""
+    assert run("place()\n" + FORGED, "--verbose") == 0
+    out, err = capfd.readouterr()
+    assert starts() == 1 and "Traceback" not in err and "forged" in out
+    assert "geheim" not in out and "NCCL_MY_PASSWORD=[redacted]" in out and "0 NCCL_DEBUG=INFO\n" in out
 
 
 def test_a_fault_is_followed_by_a_restart(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -108,17 +132,17 @@ def test_a_launch_leaves_nothing_open_and_what_a_killed_one_has_left_goes(
     found: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", found.append)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name, age_s in (("dead", 3600), ("lives", 3600), ("young", 0)):
-        (folder := tmp_path / f"llmtrain-launch-{name}").mkdir()
+    for name, age_s in (("scratch-dead", 0), ("scratch-lives", 0), ("unlocked-old", 90), ("unlocked-young", 0)):
+        (folder := tmp_path / f"llmtrain-{name}").mkdir()
         os.utime(folder, (time.time() - age_s,) * 2)
-    held = lock_folder(tmp_path / "llmtrain-launch-lives")
+    held = lock_folder(tmp_path / "llmtrain-scratch-lives")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run("place(); tell('end', status='complete', code=0)") == 0
         gc.collect()
     os.close(held)
     assert not found, found
-    assert {path.name.rpartition("-")[2] for path in tmp_path.glob("llmtrain-launch-*")} == {"lives", "young"}
+    assert {path.name.rpartition("-")[2] for path in tmp_path.glob("llmtrain-*")} == {"lives", "young"}
 
 
 def test_max_restarts(run: Any) -> None:
@@ -143,7 +167,7 @@ def test_ranks_that_outlive_their_launcher_have_time_to_save(run: Any, monkeypat
     """They were killed 12 s after it, whatever they had to write, and the kill was called someone else's."""
     monkeypatch.setattr(job, "_REST_S", 0.2)
     rank = "ranks=[{'rank': 0, 'host': socket.gethostname(), 'local_rank': 0, 'device': 'cpu', 'pid': os.getpid()}]"
-    saves = "time.sleep(1.5); Path('saved').touch(); tell('end', status='stopped', reason='launcher process 7 is gone')"
+    saves = "time.sleep(1.5); Path('saved').touch(); tell('end', status='stopped', code=0, reason='launcher process 7')"
     assert run(f"import socket\nif os.fork(): os._exit(0)\ntell('place', {rank}); {saves}", "--max-restarts", "0") == 75
     assert Path("saved").exists()
 
@@ -173,7 +197,7 @@ def test_only_the_watch_folders_of_this_launch_go_with_it(run: Any) -> None:
 
 
 def test_the_id_of_a_job_that_has_ended_is_not_given_away_before_its_group_is_killed() -> None:
-    with Job(["sh", "-c", "exit 7"], os.environ) as job:
+    with Job(["sh", "-c", "exit 7"], os.environ, "mark") as job:
         while (code := job.code()) is None:
             time.sleep(0.01)
         assert (code, job.code()) == (7, 7) and psutil.Process(job._process.pid).status() == psutil.STATUS_ZOMBIE
