@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
@@ -64,6 +65,13 @@ def _tagged(fields: dict[str, Any]) -> Any:
 
 def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
+
+
+def to_end(hosts: Sequence[str]) -> int:
+    """The index of the connection to end where strangers hold too many: the oldest one of the host with the most.
+    `hosts`: of each connection, the oldest first."""
+    count = Counter(hosts)
+    return hosts.index(max(hosts, key=lambda host: count[host]))
 
 
 def natural(value: Any, limit: int = 2**63) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from http.client import HTTPException
 from typing import Any, Protocol, TypeVar
 
 from llmtrain.base.errors import UserError
@@ -181,13 +182,13 @@ class TorchftMembers:
             raise late from error
         except Exception as error:
             raise MembersError(f"coordinator {self._coordinator}: {_reason(error)}") from error
-        members = [Member(id=each.replica_id, said=each.data or {}) for each in quorum.participants]
+        members = [Member(id=each.replica_id, said=_map(each)) for each in quorum.participants]
         return sorted((each for each in members if is_site(each.id)), key=lambda member: member.id)
 
     def heard(self) -> list[Heard]:
         try:
             return heard_at(self._coordinator)
-        except (OSError, ValueError):
+        except (OSError, ValueError, HTTPException):
             return []
 
     def close(self) -> None:
@@ -323,8 +324,16 @@ def peer_status(member: Member) -> PeerStatus | None:
             ledger=Ledger.from_json(said["ledger"]),
             **counts,
         )
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+    except Exception:  # a stranger's message may cause any error
         return None
+
+
+def _map(participant: Any) -> Mapping[str, Any]:
+    """Return a participant's message, which may be any value of JSON, or text that is none."""
+    try:
+        return participant.data if isinstance(participant.data, dict) else {}
+    except Exception:  # torchft has no class of its own
+        return {}
 
 
 def _address(said: object) -> str:

@@ -19,7 +19,6 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.base.untrusted import shown
+from llmtrain.base.untrusted import loads, shown, to_end
 from llmtrain.storage.region import Region, shared
 
 Array = npt.NDArray[Any]
@@ -108,12 +107,10 @@ class Server:
         """End the oldest silent connection of the host with most of them, as strangers could hold all places; True if
         one has ended."""
         with self._lock:
-            count = Counter(host for _, host in self._silent.values())
-            most = max(count, key=lambda host: count[host], default=None)
-            oldest = next((id_ for id_, (_, host) in self._silent.items() if host == most), None)
-            if oldest is None:
+            if not self._silent:
                 return False
-            connection, _ = self._silent.pop(oldest)
+            index = to_end([host for _, host in self._silent.values()])
+            connection, _ = self._silent.pop(list(self._silent)[index])
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         return self._places.acquire(timeout=1.0)
@@ -290,10 +287,7 @@ class _Line:
             raise WireError(f"its header of {length} bytes is too long")
         text = bytearray(length)
         self.receive_into(memoryview(text))
-        try:
-            header = json.loads(text)
-        except RecursionError as error:
-            raise WireError("its header is nested too deep") from error
+        header = loads(text)
         if not isinstance(header, dict):
             raise WireError("its header is no object")
         return header

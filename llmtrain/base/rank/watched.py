@@ -93,6 +93,8 @@ class Watched:
         return agent
 
     def met(self, everyone: list[dict[str, Any]]) -> None:
+        from llmtrain.base.rank.interfaces import GLOO  # with psutil
+
         root = everyone[0]
         if root["agent"] is None:
             return
@@ -102,6 +104,8 @@ class Watched:
         job = {
             "root": {"host": root["host"], "address": os.environ.get("MASTER_ADDR", "127.0.0.1"), **root["agent"]},
             "is_root": log.rank() == 0,
+            "store": int(os.environ.get("MASTER_PORT", "0")),
+            "interface": name if "," not in (name := os.environ.get(GLOO, "")) else "",
             "hosts": ranks,
         }
         _write(self.folder / JOB, job)

@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import json
 import os
+import resource
 import secrets
 import select
 import shutil
@@ -36,7 +37,9 @@ from llmtrain.cluster.watch.observe import HostRanks, captured, with_answer
 from llmtrain.cluster.watch.verdict import SILENT_S, Judge, Pauses, Stragglers, Verdict
 
 _LONGEST = 4 << 20
-_HELLO_S = 5.0
+_HELLO_S, _HELLO_BYTES = 5.0, 4 << 10
+_STRANGERS, _AT_ONCE = 32, 1024
+"""Connections that may wait without the token; those that are accepted in one round."""
 _GENTLE = ("wandb-core",)
 """Programs that remove their sockets when they are asked to end."""
 _GENTLE_S = 2.0
@@ -58,6 +61,7 @@ class Line:
         self.address = str(self._socket.getpeername()[0]).removeprefix("::ffff:")
         self._in = bytearray()
         self._out = bytearray()
+        self.longest = _LONGEST
         self.closed = False
 
     def fileno(self) -> int:
@@ -94,14 +98,14 @@ class Line:
             if not data:
                 self.close()
             self._in += data
-            if len(self._in) > _LONGEST:
+            if len(self._in) > self.longest:
                 self.close()
         *lines, rest = bytes(self._in).split(b"\n")
         self._in = bytearray(rest)
         messages: list[dict[str, Any]] = []
         for line in lines:
             try:
-                message = json.loads(line)
+                message = untrusted.loads(line)
             except ValueError:
                 self.close()
                 return messages
@@ -134,14 +138,21 @@ class Server:
         """Host name, address and port of each agent that has connected."""
 
     def accept(self, now: float) -> None:
-        """Accept connections. The first message must be {"token", "host"}."""
-        while True:
+        """Accept connections. The first message must be {"token", "host"}; anyone may send anything else."""
+        for _ in range(_AT_ONCE):
             try:
                 connected, _ = self._socket.accept()
             except OSError:
                 break
             with contextlib.suppress(OSError):
-                self._strangers.append((Line(connected), now))
+                line = Line(connected)
+                line.longest = _HELLO_BYTES
+                self._strangers.append((line, now))
+            if len(self._strangers) > _STRANGERS:
+                self._greet(now)
+        self._greet(now)
+
+    def _greet(self, now: float) -> None:
         waiting = []
         for line, since in self._strangers:
             hello = next(iter(line.receive()), None)
@@ -150,7 +161,8 @@ class Server:
                     line.close()
                 if not line.closed:
                     waiting.append((line, since))
-            elif hmac.compare_digest(str(hello.get("token")), self.token):
+            elif hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), self.token.encode()):
+                line.longest = _LONGEST
                 name = host = str(hello.get("host"))
                 if host in self.lines and not self.lines[host].closed:  # containers may share a host name
                     name = f"{host} ({line.address})"
@@ -158,6 +170,8 @@ class Server:
                 self.peers[name] = (host, line.address, int(hello.get("port") or 0))
             else:
                 line.close()
+        while len(waiting) > _STRANGERS:
+            waiting.pop(untrusted.to_end([line.address for line, _ in waiting]))[0].close()
         self._strangers = waiting
 
     def close(self) -> None:
@@ -205,6 +219,8 @@ _ENDED_S = 5.0
 """Time for the other hosts to end their ranks."""
 
 
+_STARTS, _START_AGAIN_S = 6, 1.0
+"""Starts of an agent that ends before its ranks, and the pause before another one."""
 _NOTE_WITHIN_S = 9.5
 """Limit of one process that writes an event; W&B needs seconds."""
 
@@ -255,8 +271,8 @@ class _Notes:
 
 
 class Agent:
-    def __init__(self, settings: dict[str, Any]) -> None:
-        """Raises OSError."""
+    def __init__(self, settings: dict[str, Any], server: Server | None = None, keeper: int = 0) -> None:
+        """`server`: of an earlier agent of this job. `keeper`: process id of `kept`. Raises OSError."""
         self.folder = Path(settings["folder"])
         self.host = str(settings["host"])
         self.notes = _Notes(str(settings["run_dir"]))
@@ -268,7 +284,8 @@ class Agent:
         self.stragglers = Stragglers()
         self.pauses = Pauses(self.stall_s)
         self.own: dict[int, tuple[int, float]] = {}
-        self.server = Server()
+        self.server = server or Server()
+        self.keeper = keeper
         self.job: dict[str, Any] | None = None
         self.line: Line | None = None
         self.peers: list[list[Any]] = []
@@ -314,6 +331,8 @@ class Agent:
                 self._end_here(lost=bool(order.get("lost")))
                 return
             verdict = self.judge.decide(now)
+            if verdict is not None and verdict.trigger == "silent_host" and self._lost_the_watch_alone(now):
+                verdict = None
             heard = self.line is not None and not self.line.closed and now - self.root_heard_s <= _ROOT_LOST_S
             if verdict is not None and (self.is_root or self.job is None or not heard):
                 self._act(verdict)
@@ -484,6 +503,8 @@ class Agent:
             hosts=tuple(with_answer(host, answers.get(host.name, {})) for host in hosts),
             alike=bool(self.about.get("alike", True)),
             here=self.host,
+            interface=(interface := str((self.job or {}).get("interface", ""))),
+            interface_down=bool(interface) and _is_down(interface),
             stalled_s=verdict.stalled_s,
             experts=bool(self.about.get("experts")),
             zero_stage=int(self.about.get("zero_stage") or 0),
@@ -501,6 +522,20 @@ class Agent:
         if any(h.silent_s > 0 for h in hosts) and others and not any(answers(*other) for other in others[:3]):
             return tuple(replace(h, silent_s=_ROOT_LOST_S if h.name == self.host else 0.0, closed=False) for h in hosts)
         return hosts
+
+    def _lost_the_watch_alone(self, now: float) -> bool:
+        """Check if the hosts that count as lost have closed the connection, and their watch's port, or that of rank 0's
+        store, still answers: then their processes live, and nothing is lost yet."""
+        ports = {name: (address, port) for name, (_, address, port) in self.server.peers.items()}
+        if self.job is not None and not self.is_root and (store := self.job.get("store")):
+            ports[self.job["root"]["host"]] = (self.job["root"]["address"], store)
+        lost = [host for host in self.judge.host_facts(now) if host.silent_s or host.closed]
+        if not all(host.closed and host.name in ports and answers(*ports[host.name]) for host in lost):
+            return False
+        for host in lost:
+            self.judge.heard(host.name, now)
+            self.judge.close(host.name, now)
+        return True
 
     def _note_fault(self, explanation: Explanation, facts: JobFacts) -> None:
         if self.job is not None and not self.is_root:
@@ -530,6 +565,8 @@ class Agent:
         if self.line is not None:
             self.line.close()
         close_output()
+        if self.keeper and os.getppid() == self.keeper:
+            os.kill(self.keeper, signal.SIGUSR1)
         if self.started_by is not None:
             end_ssh(self.started_by, _LOST_S if lost else _BUSY_S)
 
@@ -641,6 +678,14 @@ def close_output() -> None:
     os.close(null)
 
 
+def _is_down(interface: str) -> bool:
+    """True if a network interface has gone, or has no link."""
+    try:
+        return "down" in Path("/sys/class/net", interface, "operstate").read_text()
+    except OSError:
+        return True
+
+
 def _event(explanation: Explanation, facts: JobFacts) -> dict[str, Any]:
     return {**explanation.to_json(), "all_ranks": [rank.to_json() for rank in facts.ranks]}
 
@@ -656,13 +701,32 @@ def main() -> int:
     with contextlib.suppress(OSError):  # root only: a starved agent on a busy host would look like a lost host
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     settings = json.loads(sys.argv[1])
+    with contextlib.suppress(OSError, ValueError):  # a connection for each host
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sweep(Path(settings["folder"]))
-    agent = Agent(settings)
-    try:
-        agent.run()
-    finally:
-        agent.close()
-    return 0
+    return kept(settings)
+
+
+def kept(settings: dict[str, Any]) -> int:
+    """Run the agent in a child process, and start another one at its port if it ends before its ranks. Returns the exit
+    code."""
+    server, keeper = Server(), os.getpid()
+    signal.signal(signal.SIGUSR1, lambda *_: close_output())
+    for left in reversed(range(_STARTS)):
+        if (child := os.fork()) == 0:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            agent = Agent(settings, server, keeper)
+            agent.run()
+            agent.close()
+            return 0
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == 0:
+            return 0
+        now = "starts again" if left else "is not started again: its ranks run on, and a fault there is not explained"
+        _say(f"warning: the watch of {settings['host']} has ended with code {code} before its ranks, and {now}")
+        time.sleep(_START_AGAIN_S)
+    return 1
 
 
 if __name__ == "__main__":

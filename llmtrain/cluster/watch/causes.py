@@ -414,14 +414,18 @@ def _silent_host(facts: JobFacts) -> Cause | None:
     silent = [h for h in facts.hosts if h.silent_s > 0 or h.closed]
     if not silent:
         return None
-    if facts.here in {h.name for h in silent} or 1 < len(silent) == len(facts.hosts) - 1:
+    alone = len(silent) == len(facts.hosts) - 1 > 1
+    up = f" ({facts.interface} of {facts.here} is up)" if facts.interface else ""
+    if facts.here in {h.name for h in silent} or (alone and facts.interface_down):
+        how = "they or the network are down" + up
+        how = f"its interface {facts.interface} is down" if facts.interface_down else how
         return Cause(
             name="cut_off",
             ranks=[r for r in facts.ranks if r.host == facts.here],
             host=facts.here,
-            says=f"{facts.here} reaches no other host of the job any more: most likely its own network is down. Its "
-            "ranks were ended, so that none is left behind.",
-            remedy=f"Look at the network of {facts.here}. " + AGAIN,
+            says=f"no other host of the job answers {facts.here} any more: {how}. Its ranks were ended, so that "
+            "none is left behind.",
+            remedy=f"Look at the other hosts and at the network of {facts.here}. " + AGAIN,
         )
     lost = silent[0]
     ranks = [r for r in facts.ranks if r.host in {h.name for h in silent}]
@@ -431,6 +435,7 @@ def _silent_host(facts: JobFacts) -> Cause | None:
         else f"it has not reported for {lost.silent_s:.0f} s, so the host, its kernel or its network is down"
     )
     more = "" if len(silent) == 1 else f" So it is with {names(silent[1:])}."
+    more += f" Or the network is down: {facts.here} hears no other host{up}." if alone else ""
     return Cause(
         name="host_lost",
         ranks=ranks,

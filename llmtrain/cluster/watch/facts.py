@@ -117,6 +117,9 @@ class JobFacts:
     experts: bool = False
     """The model is a mixture of experts."""
     zero_stage: int = 0
+    interface: str = ""
+    """Network interface of `here` towards the other hosts; empty if unknown."""
+    interface_down: bool = False
     planned: dict[str, str] = field(default_factory=dict)
     """Phase -> the plan's words about its memory; empty without a plan."""
 

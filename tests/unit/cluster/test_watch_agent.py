@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import resource
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +96,72 @@ def test_a_watch_that_has_lost_its_folder_before_the_ranks_came_leaves(root, cap
     shutil.rmtree(root.folder)
     root.run()
     assert "not all of its ranks are watched" in capfd.readouterr().err and root.folder.is_dir()
+
+
+def ask(place: dict[str, Any]) -> bool:
+    """True if the watch answers a host that has the token."""
+    line = agent.call("127.0.0.1", place["port"], {"token": place["token"], "host": "node-2", "port": 1}, 5.0)
+    until = time.monotonic() + 5
+    while not (said := line.receive()) and time.monotonic() < until and not line.closed:
+        time.sleep(0.05)
+    line.close()
+    return any(message.get("do") == "go on" for message in said)
+
+
+def test_a_watch_survives_what_strangers_send_and_starts_again_after_a_kill(tmp_path):
+    """Fifteen bytes ended it, and 12 s later a healthy run of long steps. 100 open files, idle connections, a kill."""
+    (folder := tmp_path / "watch").mkdir(mode=0o700)
+    settings = {"folder": str(folder), "host": "node-1", "run_dir": str(tmp_path), "stall_s": 300.0, "connects_s": 30.0,
+                "launcher": os.getpid(), "local_size": 1}  # fmt: skip
+    (folder / "job.json").write_text('{"is_root": true, "hosts": {}}')
+    words = [sys.executable, "-m", "llmtrain.cluster.watch.agent", json.dumps(settings)]
+    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # noqa: E731
+    keeper = subprocess.Popen(words, stderr=subprocess.PIPE, preexec_fn=few)
+
+    def place(other_than: int = 0) -> dict[str, Any]:
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError, ValueError):
+                found = json.loads((folder / "agent.json").read_text())
+                if found["pid"] != other_than:
+                    return found
+            time.sleep(0.05)
+        raise AssertionError("no watch")
+
+    first = place()
+    idle = []
+    try:
+        for said in (b'{"token":"\xc3\xa9"}\n', b'{"token":"\\ud800"}\n', b"[" * 200_000 + b"\n", b"5\nnull\n[]\n{}\n",
+                     b'{"token":1e999}\n', b"\xff\xfe\0\n", b"x" * 5000):  # fmt: skip
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", first["port"])) as stranger:
+                stranger.sendall(said)
+        idle = [socket.create_connection(("127.0.0.1", first["port"])) for _ in range(150)]
+        assert ask(first) and place() == first
+        os.kill(first["pid"], signal.SIGKILL)
+        second = place(other_than=first["pid"])
+        assert (second["port"], second["token"]) == (first["port"], first["token"]) and ask(second)
+    finally:
+        keeper.kill()
+        for pid in {first["pid"], place()["pid"]}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for each in idle:
+            each.close()
+    said = keeper.communicate()[1].decode()
+    assert said == "warning: the watch of node-1 has ended with code -9 before its ranks, and starts again\n"
+
+
+def test_a_host_whose_watch_alone_has_ended_is_not_lost(root):
+    """Rank 0 still serves the store there."""
+    now = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        where = {"host": "node-9", "address": "127.0.0.1"}
+        root.job = {"is_root": False, "root": where, "store": store.getsockname()[1], "hosts": {}}
+        root.judge.expect("node-9", [RankFacts(rank=0, host="node-9", state="unknown")], now)
+        root.judge.close("node-9", now)
+        assert root.judge.decide(now + 13) == Verdict("silent_host")
+        assert root._lost_the_watch_alone(now + 13) and root.judge.decide(now + 20) is None
+    assert root.judge.decide(now + 26) == Verdict("silent_host") and not root._lost_the_watch_alone(now + 26)
 
 
 def test_many_reports_do_not_make_many_looks(root, other, monkeypatch):

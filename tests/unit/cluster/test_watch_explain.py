@@ -71,6 +71,7 @@ ABORTED = {"state": "dead", "signal": "SIGABRT", "native": True, "inside": False
 READS = {"inside": False, "phase": "data", "stack": IN_DATA}
 SAVES = {"phase": "save", "collectives": 211, "stack": IN_DATA}
 SILENT = {"inside": False, "collectives": 1, "host": "node-1"}
+TWO_SILENT = silent(HostFacts(name="node-2", silent_s=10.4), HostFacts(name="node-3", silent_s=10.9))
 CASES: dict[str, tuple[JobFacts, int | None, str]] = {
     "host_lost": (silent(HostFacts(name="node-3", silent_s=10.4)), 2,
                   "node-3 (rank 2) is lost: it has not reported for 10 s"),
@@ -78,8 +79,8 @@ CASES: dict[str, tuple[JobFacts, int | None, str]] = {
                                       "its watch has ended and the job completes no step"),
     "host_unheard": (among(3, {1: {"collectives": 209}, 2: {"state": "unknown", "inside": False}}), 2,
                      "rank 2 on node-3 has never reported, and all others wait"),
-    "cut_off": (silent(HostFacts(name="node-2", silent_s=10.4), HostFacts(name="node-3", silent_s=10.9)), 0,
-                "node-1 reaches no other host of the job any more"),
+    "cut_off": (replace(TWO_SILENT, interface="eth0", interface_down=True), 0,
+                "no other host of the job answers node-1 any more: its interface eth0 is down"),
     "killed": (died(3, {0: {**CUT_OFF, "error_at": "llmtrain/engine/step.py:97 (forward_backward)"}, 2: KILLED}), 2,
                "rank 2 on node-3 was ended by SIGKILL in backward"),
     "out_of_memory": (died(2, {1: {**KILLED, "resident": 3 << 30}}, hosts=(HostFacts(name="node-2", oom_kills=1),)), 1,
@@ -143,6 +144,12 @@ CASES: dict[str, tuple[JobFacts, int | None, str]] = {
                "rank 1 on node-2 has begun 207 collectives, others up to 210"),
     "unknown": (among(2, {0: SILENT, 1: SILENT}, alike=False), None, "No rank has made progress for 31 s"),
 }  # fmt: skip
+
+
+def test_two_of_three_silent_hosts_are_named_and_not_the_third_whose_network_is_up():
+    said = explain(replace(TWO_SILENT, interface="eth0"))
+    assert (said.cause, said.ranks) == ("host_lost", [1, 2]) and "Look at node-2, node-3" in said.text
+    assert "the network is down: node-1 hears no other host (eth0 of node-1 is up)" in said.text
 
 
 @pytest.mark.parametrize("name", CASES)
