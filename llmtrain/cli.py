@@ -120,8 +120,9 @@ def run(words: list[str] | None = None) -> NoReturn:
         # CPU time instead of 8 s. One thread for each core of this rank; OpenMP itself knows the affinity. It reads
         # both variables when torch is loaded, and the user's values remain.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        if (cores := cores_of_a_rank()) < len(os.sched_getaffinity(0)):
-            os.environ.setdefault("OMP_NUM_THREADS", str(cores))
+        with contextlib.suppress(UserError):  # the command says it
+            if (cores := cores_of_a_rank()) < len(os.sched_getaffinity(0)):
+                os.environ.setdefault("OMP_NUM_THREADS", str(cores))
     try:
         code[0] = main(words)
     except SystemExit as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 class UserError(ValueError):
     """A mistake in the user's input: the command line prints the message and exits with `exit_code`.
@@ -18,6 +20,20 @@ class UserError(ValueError):
 
 class ConfigError(UserError):
     """The YAML, the DeepSpeed JSON or the command line is wrong, or they contradict each other."""
+
+
+def number_in(variable: str, default: int | None = None) -> int:
+    """The natural number in an environment variable, or the default where it is not set. Raises ConfigError."""
+    word = os.environ.get(variable)
+    if word is None and default is not None:
+        return default
+    if word is None or not (word.isascii() and word.isdecimal() and len(word) < 10):
+        raise ConfigError(
+            f"{variable} is {'not set' if word is None else ascii(word)}: it must be a whole number, as launchers set "
+            "it. Start the ranks by `llmtrain launch`, deepspeed or torchrun; for one process without a launcher unset "
+            "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, LOCAL_WORLD_SIZE and MASTER_PORT"
+        )
+    return int(word)
 
 
 class DataError(UserError):

@@ -18,7 +18,8 @@ _warned_of: set[str] = set()
 
 def rank() -> int:
     """The global rank that the launcher gave this process; 0 outside a launch."""
-    return int(os.environ.get("RANK", "0"))
+    word = os.environ.get("RANK", "")
+    return int(word) if word.isdecimal() else 0  # `number_in` refuses others
 
 
 def info(message: str) -> None:

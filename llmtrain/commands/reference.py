@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from llmtrain.base.errors import ConfigError
+from llmtrain.base.errors import ConfigError, number_in
 from llmtrain.base.redact import redact_text
 from llmtrain.commands import completion
 from llmtrain.config.load import Parsed, load, parse, run_words
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     if "WORLD_SIZE" in os.environ:
-        resolved = load(argv, int(os.environ["WORLD_SIZE"]), epoch=sequences_of_epoch)
+        resolved = load(argv, number_in("WORLD_SIZE"), epoch=sequences_of_epoch)
         _refuse(resolved.run)
         from llmtrain.training.output_columns import write
 

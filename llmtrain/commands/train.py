@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.base.errors import ConfigError
+from llmtrain.base.errors import ConfigError, number_in
 from llmtrain.base.files import refuse_if_in_use, scratch_folder
 from llmtrain.base.imports import let_segments_grow
 from llmtrain.base.rank import messages, watch
@@ -80,7 +80,9 @@ def train(
 
 
 def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, int]:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    for variable in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        number_in(variable, 0)
+    world_size = number_in("WORLD_SIZE", 1)
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
     with watch.outcome_reported():
         if messages.SECRETS in os.environ:

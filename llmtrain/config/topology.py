@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmtrain.base.choice import Rule
+from llmtrain.base.errors import number_in
 from llmtrain.base.threads import usable_cores
 from llmtrain.optim.optimizers import Optimizer
 
 
 def ranks_of_this_host() -> int:
     """Return the number from the launcher's environment: DeepSpeed's, torchrun's, or none."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+    named = next((name for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE") if os.environ.get(name)), "WORLD_SIZE")
+    return number_in(named, 1)
 
 
 def cores_of_a_rank() -> int:

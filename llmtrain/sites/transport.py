@@ -287,7 +287,7 @@ class _Line:
             raise WireError(f"its header of {length} bytes is too long")
         text = bytearray(length)
         self.receive_into(memoryview(text))
-        header = loads(text)
+        header = loads(bytes(text))
         if not isinstance(header, dict):
             raise WireError("its header is no object")
         return header

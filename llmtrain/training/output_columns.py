@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain.base import log, units
-from llmtrain.base.errors import ModelError, UserError
+from llmtrain.base.errors import ModelError, UserError, number_in
 from llmtrain.base.files import scratch_folder
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
@@ -243,7 +242,7 @@ def main(argv: list[str]) -> int:
     """Run a rank of `write_on_ranks_here`. `argv`: the folder with the arguments."""
     folder = Path(argv[0])
     with failure_reported(folder):
-        world_size = int(os.environ["WORLD_SIZE"])
+        world_size = number_in("WORLD_SIZE")
         write(load(json.loads((folder / _WORDS).read_text()), world_size, "the ranks started here"))
     return 0
 

@@ -267,3 +267,17 @@ cli.run()
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (code, "computed\n"), ended.stderr
     assert ("ZeroDivisionError" in ended.stderr) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("WORLD_SIZE", ""), ("WORLD_SIZE", "two"), ("RANK", "x"), ("LOCAL_RANK", "-1"), ("LOCAL_SIZE", "1.5"),
+     ("LOCAL_WORLD_SIZE", "\u0663"), ("MASTER_PORT", "9" * 5000)],
+)  # fmt: skip
+def test_a_launchers_variable_that_is_no_number_is_refused(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert cli.main(["train", "run.yaml"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: {variable} is {value!a}: it must be a whole number") and "unset" in said

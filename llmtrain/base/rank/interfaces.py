@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from llmtrain.base.errors import ConfigError
+from llmtrain.base.errors import ConfigError, number_in
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
@@ -61,8 +61,8 @@ def interface_towards(master: str, here: dict[str, list[str]]) -> str | None:
     if address is None:
         return None
     loopback = ipaddress.ip_address(address).is_loopback
-    world = os.environ.get("WORLD_SIZE", "1")
-    several = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world) < int(world)
+    world = number_in("WORLD_SIZE", 1)
+    several = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world) < world
     if loopback and several and not _says_loopback(master):
         # Debian's /etc/hosts gives a host's own name 127.0.1.1; the other hosts know it by another address.
         outside = _own_address(_ELSEWHERE)

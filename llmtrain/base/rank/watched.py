@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from llmtrain.base import log
 from llmtrain.base.child import child_environment
+from llmtrain.base.errors import number_in
 from llmtrain.base.rank import stderr
 from llmtrain.base.rank.device_faults import is_echo, with_reason
 from llmtrain.base.rank.folder import (
@@ -48,7 +49,7 @@ _STACK_BYTES = 16 << 10
 
 def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent: str) -> Watched:
     """Start the heartbeat and, on local rank 0, the agent. `agent`: its module. Raises OSError."""
-    rank, local_rank = log.rank(), int(os.environ.get("LOCAL_RANK", "0"))
+    rank, local_rank = log.rank(), number_in("LOCAL_RANK", 0)
     folder = make_folder()
     stack_file = open(of_rank(folder, rank, "stack"), "a")  # noqa: SIM115  # faulthandler writes to it for ever
     # The stack of a crash has room in a full /dev/shm (FALLOC_FL_KEEP_SIZE).
@@ -104,7 +105,7 @@ class Watched:
         job = {
             "root": {"host": root["host"], "address": os.environ.get("MASTER_ADDR", "127.0.0.1"), **root["agent"]},
             "is_root": log.rank() == 0,
-            "store": int(os.environ.get("MASTER_PORT", "0")),
+            "store": number_in("MASTER_PORT", 0),
             "interface": name if "," not in (name := os.environ.get(GLOO, "")) else "",
             "hosts": ranks,
         }
@@ -173,7 +174,7 @@ def _start_agent(agent: str, folder: Path, stall_s: float, start_s: float, run_d
     settings = {
         "folder": str(folder),
         "launcher": os.getppid(),
-        "local_size": int(os.environ["LOCAL_SIZE"]),
+        "local_size": number_in("LOCAL_SIZE"),
         "stall_s": stall_s,
         # Beyond fault.start_timeout_s, so that gloo's own error comes first; the judge's stall_s is added to this.
         "connects_s": start_s + _CONNECT_GRACE_S - stall_s,

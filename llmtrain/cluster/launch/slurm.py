@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from llmtrain.base.errors import ConfigError
+from llmtrain.base.errors import ConfigError, number_in
 from llmtrain.cluster.hosts.hostfile import Host, name_problem
 from llmtrain.cluster.launch.job import TRAIN
 
@@ -109,7 +109,7 @@ def command(hosts: Sequence[Host], words: Sequence[str], step: str) -> list[str]
     `ask_to_leave`. Rank 0 is on SLURM_HOSTFILE's first host, regardless of Slurm's order."""
     # srun waits until the step before has given back its cores and GPUs. A step that has lost a host never does so
     # (Slurm 22.05, sbatch --no-kill), and the step on the hosts that are left would wait for ever.
-    fewer = len(hosts) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
+    fewer = len(hosts) < number_in("SLURM_JOB_NUM_NODES", 0)
     return [
         *("srun", f"--job-name={step}", f"--nodes={len(hosts)}", f"--ntasks={sum(host.slots for host in hosts)}"),
         *("--distribution=arbitrary", "--export=ALL", *(("--overlap",) if fewer else ())),
@@ -184,6 +184,8 @@ def become_rank(environ: MutableMapping[str, str]) -> None:
         raise ConfigError(
             f"{error.args[0]} is not set: `llmtrain launch --launcher slurm` starts this by srun"
         ) from None
+    except (IndexError, ValueError) as error:
+        raise ConfigError(f"Slurm's variables of this task make no sense ({error}): start it by srun") from None
 
 
 def main(words: list[str]) -> int:

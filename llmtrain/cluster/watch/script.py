@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from llmtrain.base.errors import number_in
 from llmtrain.base.rank import heartbeat
 from llmtrain.base.rank import watch as rank_side
 from llmtrain.base.rank.heartbeat import heart
@@ -41,7 +42,7 @@ def count_collectives(torch: Any) -> None:
 def met(torch: Any) -> None:
     """Connect the agents of several hosts. Call it on every rank after deepspeed.initialize."""
     cuda = torch.cuda.is_available()
-    rank, local_rank = torch.distributed.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+    rank, local_rank = torch.distributed.get_rank(), number_in("LOCAL_RANK", 0)
     about = {
         "rank": rank,
         "host": socket.gethostname(),

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from llmtrain.base import units
-from llmtrain.base.errors import ConfigError
+from llmtrain.base.errors import ConfigError, number_in
 from llmtrain.base.imports import without
 from llmtrain.config.topology import ranks_of_this_host
 
@@ -34,7 +34,7 @@ def own_device() -> torch.device:
     if accelerator.device_name() == "cpu":
         _refuse_idle_gpus()
         return torch.device("cpu")
-    local_rank = int(os.environ["LOCAL_RANK"])
+    local_rank = number_in("LOCAL_RANK")
     index = device_index(local_rank, ranks_of_this_host(), accelerator.device_count(), accelerator.device_name())
     if index != local_rank:
         _renumber(accelerator, local_rank, index)

@@ -24,8 +24,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from llmtrain.base import log, units
-from llmtrain.base.errors import UserError
+from llmtrain.base import log, units, untrusted
+from llmtrain.base.errors import UserError, number_in
 from llmtrain.base.rank import messages, watch
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact
@@ -82,7 +82,7 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
             have come.
         ConfigError: a variable names an interface that is not here.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = number_in("RANK"), number_in("WORLD_SIZE")
     _meetings[_address()] = _number() + 1 if _address() in _meetings else 0
     interface = None
     if world_size > 1:
@@ -92,7 +92,7 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
     seat = Seat(
         rank=rank,
         host=socket.gethostname(),
-        local_rank=int(os.environ["LOCAL_RANK"]),
+        local_rank=number_in("LOCAL_RANK"),
         device=device_name(device),
         pid=os.getpid(),
     )
@@ -136,7 +136,7 @@ def _address() -> str:
 
 def _serve(world_size: int) -> dist.TCPStore:
     """Serve the store in this process. Raises RendezvousError."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], number_in("MASTER_PORT")
     if port and _number() and _address() in _served:  # the other ranks may have connected to it already
         return _served[_address()]
     _served.clear()
@@ -169,7 +169,7 @@ def _user_of(port: int) -> str:
 
 def _connect(seat: Seat, limit_s: float) -> dist.TCPStore:
     """Connect to rank 0's store, with retries. Raises RendezvousError."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], number_in("MASTER_PORT")
     deadline = time.monotonic() + limit_s
     pause_s, trouble = 0.05, ""
     while True:
@@ -217,7 +217,7 @@ def _gather(store: dist.Store, about: dict[str, Any], world_size: int, limit_s: 
     while len(came) < world_size and time.monotonic() < deadline and not twice:
         for rank in (r for r in range(world_size) if r not in came):
             if store.check([_key("about", rank)]):
-                came[rank] = json.loads(store.get(_key("about", rank)))
+                came[rank] = _about(store.get(_key("about", rank)), rank)
         twice = store.get(_key("twice")).decode() if store.check([_key("twice")]) else ""
         if time.monotonic() > tell:
             tell += _TELL_S
@@ -244,6 +244,21 @@ def _gather(store: dist.Store, about: dict[str, Any], world_size: int, limit_s: 
         raise kind(problem)
     _log_interfaces(list(came.values()))
     return seats
+
+
+def _about(said: bytes, rank: int) -> dict[str, Any]:
+    """Return what a rank has said about itself. Raises RendezvousError: anyone can write into the store."""
+    try:
+        about = untrusted.loads(said, infinite=True)
+        parts = [about[part] for part in ("versions", "settings", "seat")]
+        if Seat(**about["seat"]).rank != rank or not all(isinstance(part, dict) for part in parts):
+            raise ValueError(f"it is of rank {about['seat']['rank']}")
+        return {"device_id": None, "interface": None, **about}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RendezvousError(
+            f"what rank {rank} says about itself at {_address()} makes no sense ({untrusted.first_line(error, 80)}): "
+            "something else writes into that store. Give `deepspeed --master_port` another port."
+        ) from None
 
 
 def _follow(store: dist.Store, about: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
@@ -384,7 +399,7 @@ def _log_interfaces(everyone: Sequence[Mapping[str, Any]]) -> None:
 def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: float) -> Any:
     """Make the process group of all ranks, and return their gloo group. Raises RendezvousError."""
     limit, world_size = timedelta(seconds=limit_s), len(meeting.seats)
-    rank = int(os.environ["RANK"])
+    rank = number_in("RANK")
     # As DeepSpeed would (comm/torch.py): a rank alone has no peer, and with a device every later group costs a split.
     bound = device if device.type == "cuda" and world_size > 1 else None
     heart.phase("connect")  # NCCL has no limit here: the watch has one
