@@ -25,6 +25,7 @@ from llmtrain.base.choice import (
     bounded,
     mapped,
 )
+from llmtrain.base.trees import lookup
 from llmtrain.config.stages import STAGED, Batch, Stages, data_of
 from llmtrain.config.stages import DataConfig as DataConfig
 from llmtrain.config.topology import Degrees, Mix
@@ -416,6 +417,11 @@ class ResolvedRun:
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         return self.mix.precision
+
+    @property
+    def finds_loss_scale(self) -> bool:
+        """True in fp16 with a dynamic loss scale, which is found by overflowing; a static one is the user's."""
+        return self.precision == "fp16" and not lookup(self.deepspeed, "fp16.loss_scale")
 
     @property
     def zero_stage(self) -> int:

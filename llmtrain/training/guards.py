@@ -15,6 +15,7 @@ from llmtrain.base import log, units
 from llmtrain.base.errors import DataError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.threads import in_thread
+from llmtrain.base.trees import lookup
 from llmtrain.config.plugins import is_of_plugin
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.saving import Saving
@@ -22,6 +23,8 @@ from llmtrain.training.step import Position, Request, is_due
 
 _AT_ONCE = 4 << 30
 """Bytes of data that a resume compares with checksums before its first step; more are compared during the steps."""
+_RETURNS, _WITHIN = 3, 16
+"""A loss scale that overflows again so often within these steps is worth a warning."""
 
 
 class Limits(Part):
@@ -44,12 +47,17 @@ class SkippedSteps(Part):
     def __init__(self, launch: Launch) -> None:
         self._setup, self._tracker, self._checkpoints = launch.setup, launch.tracker, launch.folder.checkpoints
         self._in_a_row = 0
+        self._rate, self._last = launch.session.rate, ""
+        self._returns: list[int] = []
+        """Steps in which a loss scale that had fitted overflowed again."""
+        self._steps_before, self._told = False, False
 
     def figures(self, done: Done) -> dict[str, Any]:
         return {"skipped_steps": done.position.skipped_steps}
 
     def after_step(self, done: Done) -> None:
         """Raises TrainingStopped, on all ranks."""
+        stepped, self._steps_before = self._steps_before, not done.update.skipped
         if not done.update.skipped:
             self._in_a_row = 0
             return
@@ -57,6 +65,7 @@ class SkippedSteps(Part):
         every = list(range(first, first + done.batch.sequences))
         if not done.agreed.weight:
             self._tracker.event("skip", step=step, what="no counted token", samples=every, loss_scaling=False)
+            self._last = "no token of its samples was counted"
             log.warn(f"step {step} skipped: no token of the samples {units.some(every)} is counted")
             return
         if done.update.left_out:
@@ -70,23 +79,52 @@ class SkippedSteps(Part):
             for index in micro.sample_indices
         ]
         samples = sorted(index for found in self._setup.ranks.gather(bad) for index in found)
-        # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
-        scaling = self._setup.resolved.precision == "fp16" and not samples
+        # A dynamic loss scale is found by overflowing: with a finite loss that is no fault.
+        scaling = self._setup.resolved.finds_loss_scale and not samples
         objective = self._setup.run.objective
         own = f" of the plugin's objective.name {objective.name}" if is_of_plugin(objective) else ""
         what = ("loss" if samples else "gradient") + own
         named = samples or every
         self._tracker.event("skip", step=step, what=f"non-finite {what}", samples=named, loss_scaling=scaling)
+        self._last = f"its {what} was not finite"
         if scaling:
+            self._last += ", and fp16 still looked for its loss scale (fp16.initial_scale_power)"
+            if stepped:
+                self._return(step)
             return
         self._in_a_row += 1
         log.warn(f"step {step} skipped: non-finite {what}; samples {units.some(named)} ({self._in_a_row} in a row)")
         if self._in_a_row >= self._setup.run.fault.max_skipped:
+            scale = None if samples else lookup(self._setup.resolved.deepspeed, "fp16.loss_scale")
+            static = f"set fp16.loss_scale, a static {scale:g}, to 0, which adapts, " if scale else ""
             raise TrainingStopped(
                 f"{self._in_a_row} steps in a row were skipped for a non-finite {what}; fault.max_skipped is "
-                f"{self._setup.run.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, lower "
+                f"{self._setup.run.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, {static}lower "
                 f"optim.lr, or resume from an earlier checkpoint in {self._checkpoints}."
             )
+
+    def _return(self, step: int) -> None:
+        """Warn once of a loss scale that soon grows back into the next overflow."""
+        self._returns.append(step)
+        if len(self._returns) >= _RETURNS and step - self._returns[-_RETURNS] <= _WITHIN and not self._told:
+            self._told = True
+            window = lookup(self._setup.resolved.deepspeed, "fp16.loss_scale_window")
+            log.warn(
+                f"steps {units.some(self._returns[-_RETURNS:])} were skipped: the loss scale grows after "
+                f"{window} steps (fp16.loss_scale_window) into the next overflow. Set that to 1000, DeepSpeed's default"
+            )
+
+    def refuse_untrained(self, position: Position) -> None:
+        """Raises TrainingStopped, on all ranks: no step of a complete run has changed a parameter."""
+        rated = any(self._rate(step) for step in range(position.step))
+        if not position.step or (rated and position.skipped_steps < position.step):
+            return
+        last = f", the last because {self._last}" if self._last else ""
+        reason = f"all were skipped{last}" if rated else "the learning rate was 0 in all (optim.lr, section schedule)"
+        raise TrainingStopped(
+            f"none of the {position.step} steps has changed a parameter: {reason}. So the run is not complete, and "
+            "exports nothing. Correct that, and begin in another train.run_dir."
+        )
 
 
 class DataChanged(TrainingStopped):

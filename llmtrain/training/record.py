@@ -108,10 +108,10 @@ class Record(Part):
         self._steps, self._sums, self._norms = [], [], []
         if self._file is not None:
             self._file.append(rows)
-        in_fp16 = self._setup.resolved.precision == "fp16"
+        finds_scale = self._setup.resolved.finds_loss_scale
         for row in (row for row in rows if row.weight):
-            # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
-            scaling = in_fp16 and math.isfinite(row.loss) and not math.isfinite(row.norm)
+            # A dynamic loss scale is found by overflowing: with a finite loss that is no fault.
+            scaling = finds_scale and math.isfinite(row.loss) and not math.isfinite(row.norm)
             if spike := self.detector.take(row.step, row.loss, math.nan if scaling else row.norm):
                 self._report(spike)
 

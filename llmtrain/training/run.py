@@ -326,6 +326,8 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
     setup, folder, tracker = launch.setup, launch.folder, launch.tracker
     evaluation, complete, last_words = launch.part(Evaluation), reason is None, ""
     tracker.end_progress()
+    if complete and REPLAYED not in os.environ:  # of a few steps, all may have been skipped
+        launch.part(SkippedSteps).refuse_untrained(position)
     if complete and evaluation.decides:
         evaluation.evaluate(position)
     with heart.during("save"):

@@ -139,7 +139,7 @@ class Session:
         `step`: optimizer steps done before, skipped ones included."""
         self.engine, self.objective = engine, objective
         self.step_number = step
-        self._rate, self._seed, self._agree = rate, seed, Agree(ranks)
+        self.rate, self._seed, self._agree = rate, seed, Agree(ranks)
         self._leads = degrees.place(ranks.rank).leads
         self._seeded_as = ranks.rank // degrees.tensor
         self.measured: Callable[[Sequence[MicroBatch]], AbstractContextManager[None]] = lambda _: nullcontext()
@@ -160,7 +160,7 @@ class Session:
         counted = sum(map(self.objective.weight, batch.micro_batches))
         agreement = self._agree.start(counted if self._leads else 0, request)
         self.seed()
-        lr_factor = self._rate(self.step_number)
+        lr_factor = self.rate(self.step_number)
         if not counted and not agreement().weight:  # nowhere: momentum alone would move the weights
             before_update()
             nothing, update = (

@@ -7,9 +7,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from llmtrain.cli import main
 from tests.helpers import forked
-from tests.helpers.launching import environment, finish, launch, losses, rows, write_recipe
+from tests.helpers.launching import environment, finish, launch, losses, rows, write_recipe, write_run
 from tests.helpers.play import write_play
 from tests.helpers.processors import have_fp16, lack_fp16
 
@@ -90,6 +92,33 @@ def test_fp16_is_refused_where_the_device_lacks_it(small_data, tmp_path):
     assert "fp16.enabled is true, but the device (cpu) does not support fp16" in output and "use bf16" in output
     code, output = forked.finish(recipe, "--deepspeed", fp16, "--train.max_steps", "4", before=have_fp16)
     assert code == 0, output
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_static_loss_scale_that_overflows_is_a_fault(small_data, tmp_path, stages):
+    """Nothing looks for a smaller one: such a run has ended as complete, with the export of untrained weights."""
+    scale = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "loss_scale": 2**24}}
+    scale |= {"pipeline": {"stages": stages}}
+    train = {"global_batch": 8, "micro_batch": 4, "max_steps": 6, "export": True}
+    run = write_run(tmp_path, small_data, scale, train)
+    code, output = forked.finish(run, "--fault.max_skipped", "3", world_size=stages, before=have_fp16)
+    assert code == 3 and "Traceback" not in output and not (tmp_path / "run/export").exists(), output
+    assert "warning: step 2 skipped: non-finite gradient" in output and "(2 in a row)" in output
+    assert "error: 3 steps in a row were skipped" in output and "set fp16.loss_scale, a static 1.67772e+07, to 0" in output
+    code, output = forked.finish(run, "--fault.max_skipped", "99", world_size=stages, before=have_fp16)
+    assert code == 3 and not (tmp_path / "run/export").exists(), output
+    assert "error: none of the 6 steps has changed a parameter: all were skipped, the last because its gradient" in output
+
+
+def test_a_loss_scale_that_grows_into_each_overflow_is_said_once(small_data, tmp_path):
+    """Half of the steps are lost; and one that is still sought at the end has trained nothing."""
+    scale = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 1, "hysteresis": 1}}
+    train = {"global_batch": 8, "micro_batch": 8, "max_steps": 30}
+    run = write_run(tmp_path, small_data, {"zero_optimization": {"stage": 1}, **scale}, train)
+    code, output = forked.finish(run, "--train.max_steps", "2", world_size=1, before=have_fp16)
+    assert code == 3 and "none of the 2 steps has changed" in output and "fp16.initial_scale_power" in output, output
+    code, output = forked.finish(run, world_size=1, before=have_fp16)
+    assert code == 0 and output.count("the loss scale grows after 1 steps (fp16.loss_scale_window)") == 1, output
 
 
 def test_without_validation_data_check_and_train_agree_and_without_evaluation_it_trains(tmp_path, capsys):
