@@ -17,6 +17,17 @@ _KERNELS = ("attn_implementation", "experts_implementation")
 _OWN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
 
+_POINTER = "version https://git-lfs"
+
+
+def pointer(text: str | bytes) -> str:
+    """A sentence if a file's first bytes show that git has put a pointer in the place of its content, else empty."""
+    begin = text[: len(_POINTER)]
+    if (begin if isinstance(begin, str) else begin.decode(errors="replace")) != _POINTER:
+        return ""
+    return "it is a pointer of git-lfs; `git lfs pull` in its folder fetches the file itself"
+
+
 def loads(text: str | bytes, *, infinite: bool = False, pairs: Callable[[Any], Any] | None = None) -> Any:
     """json.loads that raises ValueError for every fault of a text.
 
@@ -29,6 +40,8 @@ def loads(text: str | bytes, *, infinite: bool = False, pairs: Callable[[Any], A
         ValueError: no JSON, nested deeper than MAX_DEPTH, or a number that Python cannot hold (1e999, or one of more
             than 4,300 digits).
     """
+    if fetch := pointer(text):
+        raise ValueError(fetch)
     constant = float if infinite else _no_constant
     try:
         tagged = _tagged if infinite else None

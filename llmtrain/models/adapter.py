@@ -28,11 +28,11 @@ from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, A, B,
 from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
 from llmtrain.models.score import SCORE, WEIGHT, gives_scores
 from llmtrain.models.skeleton import decoder_layers, materialise
-from llmtrain.models.source import ParameterSource
+from llmtrain.models.source import ParameterSource, strange_part
 from llmtrain.models.transformers_private import with_values
 from llmtrain.storage.pieces import pick
 from llmtrain.storage.region import Region
-from llmtrain.storage.tensorfile import numel
+from llmtrain.storage.tensorfile import TensorFile, TensorFileError, numel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -298,12 +298,13 @@ def read_peft(
     here |= {"use_rslora": adapter.rslora, "use_dora": adapter.dora}
     try:
         config = untrusted.loads((folder / CONFIG).read_bytes())
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+        with TensorFile(folder / WEIGHTS):  # whose errors say more
+            files = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
         parameters = [str(name) for name in config.get("target_parameters") or []]
         settings = {
             key: config.get(key) for key in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", *_OTHERS)
         }
-    except (OSError, ValueError, AttributeError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, SafetensorError, TensorFileError) as error:
         raise refuse(f"is no PEFT folder ({error})", f"name one with {CONFIG} and {WEIGHTS}") from error
     for key, value in here.items():
         if (settings[key] or False) != value:
@@ -315,6 +316,12 @@ def read_peft(
     if others := sorted(set(parameters) - weights):  # see lora_config
         rule = f"its target_parameters name {others[0]}, where the run has no adapter"
         raise refuse(rule, "merge it with peft first")
+    tensors: dict[str, Tensor] = {}
+    for other, tensor in files.items():
+        # Of a module that trains completely peft writes the first values, too, and some tensors under two names.
+        if ".original_module." not in other and not torch.equal(tensors.setdefault(plain_name(other), tensor), tensor):
+            rule = f"its {other} and {plain_name(other)} differ, which are one tensor"
+            raise refuse(rule, "save it with peft again")
     for other, name in (tied or {}).items():
         if other in tensors and name in tensors and not torch.equal(tensors.pop(other), tensors[name]):
             rule = f"its {other} and {name} differ, which are one tied tensor of the run's model"
@@ -325,8 +332,9 @@ def read_peft(
         rule = f"its {odd[0]} is {held.get(odd[0], 'not there')}, the run's is {shapes.get(odd[0], 'not there')}"
         remedy = (
             "name its maps in adapter.targets, its other modules in adapter.modules_to_save, and in model.pretrained "
+            "the model that it was made for"
         )
-        raise refuse(rule, remedy + "the model that it was made for")
+        raise refuse(rule, strange_part(held, shapes).strip(" .") or remedy)
     return {name: tensor.float().view(-1) for name, tensor in tensors.items()}
 
 

@@ -138,6 +138,10 @@ class TensorFile:
         self._pread(0, length)
         (size,) = struct.unpack("<Q", length)
         if size > min(_MAX_HEADER, self.bytes - 8):
+            begin = memoryview(bytearray(min(64, self.bytes)))
+            self._pread(0, begin)
+            if fetch := untrusted.pointer(bytes(begin)):
+                raise TensorFileError(f"{self.path}: {fetch}.")
             raise TensorFileError(
                 f"{self.path}: its header claims {size} bytes, the file has {self.bytes} (limit {_MAX_HEADER}). "
                 "It is damaged, cut short, or no safetensors file."

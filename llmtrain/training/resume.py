@@ -50,7 +50,7 @@ class TrainerState:
             "separator_id": data.separator_id,
             "tokenizer_dir": str(data.tokenizer_dir.resolve()),  # to-hf may run anywhere
             "tokenizer": data.manifests[0].tokenizer_fingerprint,
-            "sampling": _sampling(run.model.folder),
+            "sampling": _sampling(run.model.folder, data.tokenizer_dir),
             "run": asdict(run),
             "deepspeed": setup.resolved.deepspeed,
             "versions": versions(),
@@ -140,12 +140,12 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
                  folder=resumed.folder, kept=saved, lines=lines)  # fmt: skip
 
 
-def _sampling(folder: Path | None) -> dict[str, Any]:
+def _sampling(folder: Path | None, tokenizer: Path) -> dict[str, Any]:
     if folder is None:
         return {}
     from llmtrain.checkpoint.hf.serving import sampling_defaults
 
-    return sampling_defaults(folder)
+    return sampling_defaults(folder, tokenizer)
 
 
 def _frozen_lines(source: FrozenSource) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from llmtrain.base.errors import CheckpointError, ConfigError
 from llmtrain.checkpoint.hf.inference import Sampling, generate
@@ -49,6 +49,32 @@ def test_an_adapter_to_begin_with_that_is_another_is_refused_by_name(tmp_path, c
         save_file({PREFIX + "model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, tmp_path / WEIGHTS)
     spec = ModelSpec.of(ModelConfig(config=dict(LLAMA)), AdapterConfig(r=4, start=str(tmp_path)))
     with pytest.raises(ConfigError, match=says):
+        spec.initial_weights(0, torch.device("cpu"))
+
+
+def test_an_adapter_to_begin_with_as_peft_writes_it_for_a_longer_vocabulary(tmp_path):
+    """peft writes such a module three times: as it is, as the trained copy, and with its first values."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(LLAMA)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    plain.save_pretrained(tmp_path / "base")
+    more = plain.config.vocab_size + 8
+    plain.resize_token_embeddings(more, mean_resizing=False)
+    whole = ["model.embed_tokens", "lm_head"]
+    config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", modules_to_save=whole, task_type="CAUSAL_LM")
+    model = get_peft_model(plain, config)
+    model.get_base_model().lm_head.modules_to_save["default"].weight.data.fill_(0.5)
+    model.save_pretrained(tmp_path / "peft")
+    base = ModelConfig(pretrained=str(tmp_path / "base"), vocabulary=more)
+    spec = ModelSpec.of(base, AdapterConfig(r=4, modules_to_save=whole, start=str(tmp_path / "peft")))
+    source = spec.initial_weights(0, torch.device("cpu"))
+    assert source.shape("lm_head.weight")[0] == more and bool((source.read("lm_head.weight", 0, 99) == 0.5).all())
+    tensors = load_file(tmp_path / "peft" / WEIGHTS)
+    wrapped = {name.replace(PREFIX, f"{PREFIX}module."): tensor for name, tensor in tensors.items()}
+    save_file(wrapped, tmp_path / "peft" / WEIGHTS)
+    with pytest.raises(ConfigError, match="Names there have `module.` too much, which DDP adds"):
         spec.initial_weights(0, torch.device("cpu"))
 
 

@@ -41,6 +41,9 @@ def test_new_tokens_of_a_chat_format(tmp_path: Path, warm: WarmCommands) -> None
     llmtrain(tmp_path, "prepare", *words, warm=warm)
     tokens = json.loads((tmp_path / "data/manifest.json").read_text())["vocab_size"]
     written(tmp_path / "model", tokens - 5)
+    settings = tmp_path / "model/generation_config.json"
+    stops = [*json.loads(settings.read_text())["eos_token_id"], tokens - 1]  # the last is no end of these answers
+    settings.write_text(json.dumps({"eos_token_id": stops}))
     text = RECIPE.format(repo=REPO, data=tmp_path / "data", run=tmp_path / "run").replace("th: 32", "th: 160")
     model = f"model: {{pretrained: {tmp_path / 'model'}}}\nadapter: {{r: 4}}\n"
     recipe = tmp_path / "recipe.yaml"
@@ -70,5 +73,6 @@ def test_new_tokens_of_a_chat_format(tmp_path: Path, warm: WarmCommands) -> None
     llmtrain(tmp_path, "checkpoint", "to-hf", "run", "merged", "--merge", warm=warm)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.vocab_size == tokens
+    assert set(stops) <= set(merged.generation_config.eos_token_id), "where the base stops"
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
     assert isinstance(generate(tmp_path / "merged", "yes", Sampling(max_tokens=4)), str)

@@ -175,7 +175,7 @@ def write_others(folder: Path, made: Export, files: WeightFiles) -> None:
     else:
         config = layout.skeleton.config
         config.dtype, config.architectures = dtype, [type(layout.skeleton).__name__]
-        ids, sampling = special_ids(beside, trainer.get("separator_id")), _sampling(trainer)
+        ids, sampling = special_ids(beside, trainer.get("separator_id")), _sampling(trainer, beside)
         pad_within(config, ids, report)
         if ids:
             configure(config, ids, ends_of(chat_folders(trainer)))
@@ -183,7 +183,7 @@ def write_others(folder: Path, made: Export, files: WeightFiles) -> None:
             pad_apart(config, report)
             (folder / "generation_config.json").unlink(missing_ok=True)
         elif (ids or sampling) and not (folder / "generation_config.json").exists():  # else an imported folder's own
-            settings = generation_settings(config, ids) | sampling
+            settings = generation_settings(config, ids, sampling)
             (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         fields = json.loads(config.to_json_string())  # infinite numbers keep this transformers' spelling
         for_older_readers(fields)
@@ -281,13 +281,14 @@ def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any], **mor
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n")
 
 
-def _sampling(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """The base's sampling defaults: the run's record, or for an older run the base's folder."""
+def _sampling(trainer: Mapping[str, Any], tokenizer: Path | None) -> dict[str, Any]:
+    """The base's sampling defaults and stops: the run's record, or for an older run the base's folder."""
     kept, model = trainer.get("sampling"), trainer.get("run", {}).get("model") or {}
-    if isinstance(kept, dict):
-        return kept
     base = model.get("pretrained")
-    return sampling_defaults(local_folder(str(base), model.get("revision"))) if base else {}
+    now = sampling_defaults(local_folder(str(base), model.get("revision")), tokenizer) if base else {}
+    if isinstance(kept, dict):
+        now = {key: now[key] for key in now.keys() & {"eos_token_id"}} | kept
+    return now
 
 
 def _weight_map(index: str | bytes) -> Any:

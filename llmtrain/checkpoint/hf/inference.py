@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from llmtrain.data.tokenizer_folder import refuse_unsafe
 from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import TooLargeError, load_config
-from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
+from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes, strange_part
 from llmtrain.storage.addresses import folder_here, is_url
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
@@ -84,17 +84,19 @@ class Answerer:
             from llmtrain.checkpoint.meaning import refuse_other_base
 
             refuse_other_base(folder / MARK, config)
-        tokenizer = _tokenizer(folder)
+        # peft's own save_pretrained writes none: the base has it
+        tokenizer = _tokenizer(folder if base == folder or any(folder.glob("tokenizer*.json")) else base)
         _check_weights(base, config)
         with _loading(base):
             model = _model(base, device)
         if base != folder:  # transformers by itself would take the base's newest commit, not the adapter's
             rows = _rows(folder, model)
-            with _loading(folder):
+            with _loading(folder), _silent():
                 if rows:
                     model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has all of them
-                model.load_adapter(str(folder))
+                loaded = model.load_adapter(str(folder))
             _load_magnitudes(folder, model)
+            _refuse_lost(folder, model, loaded.unexpected_keys | loaded.missing_keys)
         return cls(model.eval(), tokenizer, folder, base != folder, _ends(base, folder, tokenizer))
 
     def room(self, prompt_tokens: int, wanted: int) -> int:
@@ -236,6 +238,52 @@ def _load_magnitudes(folder: Path, model: Any) -> None:
             if path.endswith(MAGNITUDE):
                 length = model.get_submodule(f"{path}.default").weight
                 length.data.copy_(file.get_tensor(name).view_as(length))
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Context without transformers' report, which calls loaded tensors unexpected: `_refuse_lost` judges them."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def _refuse_lost(folder: Path, model: Any, reported: Collection[str]) -> None:
+    """Raises ModelError: a tensor of the adapter's folder went nowhere, or a place in the model got none. `reported`:
+    names that transformers did not match. peft may write a tensor under two names, and `_load_magnitudes` loads some:
+    those whose values are in the model are right."""
+    from safetensors.torch import load_file
+
+    from llmtrain.models.adapter import plain_name
+
+    held: dict[str, list[Any]] = {}
+    for name, tensor in load_file(folder / WEIGHTS).items() if reported else ():
+        if ".original_module." not in name:
+            held.setdefault(plain_name(name.removeprefix(PREFIX)), []).append(tensor)
+    places: dict[str, list[Any]] = {}
+    for name, tensor in model.state_dict().items() if reported else ():
+        places.setdefault(plain_name(name), []).append(tensor)
+
+    def there(tensor: Any, place: Any) -> bool:
+        return place.shape == tensor.shape and bool((place.cpu() == tensor.to(place.dtype)).all())
+
+    lost = set()
+    for name in map(plain_name, reported):
+        tensors = held.get(name, [])
+        if not tensors or not all(any(there(tensor, place) for place in places.get(name, ())) for tensor in tensors):
+            lost.add(name)
+    unset, odd = sorted(lost & places.keys()), sorted(lost - places.keys())
+    if lost:
+        told = [f"{len(names)} {what}, first {', '.join(names[:2])}"
+                for names, what in ((odd, "of its tensors have no place in the model"),
+                                    (unset, "places of the adapter get no tensor")) if names]  # fmt: skip
+        hint = strange_part(odd, unset) or f" Is the base in {CONFIG} the one that the adapter was made for?"
+        raise ModelError(f"{folder / WEIGHTS} does not fit: {'; '.join(told)}.{hint}")
 
 
 def is_model(folder: Path) -> bool:

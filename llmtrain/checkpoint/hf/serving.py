@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from llmtrain.data.chat.conversation import Conversation
     from llmtrain.data.chat.rendering import Template
 
+_SETTINGS = "generation_config.json"
+
 
 def special_ids(tokenizer: Path | None, separator: int | None) -> dict[str, int | None]:
     """bos_token_id, eos_token_id and pad_token_id by the tokenizer's folder, else `separator`, which ended the
@@ -79,14 +81,34 @@ def pad_apart(config: Any, report: Report) -> None:
         )
 
 
-def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """The sampling defaults in a model folder's generation_config.json, without token ids."""
+def sampling_defaults(folder: Path, tokenizer: Path | None = None) -> dict[str, Any]:
+    """The sampling defaults in a model folder's generation_config.json, and of its token ids those of `own_stops`.
+    `tokenizer`: the folder of the run's."""
     try:
-        fields = untrusted.loads((folder / "generation_config.json").read_bytes())
+        fields = untrusted.loads((folder / _SETTINGS).read_bytes())
         plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float))}
     except (OSError, ValueError, AttributeError):
-        return {}
-    return {key: value for key, value in plain.items() if not key.startswith("_") and not key.endswith("token_id")}
+        plain = {}
+    kept = {key: value for key, value in plain.items() if not key.startswith("_") and not key.endswith("token_id")}
+    stops = [] if tokenizer is None else own_stops(folder, tokenizer)
+    return kept | ({"eos_token_id": stops} if stops else {})
+
+
+def own_stops(base: Path, tokenizer: Path) -> list[int]:
+    """Ids where a base's answers stop, by its generation_config.json, else by its config.json: those that are the same
+    added token in its tokenizer and in the run's. In another vocabulary they are ordinary words."""
+    try:
+        ours, theirs = (
+            Tokenizer.from_file(str(place / "tokenizer.json")).get_added_tokens_decoder() for place in (tokenizer, base)
+        )
+        for name in (_SETTINGS, "config.json"):
+            file = base / name
+            ids = untrusted.loads(file.read_bytes(), infinite=True).get("eos_token_id") if file.is_file() else None
+            if named := [number for number in (ids if isinstance(ids, list) else [ids]) if type(number) is int]:
+                return [n for n in named if n in ours and n in theirs and ours[n].content == theirs[n].content]
+    except Exception:  # the library raises bare Exception; a base whose files cannot be read has no stops to keep
+        pass
+    return []
 
 
 def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
@@ -105,17 +127,17 @@ def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
         report.add("padding", f"the model was trained with pad_token_id {trained}, its tokenizer pads with {named}")
 
 
-def generation_settings(config: Any, ids: dict[str, int | None]) -> dict[str, Any]:
-    """generation_config.json of a configured model: its special tokens; without a padding token the end token pads."""
+def generation_settings(config: Any, ids: dict[str, int | None], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json of a configured model: its special tokens, and the base's `sampling_defaults`, whose stops
+    come before the tokenizer's. Without a padding token the end token pads."""
     eos = getattr(config, "eos_token_id", None)
     pad = ids.get("pad_token_id")
-    first = eos[0] if isinstance(eos, list) else eos
+    ends = eos if isinstance(eos, list) else [eos]
     bos = getattr(config, "bos_token_id", None)
-    settings = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": first if pad is None else pad}
+    every = list(dict.fromkeys([*sampling.get("eos_token_id", ()), *(number for number in ends if number is not None)]))
+    settings = {"bos_token_id": bos, "pad_token_id": ends[0] if pad is None else pad, **sampling}
+    settings["eos_token_id"] = every if len(every) > 1 else eos
     return {name: value for name, value in settings.items() if value is not None}
-
-
-_SETTINGS = "generation_config.json"
 
 
 def chat_folders(trainer: Mapping[str, Any]) -> list[Path]:

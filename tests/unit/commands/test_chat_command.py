@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import llmtrain
+from llmtrain.base.errors import ModelError
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.cli import main
+from llmtrain.models.parameters import PREFIX
 from tests.helpers.chat import KINDS, expected, write_tokenizer
 from tests.helpers.hf_folders import checkpoint_of
 from tests.helpers.talkers import write_adapter, write_talker
@@ -94,6 +99,59 @@ def test_with_its_adapter_and_without(talker, tmp_path, chat):
     assert chat(["one"], lora, "--no-adapter")[:2] == (0, "hi\n")
     code, _, err = chat(["one"], talker, "--no-adapter")
     assert code == 2 and "is a complete model" in err
+    for file in lora.glob("*token*"):
+        file.unlink()
+    assert chat(["one"], lora)[:2] == (0, "i\n"), "the base has the tokenizer"
+
+
+def test_an_adapter_whose_tensors_do_not_fit_never_answers_as_its_base(talker, tmp_path, chat, capsys):
+    """transformers leaves such tensors out, and says in a report that this can be ignored."""
+    lora = write_adapter(tmp_path / "lora", talker, "\n", "i")
+    weights, a = lora / "adapter_model.safetensors", f"{PREFIX}lm_head.lora_A.weight"
+    tensors = load_file(weights)
+    wrapped = {name.replace(PREFIX, f"{PREFIX}_orig_mod."): tensor for name, tensor in tensors.items()}
+    for held, says in (
+        (wrapped, "of its tensors have no place in the model, first _orig_mod.lm_head.lora_A.weight, "),
+        (wrapped, "2 places of the adapter get no tensor, first lm_head.lora_A.weight, "),
+        (wrapped, "Names there have `_orig_mod.` too much, which torch.compile adds"),
+        ({name: tensor for name, tensor in tensors.items() if name != a}, "1 places of the adapter get no tensor"),
+        ({**tensors, f"{PREFIX}lm_head.lora_C": torch.ones(1)}, "1 of its tensors have no place in the model"),
+    ):
+        save_file(held, weights, metadata={"format": "pt"})
+        code, out, err = chat(["one"], lora)
+        assert code == 2 and out == "" and says in err and "LOAD REPORT" not in err, err
+        assert main(["generate", str(lora), "--prompt", "a"]) == 2 and says in capsys.readouterr().err
+        with pytest.raises(ModelError, match="does not fit"):
+            llmtrain.load(lora)
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    assert "`git lfs pull` in its folder" in chat(["one"], lora)[2]
+
+
+@pytest.mark.parametrize("form", [{"use_dora": True}, {"modules_to_save": ["lm_head", "embed_tokens"]}])
+def test_folders_of_peft_that_fit_load_exactly_and_without_a_report(talker, tmp_path, capfd, form):
+    """DoRA's lengths have two names, and modules of a longer vocabulary are in the folder three times."""
+    from peft import LoraConfig, get_peft_model
+
+    plain = AutoModelForCausalLM.from_pretrained(talker)
+    if rows := "modules_to_save" in form and plain.config.vocab_size + 6:
+        plain.resize_token_embeddings(rows, mean_resizing=False)
+    model = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], **form))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    # The base's own values are not in the folder.
+    base = {name: p for name, p in AutoModelForCausalLM.from_pretrained(talker).named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.get_base_model().named_parameters():
+            if (own := base.get(name.replace(".base_layer", ""))) is not None and "lora_" not in name:
+                parameter.copy_(own)
+    model.save_pretrained(tmp_path / "peft")
+    capfd.readouterr()
+    loaded, _ = llmtrain.load(tmp_path / "peft")
+    assert "REPORT" not in "".join(capfd.readouterr())
+    ids = torch.arange(200)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
 
 
 def test_of_a_run_its_newest_state_answers(talker, tmp_path, chat):

@@ -18,6 +18,7 @@ from llmtrain.cli import main
 from llmtrain.data.tokenize import train_bpe
 from llmtrain.training import finish
 from tests.helpers import gpu_texts
+from tests.helpers.chat import KINDS, write_tokenizer
 from tests.helpers.hf_folders import TOKENS, checkpoint_of, new_model
 
 VOCABULARY = 290
@@ -89,7 +90,16 @@ def _replacing(content: str) -> dict[str, object]:
 
 
 DEEP = '{"a":' * 100_000
+def _renamed(folder: Path) -> None:
+    tensors = {f"_orig_mod.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 STRANGE = {
+    "names of torch.compile": (_renamed, "Names there have `_orig_mod.` too much, which torch.compile adds"),
+    "a pointer of git-lfs": (lambda f: (f / "model.safetensors").write_text(LFS), "`git lfs pull` in its folder"),
+    "a tokenizer that is a pointer": (lambda f: (f / "tokenizer.json").write_text(LFS), "`git lfs pull` in its folder"),
     "a pickle": (_pickle, "Only safetensors are read"),
     "a tensor is lacking": (_lacking, "lacks 1 of the model's 21 parameters, first model.norm.weight"),
     "a deep config.json": (lambda f: (f / "config.json").write_text(DEEP), "nested deeper than 100"),
@@ -204,6 +214,29 @@ def test_several_end_tokens_and_the_padding_of_a_chat_model_stay(tokenizer, tmp_
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (0, [4, 0], 9)
     settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert settings["eos_token_id"] == [4, 0]
+
+
+def test_where_a_base_stops_stays_in_the_export(tokenizer, tmp_path):
+    """Llama 3.1 names three ends in generation_config.json alone, of which one ends a turn and one a call of a tool."""
+    base, data = (write_tokenizer(tmp_path / name, KINDS["llama3"]) for name in ("base", "data"))
+    (data / "generation_config.json").unlink()
+    words = AutoTokenizer.from_pretrained(base)
+    size, (end, turn, begin) = len(words), words.convert_tokens_to_ids(["<|end|>", "<|eot_id|>", "<bos>"])
+    model = new_model("llama", vocab_size=size + 40, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+    run = {"run": {"model": {"pretrained": str(base), "revision": None}}, "separator_id": end}
+    for case, beside, ends in (
+        ("own", {**run, "tokenizer_dir": str(data)}, [turn, begin, end]),
+        ("recorded", {**run, "tokenizer_dir": str(data), "sampling": {"top_p": 0.5}}, [turn, begin, end]),
+        ("foreign", {**run, "tokenizer_dir": str(tokenizer), "separator_id": 0}, 0),
+        ("one", {**run, "tokenizer_dir": str(data)}, end),
+    ):
+        named = [2, turn, begin] if ends != end else end  # 2 is a word, the default of Llama's configuration
+        (base / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        checkpoint = checkpoint_of(model, tmp_path / case, **beside)
+        assert main(["checkpoint", "to-hf", str(checkpoint), str(tmp_path / f"{case}-out")]) == 0
+        told = json.loads((tmp_path / f"{case}-out/generation_config.json").read_text())
+        assert told["eos_token_id"] == ends and told.get("top_p") == (0.5 if case == "recorded" else None), case
+        assert json.loads((tmp_path / f"{case}-out/config.json").read_text())["eos_token_id"] in (end, 0)
 
 
 def test_a_tokenizer_that_is_gone_is_reported(tmp_path, capsys):
