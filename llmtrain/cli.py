@@ -84,6 +84,12 @@ def _main(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a library in Rust: no Exception, and never exported
+            raise
+        what = "a tokenizer, or another file that it was given, asks a library for more than it can do"
+        print(f"error: {what}: {untrusted.first_line(error, 200)}", file=sys.stderr)
+        return UserError.exit_code
 
 
 def _command(name: str) -> Callable[[list[str]], int]:

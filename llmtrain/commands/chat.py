@@ -13,7 +13,7 @@ from typing import Any
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import ModelError, UserError
-from llmtrain.checkpoint.hf.inference import Answerer, Sampling, add_options, usable_folder
+from llmtrain.checkpoint.hf.inference import Answerer, Sampling, add_options, streamer, usable_folder
 from llmtrain.commands import completion
 from llmtrain.commands.arguments import Parser
 from llmtrain.data.chat.conversation import Conversation as TemplateInput
@@ -72,7 +72,7 @@ class Conversation:
             eos_token_id=list(loaded.ends) or None,
             # One sequence needs no padding; without an id transformers warns that it takes an end.
             pad_token_id=next(iter(loaded.ends), None) if (pad := loaded.tokenizer.pad_token_id) is None else pad,
-            streamer=_streamer(loaded.tokenizer),
+            streamer=streamer(loaded.tokenizer, skip_prompt=True),
             **self.sampling.arguments(),
         )
         new = out[0, len(prompt) :].tolist()
@@ -80,18 +80,6 @@ class Conversation:
             limit = f"--max-tokens {room}" if room == self.sampling.max_tokens else "the model has no more positions"
             print(f"[cut after {len(new)} tokens: {limit}]", file=sys.stderr, flush=True)
         return str(loaded.tokenizer.decode(new, skip_special_tokens=True))
-
-
-def _streamer(tokenizer: Any) -> Any:
-    from transformers import TextStreamer
-
-    class Printer(TextStreamer):
-        """Prints an answer's text without control characters for a terminal."""
-
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            print(untrusted.shown(text, lines=True), end="\n" if stream_end else "", flush=True)
-
-    return Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def _template(file: Path | None) -> str | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from llmtrain.base import untrusted
 from llmtrain.base.choice import Choice, Entry
+from llmtrain.base.trees import leaves
 from llmtrain.config.deepspeed.keys import KEYS
 from llmtrain.config.problems import COMMAND_LINE, WRITTEN, Problems, closest
 from llmtrain.config.schema import ENTRIES, SHARED, entries, schema, type_name
@@ -112,7 +115,8 @@ def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
     if name in sections and isinstance(value, dict):
         return f"{name} is a section of its own", f"write `{name}:` at the beginning of a line, not below `{section}:`"
     if key == "plugin":
-        return "names code, which no configuration does", f"give it on the command line: --plugin {value}"
+        words = " ".join(f"--plugin {_word(each)}" for each in (value if isinstance(value, list) else [value]))
+        return "names code, which no configuration does", f"give it on the command line: {words}"
     if dashes and (near := closest(key, ("plugin", "plugin-changed", "config"))):
         return "there is no such flag", f"did you mean --{near}?"
     if (head := section.partition(".")[0]) in ENTRIES:
@@ -185,10 +189,14 @@ def _its_fields(section: str, value: Any, dashes: str) -> str:
         with contextlib.suppress(ValueError):
             given = untrusted.loads(str(value).encode())
     if isinstance(given, dict) and given and all(f"{section}.{name}" in known for name in given):
-        texts = {name: str(each).lower() if isinstance(each, bool) else each for name, each in given.items()}
-        words = " ".join(f"{dashes}{section}.{name} {text}" for name, text in texts.items())
+        words = " ".join(f"{dashes}{section}.{name} {_word(each)}" for name, each in leaves(given))
         return f"write its fields one by one: {words}"
     return f"write its fields one by one, such as {dashes}{known[0]}"
+
+
+def _word(value: Any) -> str:
+    """A value as a word of a shell's command line."""
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
 def other_method(value: Any) -> str | None:

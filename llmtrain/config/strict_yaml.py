@@ -92,6 +92,8 @@ class _Reader:
                 raise self.fail(event, key, "[...]: ", "a key is one word", "write `key: value`")
             name, line = event.value, event.start_mark.line + 1
             dotted = f"{key}.{name}" if key else name
+            if name == "<<" and not event.style:
+                raise self.fail(event, dotted, "<<", "no merge keys", "write the keys of the other map out here")
             value = self.node(next(self.events), dotted, depth + 1)
             if name in result:
                 rule = f"duplicate key: it is on line {first_line[name]} too, with {result[name]!r}"

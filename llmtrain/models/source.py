@@ -338,7 +338,7 @@ class SafetensorsSource:
             )
 
 
-_WRAPPERS = {"_orig_mod.": "torch.compile", "base_model.model.": "peft", "_fsdp_wrapped_module.": "FSDP", "module.": "DDP"}
+_WRAPPERS = {"_orig_mod.": "torch.compile", "base_model.model.": "peft", "module.": "DDP"}
 """Parts of names that a model has inside of another one."""
 
 

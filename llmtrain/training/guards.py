@@ -96,7 +96,7 @@ class SkippedSteps(Part):
         log.warn(f"step {step} skipped: non-finite {what}; samples {units.some(named)} ({self._in_a_row} in a row)")
         if self._in_a_row >= self._setup.run.fault.max_skipped:
             scale = None if samples else lookup(self._setup.resolved.deepspeed, "fp16.loss_scale")
-            static = f"set fp16.loss_scale, a static {scale:g}, to 0, which adapts, " if scale else ""
+            static = f"set fp16.loss_scale, a static {scale}, to 0, which adapts, " if scale else ""
             raise TrainingStopped(
                 f"{self._in_a_row} steps in a row were skipped for a non-finite {what}; fault.max_skipped is "
                 f"{self._setup.run.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, {static}lower "

@@ -22,6 +22,7 @@ from llmtrain.data.tokenizer_folder import byte_lengths
 from llmtrain.engine.losses.function import LooksAhead, NextTokenLoss
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
 from llmtrain.engine.ranks.device import device_name, max_memory_gib
+from llmtrain.tracking.local import rows_after
 from llmtrain.tracking.metrics import Throughput, TokenFlops, peak_flops, perplexity, routing_metrics
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
 from llmtrain.training.parts import Done, Launch, Part
@@ -72,6 +73,7 @@ class Evaluation(Part):
             now = launch.start.position.step  # later checkpoints are of the training that this launch does again
             self._best = BestSteps(best, ((step, figure) for step, figure in steps.items() if step <= now))
         self._patience = None if run.train.stop_early.metric is None else Patience(run.train.stop_early)
+        self._metrics, self._began = launch.folder.path / "metrics.jsonl", launch.start.position.step
         self._last: tuple[int, dict[str, float]] | None = None
         """Step and figures of this launch's last evaluation."""
 
@@ -133,7 +135,7 @@ class Evaluation(Part):
         if mean := setup.run.eval.mean:
             weighted = sum(weight * row[f"eval/{name}/loss"] for name, weight in mean.items())
             row["eval/mean/loss"] = weighted / sum(mean.values())
-        if row:
+        if row and not self._is_there(position.step, row):
             self._tracker.log({"step": position.step, **row})
         if lost := [key for key, value in row.items() if math.isnan(value)]:
             log.warn(f"step {position.step}: {', '.join(lost)}: not a number (NaN), which is never the best")
@@ -141,6 +143,11 @@ class Evaluation(Part):
         if self._best is not None or self._patience is not None:
             self._decide(position.step, self._setup.ranks.first(lambda: row))  # one decision
         return row
+
+    def _is_there(self, step: int, row: dict[str, float]) -> bool:
+        """True if the run's file has these figures: a launch that finds all steps done measures the last one again."""
+        rows = rows_after(self._metrics, -1, step - 1) if step == self._began else []
+        return any(each["step"] == step and row.keys() <= each.keys() for each in rows)
 
     def _decide(self, step: int, figures: dict[str, float]) -> None:
         if self._best is not None:

@@ -82,6 +82,17 @@ CASES = [
         argv=["--optim", '{"lr": 1e-3, "eps": 1e-8}'],
     ),
     Wrong(
+        "override of a section of maps and lists",
+        ("is a section", "one by one: --eval.sets.m 'data/mv 1' --eval.sequences.m 3"),
+        argv=["--eval", '{"sets": {"m": "data/mv 1"}, "sequences": {"m": 3}}'],
+    ),
+    Wrong(
+        "override of a section with a list",
+        ("is a section", "one by one: --optim.betas '[0.9, 0.95]'"),
+        argv=["--optim", '{"betas": [0.9, 0.95]}'],
+    ),
+    Wrong("plugins in the YAML", ("plugin = [", "--plugin a.py --plugin 'b c.py'"), {"plugin": ["a.py", "b c.py"]}),
+    Wrong(
         "an objective that there is not",
         ("must be one of next_token", "grpo is not here: no objective draws answers from the model while it trains"),
         argv=["--objective.name", "grpo"],
@@ -120,6 +131,7 @@ CASES = [
         f"{YAML}optim: {{lr: !!python/name:os.system x}}",
     ),
     Wrong("anchor", ("optim.lr", "no anchors", "write the value out"), f"{YAML}optim: {{lr: &a 1}}"),
+    Wrong("merge key", ("no merge keys", "write the keys of the other map out"), f"{YAML}optim: {{<<: {{lr: 1}}}}"),
     Wrong("list for a run", ("[1, 2]", "a run is a map", "write `deepspeed"), "[1, 2]"),
     Wrong("empty file", ("deepspeed = null", "is required", "llmtrain init DIR"), ""),
     # values
@@ -304,6 +316,16 @@ CASES = [
     ),
     Wrong(
         "unknown JSON key", ("gradient_cliping = 1", "did you mean gradient_clipping?"), ds={"gradient_cliping": 1.0}
+    ),
+    Wrong(
+        "a section of the top within another",
+        ("zero_optimization.aio = {}", "move it to the top of the JSON, out of zero_optimization"),
+        ds={"zero_optimization": {"stage": 2, "aio": {}}},
+    ),
+    Wrong(
+        "autocast in place of bf16",
+        ("torch_autocast.enabled = true", "remove it: mixed precision is an enabled bf16 or fp16 section"),
+        ds={"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}},
     ),
     Wrong("a JSON key with a blank", ('" aio" = {}', "did you mean aio?"), ds={" aio": {}}),
     Wrong("an objective with a blank", ('objective.name = " dpo"', "mean dpo?"), {"objective": {"name": " dpo"}}),

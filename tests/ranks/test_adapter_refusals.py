@@ -74,7 +74,7 @@ def test_an_adapter_to_begin_with_as_peft_writes_it_for_a_longer_vocabulary(tmp_
     tensors = load_file(tmp_path / "peft" / WEIGHTS)
     wrapped = {name.replace(PREFIX, f"{PREFIX}module."): tensor for name, tensor in tensors.items()}
     save_file(wrapped, tmp_path / "peft" / WEIGHTS)
-    with pytest.raises(ConfigError, match="Names there have `module.` too much, which DDP adds"):
+    with pytest.raises(ConfigError, match=r"Names there have `module\.` too much, which DDP adds"):
         spec.initial_weights(0, torch.device("cpu"))
 
 

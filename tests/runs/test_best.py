@@ -66,6 +66,8 @@ def test_the_page_runs_and_its_decisions_survive_a_kill(
     found = evaluations(run)
     assert found == evaluations(tmp_path / "undisturbed/run") and list(found) == [4, 8, 12, 16, 20, 24]
     assert sorted(found.values(), reverse=True) == list(found.values())
+    train(recipe, *words, world_size=1)  # all is done, and what it measures again is in the file
+    assert [row["step"] for row in rows(run) if "eval/wiki/loss" in row] == list(found)
     samples = [{event["step"]: event["texts"] for event in rows(folder, "events.jsonl") if event["kind"] == "samples"}
                for folder in (run, tmp_path / "undisturbed/run")]  # fmt: skip
     assert samples[0] == samples[1] and samples[0].keys() == found.keys() and all(samples[0][END])

@@ -392,11 +392,21 @@ def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool])
     return read
 
 
+def streamer(tokenizer: Any, *, skip_prompt: bool = False) -> Any:
+    """Printer of a text while it is generated, without special tokens and control characters for a terminal."""
+    from transformers import TextStreamer
+
+    class Printer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            print(untrusted.shown(text, lines=True), end="\n" if stream_end else "", flush=True)
+
+    return Printer(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
+
+
 def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "auto", stream: bool = False) -> str:
     """The prompt and its continuation, without special tokens. `stream`: print the text while it is generated. Raises
     ModelError: the folder has no usable tokenizer, or the prompt fills the model's positions."""
     import torch
-    from transformers import TextStreamer
 
     loaded = Answerer.load(folder, device)
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -409,7 +419,7 @@ def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "au
         input_ids=tokens["input_ids"],
         attention_mask=tokens["attention_mask"],
         max_new_tokens=loaded.room(tokens["input_ids"].shape[1], sampling.max_tokens),
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True) if stream else None,
+        streamer=streamer(tokenizer) if stream else None,
         **sampling.arguments(),
     )
     return str(tokenizer.decode(out[0], skip_special_tokens=True))

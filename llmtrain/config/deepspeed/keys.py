@@ -337,6 +337,7 @@ _SCALED_BEFORE = dict.fromkeys((2, 3), Why(
     "DeepSpeed scales gradients before their sum at ZeRO 0 and 1 only: its reduce-scatter asserts against it",
     "remove it (the mean is then made of the sum), or use ZeRO 0 or 1",
 ))  # fmt: skip
+_MIXED = "remove it: mixed precision is an enabled bf16 or fp16 section here"
 
 KEYS: Section = {
     "train_batch_size": _proved(int, least=1),
@@ -353,7 +354,7 @@ KEYS: Section = {
     "fp16": _FP16,
     "bf16": _BF16,
     "torch_autocast": {
-        "enabled": _no(False, "torch autocast is not built yet", "use the bf16 or fp16 section"),
+        "enabled": _no(False, "torch autocast is not built yet", _MIXED),
         **_all({"dtype": str, "lower_precision_safe_modules": list}, unread=_OFF),
     },
     "data_types": {
@@ -476,8 +477,8 @@ ALIASES: dict[str, str] = {
 }  # fmt: skip
 """Second names that DeepSpeed takes too (mostly by pydantic's populate_by_name) -> the key of KEYS in that section."""
 
-IGNORED = frozenset({"monitor_config"})
-"""Top-level keys that public files hold and DeepSpeed never reads."""
+IGNORED = frozenset({"monitor_config", "aio.thread_count"})
+"""Keys that public files hold and DeepSpeed never reads; the second is aio.intra_op_parallelism now."""
 
 UNKNOWN_REMEDIES: dict[str, str] = {
     **dict.fromkeys(
@@ -494,7 +495,7 @@ UNKNOWN_REMEDIES: dict[str, str] = {
 REMOVED: dict[str, str] = {
     "nebula": "remove it: llmtrain writes its own crash-safe checkpoints",
     "compression_training": "remove it: DeepSpeed would train without it and say nothing",
-    "amp": "use the bf16 or fp16 section",
+    "amp": _MIXED,
     "quantize_training": "remove it",
     "sparse_gradients": "remove it: sparse=True embeddings need no key",
     "eigenvalue": "remove it",

@@ -174,7 +174,7 @@ class _Check:
             dotted = f"{prefix}{key}"
             name = table.ALIASES.get(dotted, key)
             entry = known.get(name)
-            if not prefix and (key in table.IGNORED or _is_comment(key)):
+            if dotted in table.IGNORED or (not prefix and _is_comment(key)):
                 self.ignored.append(dotted)
             elif dotted in table.REMOVED:
                 if _is_off(value) or value == table.WAS_OFF.get(dotted):
@@ -252,6 +252,8 @@ def _remedy_of_unknown(key: str, known: table.Section, prefix: str) -> str:
         return remedy
     if _is_comment(key):
         return "remove it; comments start with # or //"
+    if prefix and key in table.KEYS:
+        return f"move it to the top of the JSON, out of {prefix[:-1]}"
     if near := closest(key, known):
         return f"did you mean {prefix}{near}?"
     for dotted in table.LEAVES:

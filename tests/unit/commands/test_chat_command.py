@@ -140,7 +140,7 @@ def test_folders_of_peft_that_fit_load_exactly_and_without_a_report(talker, tmp_
         for parameter in model.parameters():
             parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
     # The base's own values are not in the folder.
-    base = {name: p for name, p in AutoModelForCausalLM.from_pretrained(talker).named_parameters()}
+    base = dict(AutoModelForCausalLM.from_pretrained(talker).named_parameters())
     with torch.no_grad():
         for name, parameter in model.get_base_model().named_parameters():
             if (own := base.get(name.replace(".base_layer", ""))) is not None and "lora_" not in name:

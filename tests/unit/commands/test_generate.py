@@ -90,6 +90,8 @@ def _replacing(content: str) -> dict[str, object]:
 
 
 DEEP = '{"a":' * 100_000
+
+
 def _renamed(folder: Path) -> None:
     tensors = {f"_orig_mod.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -295,6 +297,22 @@ def test_top_k_and_top_p_bound_what_is_sampled(run, capsys):
     for words, same in (([], False), (["--top-k", "1"], True), (["--top-k", "0", "--top-p", "0.000001"], True)):
         assert main(["generate", str(run), *hot, *words]) == 0
         assert (capsys.readouterr().out.strip() == "walkBBBBBBBB") is same, words
+
+
+def test_a_tokenizer_whose_expression_never_ends_is_an_error(run, capsys):
+    """The library in Rust panics, which is no Exception in Python."""
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    _with(run / "export", "tokenizer.json", pre_tokenizer=split)
+    assert main(["generate", str(run / "export"), "--prompt", "a" * 40 + "!"]) == 2
+    err = capsys.readouterr().err
+    assert "error: a tokenizer, or another file" in err and "Traceback" not in err, err
+
+
+def test_what_a_decoder_makes_controls_no_terminal(run, capsys):
+    title = {"type": "Replace", "pattern": {"String": "B"}, "content": "\x1b]0;x\x07"}
+    _with(run / "export", "tokenizer.json", decoder={"type": "Sequence", "decoders": [title]})
+    out, _ = greedy(capsys, run / "export", "--prompt", "B")
+    assert "\\x1b]0;x\\x07" in out and "\x1b" not in out
 
 
 def test_no_more_tokens_than_the_model_has_positions_for(run, tmp_path, tokenizer, capsys):

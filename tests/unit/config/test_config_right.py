@@ -121,6 +121,14 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_public_file_for_nvme_that_offloads_to_the_host_is_taken(here: Path) -> None:
+    """DeepSpeed calls `thread_count` intra_op_parallelism by now, and reads neither without NVMe."""
+    ds = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "aio": {"thread_count": 1}}
+    notes = loaded(here, {"optim": {"lr": None}}, ds).notes
+    assert "ds.json: aio.thread_count has no effect: DeepSpeed does not read it" in notes
+    assert "optim.lr: null asks for the default, 0.0003" in notes
+
+
 @pytest.mark.parametrize(
     "ds, note",
     [
