@@ -29,7 +29,7 @@ class Loss(ByToken, choice="loss"):
     how: str = "nan"
 
     def terms(self, nll):
-        if self.how == "raises on a rank" and RANK == 1 and nll.requires_grad:  # in a step
+        if self.how == "raises on a rank" and RANK == 1 and nll.requires_grad and len(nll) > 8:  # in a step
             raise ValueError("as asked")
         if self.how == "exits":
             sys.exit(3)
