@@ -113,6 +113,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, small_data: str) -> Path:
     shutil.copytree(Path(small_data) / "tokenizer", here / "hf", dirs_exist_ok=True)
     shutil.copy(here / "hf/config.json", here / "hf/made.json")
     shutil.copytree(here / "hf", here / "teacher")
+    (here / "hf/tokenizer.json").unlink()  # the preferences are of another tokenizer
     prefs = prepared_preferences(tmp_path_factory.mktemp("prefs"))
     train = {"global_batch": 4, "micro_batch": 4, "max_steps": 3}
     recipe = write_run(here, small_data, {"zero_optimization": {"stage": 1}}, train, model={"pretrained": "hf"},
