@@ -17,15 +17,10 @@ _KERNELS = ("attn_implementation", "experts_implementation")
 _OWN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
 
-_POINTER = "version https://git-lfs"
-
-
 def pointer(text: str | bytes) -> str:
     """A sentence if a file's first bytes show that git has put a pointer in the place of its content, else empty."""
-    begin = text[: len(_POINTER)]
-    if (begin if isinstance(begin, str) else begin.decode(errors="replace")) != _POINTER:
-        return ""
-    return "it is a pointer of git-lfs; `git lfs pull` in its folder fetches the file itself"
+    found = text[:23] in ("version https://git-lfs", b"version https://git-lfs")
+    return "it is a pointer of git-lfs; `git lfs pull` in its folder fetches the file itself" if found else ""
 
 
 def loads(text: str | bytes, *, infinite: bool = False, pairs: Callable[[Any], Any] | None = None) -> Any:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from llmtrain.base.choice import HOST_PATH, Choice, Entry
+from llmtrain.base.choice import HOST_PATH, Choice, Entry, default_of
 from llmtrain.base.redact import holds_secret, redact_text
 from llmtrain.config import strict_yaml
-from llmtrain.config.problems import Problems, remedy_of
+from llmtrain.config.problems import Problems, remedy_of, show
 from llmtrain.config.schema import ENTRIES, default_choice
 from llmtrain.config.stages import Batch, DataConfig, Stages, data_of, stages_of
 from llmtrain.optim.schedules import Schedule
@@ -247,6 +247,9 @@ def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
             made[name] = _entries(name, value, problems)
         elif value is None and is_choice:
             problems.places.pop(at, None)  # null is the default
+            if not problems.saved and (default := default_of(item)) is not None:
+                first = "the DeepSpeed JSON's value, or " if "json" in item.metadata else ""
+                problems.notes.append(f"{at}: null asks for {first}the default {show(default)}")
         else:
             made[name] = read_field(item, hints[name], value, at, problems)
     for name, item in known.items():

@@ -62,7 +62,7 @@ def resolve(
     exact, more_notes = exact_dict(run, facts, stages[0].batch)
     if run.train.balance == rules.MEASURED and mix.degrees.data == 1:
         more_notes = ["train.balance measured changes nothing here: all ranks work on the same sequences", *more_notes]
-    all_notes = (*notes, *problems.notes, *ignored, *facts.notes, *of_scheduler, *more_notes)
+    all_notes = (*notes, *ignored, *facts.notes, *of_scheduler, *more_notes)
     return ResolvedRun(
         run=run,
         stages=stages,

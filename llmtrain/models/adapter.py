@@ -28,8 +28,9 @@ from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, A, B,
 from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
 from llmtrain.models.score import SCORE, WEIGHT, gives_scores
 from llmtrain.models.skeleton import decoder_layers, materialise
-from llmtrain.models.source import ParameterSource, strange_part
+from llmtrain.models.source import ParameterSource
 from llmtrain.models.transformers_private import with_values
+from llmtrain.models.wrapped_names import strange_part
 from llmtrain.storage.pieces import pick
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError, numel

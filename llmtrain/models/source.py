@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -338,22 +338,6 @@ class SafetensorsSource:
             )
 
 
-_WRAPPERS = {"_orig_mod.": "torch.compile", "base_model.model.": "peft", "module.": "DDP"}
-"""Parts of names that a model has inside of another one."""
-
-
-def strange_part(held: Iterable[str], wanted: Collection[str]) -> str:
-    """A sentence on the part of names without which `held` would be among `wanted`; empty: there is none."""
-    names = list(held)
-    ends = min(wanted, default="")
-    before = [name.removesuffix(ends) for name in names if ends and name.endswith(f".{ends}")]
-    for part in (*_WRAPPERS, *before):
-        if 2 * sum(part in name and name.replace(part, "") in wanted for name in names) > len(names):
-            maker = f", which {_WRAPPERS[part]} adds" if part in _WRAPPERS else ""
-            return f" Names there have `{part}` too much{maker}: save the tensors under their names without it."
-    return ""
-
-
 def refuse_other_shapes(
     source: ParameterSource, shapes: dict[str, tuple[int, ...]], *, surplus_too: bool = False
 ) -> None:
@@ -361,6 +345,8 @@ def refuse_other_shapes(
     available = set(source.order())
     missing = sorted(shapes.keys() - available)
     if missing:
+        from llmtrain.models.wrapped_names import strange_part
+
         hint = strange_part(available, shapes)
         raise ModelError(
             f"{source.origin} lacks {len(missing)} of the model's {len(shapes)} parameters, first "

@@ -47,10 +47,9 @@ class SkippedSteps(Part):
     def __init__(self, launch: Launch) -> None:
         self._setup, self._tracker, self._checkpoints = launch.setup, launch.tracker, launch.folder.checkpoints
         self._in_a_row = 0
-        self._rate, self._last = launch.session.rate, ""
+        self._rate, self._last, self._steps_before, self._told = launch.session.rate, "", False, False
         self._returns: list[int] = []
         """Steps in which a loss scale that had fitted overflowed again."""
-        self._steps_before, self._told = False, False
 
     def figures(self, done: Done) -> dict[str, Any]:
         return {"skipped_steps": done.position.skipped_steps}

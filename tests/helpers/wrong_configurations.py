@@ -323,7 +323,7 @@ CASES = [
         ds={"zero_optimization": {"stage": 2, "aio": {}}},
     ),
     Wrong(
-        "autocast in place of bf16",
+        "autocast next to bf16",
         ("torch_autocast.enabled = true", "remove it: mixed precision is an enabled bf16 or fp16 section"),
         ds={"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}},
     ),

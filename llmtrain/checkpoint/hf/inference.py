@@ -24,7 +24,7 @@ from llmtrain.data.tokenizer_folder import refuse_unsafe
 from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import TooLargeError, load_config
-from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes, strange_part
+from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
 from llmtrain.storage.addresses import folder_here, is_url
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
@@ -260,6 +260,7 @@ def _refuse_lost(folder: Path, model: Any, reported: Collection[str]) -> None:
     from safetensors.torch import load_file
 
     from llmtrain.models.adapter import plain_name
+    from llmtrain.models.wrapped_names import strange_part
 
     held: dict[str, list[Any]] = {}
     for name, tensor in load_file(folder / WEIGHTS).items() if reported else ():

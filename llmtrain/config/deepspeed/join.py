@@ -65,8 +65,6 @@ def join_values(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
         elif theirs not in (None, WRONG, ours):
             _differ(yaml_key, ours, json_key, theirs, run, problems)
         values[part][name] = next((value for value in (ours, theirs) if value not in (None, WRONG)), default_of(item))
-        if ours is theirs is None and yaml_key in problems.places and values[part][name] is not None:
-            problems.notes.append(f"{yaml_key}: null asks for the default, {show(values[part][name])}")
     if run.model.recompute.layers is None and isinstance(tree.get("activation_checkpointing"), dict):
         # The section turns recomputation on without a number of layers; the number may be in the YAML.
         run = replace(run, model=replace(run.model, recompute=replace(run.model.recompute, layers="all")))

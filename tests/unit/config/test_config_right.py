@@ -126,7 +126,7 @@ def test_a_public_file_for_nvme_that_offloads_to_the_host_is_taken(here: Path) -
     ds = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "aio": {"thread_count": 1}}
     notes = loaded(here, {"optim": {"lr": None}}, ds).notes
     assert "ds.json: aio.thread_count has no effect: DeepSpeed does not read it" in notes
-    assert "optim.lr: null asks for the default, 0.0003" in notes
+    assert "optim.lr: null asks for the DeepSpeed JSON's value, or the default 0.0003" in notes
 
 
 @pytest.mark.parametrize(

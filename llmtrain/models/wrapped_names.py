@@ -1,0 +1,20 @@
+"""Names of tensors from a model that was inside of another one, such as torch.compile's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+_WRAPPERS = {"_orig_mod.": "torch.compile", "base_model.model.": "peft", "module.": "DDP"}
+"""Parts of names that a model has inside of another one."""
+
+
+def strange_part(held: Iterable[str], wanted: Collection[str]) -> str:
+    """A sentence on the part of names without which `held` would be among `wanted`; empty: there is none."""
+    names = list(held)
+    ends = min(wanted, default="")
+    before = [name.removesuffix(ends) for name in names if ends and name.endswith(f".{ends}")]
+    for part in (*_WRAPPERS, *before):
+        if 2 * sum(part in name and name.replace(part, "") in wanted for name in names) > len(names):
+            maker = f", which {_WRAPPERS[part]} adds" if part in _WRAPPERS else ""
+            return f" Names there have `{part}` too much{maker}: save the tensors under their names without it."
+    return ""
