@@ -205,7 +205,7 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
             f"checkpoint.mirror {redact_text(url)}: it holds checkpoints of the run {written_for}, and this one is "
             f"{run_dir}. Give each run an address of its own; to continue that one, give train.run_dir its name"
         )
-    # An upload that ends early has no manifest; before there is a complete checkpoint it leaves one such step.
+    # An upload that ends early has no manifest; before there is a complete checkpoint a launch leaves one such step.
     if (damaged or len(without) > 1) and not steps:
         raise CheckpointError(
             f"checkpoint.mirror {redact_text(url)}: the manifest of {', '.join(damaged or without)} cannot be read, or "
@@ -232,6 +232,8 @@ class _Mirroring:
         self, checkpoints: Path, store: Mirrored, keep: int, best: Best | None, tell: Callable[..., None]
     ) -> None:
         self._checkpoints, self._store, self._keep, self._best, self._tell = checkpoints, store, keep, best, tell
+        self._begun: set[int] = set()
+        """Steps of which an upload has begun, and not ended."""
         self._done: int | None = None
         """The last mirrored step."""
         self.failures = 0
@@ -262,7 +264,11 @@ class _Mirroring:
                 self._store.drop(given_up.__contains__)
             if there.get(step) != manifest:  # equal after another launch, or a deletion that failed
                 shutil.copytree(folder, links, copy_function=os.link)
+                if remains := self._begun - {step}:
+                    self._store.drop(remains.__contains__)
+                self._begun = {step}
                 size = self._store.put(links, step)
+                self._begun = set()
             older = [other for other in there if other != step and other not in given_up]
             self._store.prune([step, *older], self._keep, self._best)
         except Exception as error:  # each driver has its own

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -128,8 +129,9 @@ def pin(checkpoints: Path, spike: int, most: int) -> int | None:
     """Keep the newest checkpoint before a spike, and those of the `most` - 1 spikes before. Returns its step, also of
     one that is still being written; None: there is none."""
     write_pins(checkpoints, [*(step for step in pins_of(checkpoints) if step != spike), spike][-most:] if most else [])
-    unfinished = [folder.with_name(folder.name.split(".")[0]) for folder in stale_folders(checkpoints)]
-    steps = [step_of(folder) for folder in (*complete_checkpoints(checkpoints), *unfinished)]
+    save = re.compile(r"step-\d+\.[0-9a-f]{8}\.tmp")  # no folder that is being deleted, nor a mirror's links
+    under_way = [folder for folder in stale_folders(checkpoints) if save.fullmatch(folder.name)]
+    steps = [step_of(Path(folder.name.split(".")[0])) for folder in (*complete_checkpoints(checkpoints), *under_way)]
     return max((step for step in steps if step is not None and step < spike), default=None) if most else None
 
 

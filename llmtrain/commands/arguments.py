@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from itertools import takewhile
 from typing import Any
 
 from llmtrain.config.problems import COMMAND_LINE, closest, stop
@@ -15,9 +16,10 @@ _ELSEWHERE = {"input": "source", "output": "out", "output-dir": "out", "max-new-
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Raises ConfigError: a flag is like one of this command."""
-        known = set(re.findall(r"--([a-z][\w-]*)", self.format_help()))
-        for word in (each.partition("=")[0] for each in args or () if each.startswith("--")):
-            if (name := word.removeprefix("--")) and name not in known:
+        known = set(re.findall(r"--([a-z][\w-]*(?:\.[\w-]+)*)", self.format_help()))
+        flags = [each.partition("=")[0] for each in takewhile("--".__ne__, args or ()) if each.startswith("--")]
+        for word in (each for each in flags if " " not in each):  # argparse takes others for values
+            if (name := word.removeprefix("--")) not in known:
                 meant = _ELSEWHERE.get(name.replace("_", "-"))
                 if near := meant if meant in known else closest(name, known):
                     rule = f"is no flag of `{self.prog}`"

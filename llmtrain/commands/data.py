@@ -197,7 +197,8 @@ def spans(run: Path) -> list[Span]:
             if found:
                 found[-1] = replace(found[-1], until=int(row.get("trained", step)))
             found.append(Span(step, None, int(event["next"]), event))
-            found[-1].batch, found[-1].folders  # of numbers and texts
+            if not (found[-1].batch and found[-1].folders):  # of numbers and texts
+                raise LookupError
     except (LookupError, TypeError, ValueError, AttributeError):
         raise DataError(f"{run}/events.jsonl: the row {untrusted.shown(row, 100)} does not say which data is read from "
                         "which step on; restore it, or remove it if it is foreign") from None  # fmt: skip

@@ -76,13 +76,20 @@ def check_tokenizer(run: RunConfig, key: str, given: str, folder: Path, problems
 
     read = Store(data).read if is_url(data) else lambda name: (Path(data) / name).read_bytes()
     try:
-        theirs, manifest = file.read_bytes(), untrusted.loads(read("manifest.json"))
-        same = manifest["tokenizer_fingerprint"] == xxhash.xxh3_128_hexdigest(theirs)
-        ours = theirs if same else read("tokenizer/tokenizer.json")
-        texts, first = manifest.get("chat") is None, special_tokens(theirs)[0]
-        reason = difference(ours, theirs, grown=key != "objective.teacher", texts=texts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
-        return  # whoever needs the file reports it
+        manifest = untrusted.loads(read("manifest.json"))
+        texts, was = manifest.get("chat") is None, manifest["tokenizer_fingerprint"]
+        ours = read("tokenizer/tokenizer.json")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # who opens the data reports it
+    try:
+        theirs = file.read_bytes()
+        same = was == xxhash.xxh3_128_hexdigest(theirs)
+        reason = "" if same else difference(ours, theirs, grown=key != "objective.teacher", texts=texts)
+        first = special_tokens(theirs)[0] if texts and not reason else []
+    except (OSError, DataError) as error:
+        problems.add(key, given, f"its tokenizer cannot be compared with that of {redact_text(data)}: {error}",
+                     "copy its tokenizer.json again")  # fmt: skip
+        return
     if reason:
         problems.add(key, given, f"its tokenizer is another than that of {redact_text(data)}: {reason}",
                      f"prepare the data with --tokenizer {given}, or name a model of the data's tokenizer")  # fmt: skip

@@ -93,7 +93,9 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
             base = next(each.__name__ for each in cls.__mro__ if not within(each, modules))
             raise ConfigError(f"{FLAG} {word}: class {cls.__name__} has no name, and no configuration can select it. "
                               f'Write class {cls.__name__}({base}, {given}="{cls.__name__.lower()}")')  # fmt: skip
-    if not own:
+    selectable = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, (Choice, Entry))
+                  and not cls.__module__.startswith("llmtrain.") and _selectable(cls)]  # fmt: skip
+    if not own and not selectable:  # a file may import its classes from a package
         raise ConfigError(f"{FLAG} {word}: defines no class of a plugin, and would change nothing. Derive a class from "
                           "Part, Schedule, ByToken or another name that llmtrain exports; a TrainerCallback of "
                           "transformers becomes a Part (docs/extend.md)")  # fmt: skip

@@ -218,7 +218,8 @@ class Encoder:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {number for number, token in added.items() if token.special}
         """Ids of the special tokens, which have no text."""
-        self.begin, end = (as_ids([] if bare else ids, self.vocab_size) for ids in special_tokens(path.read_bytes()))
+        around = ([], []) if bare else special_tokens(path.read_bytes())
+        self.begin, end = (as_ids(ids, self.vocab_size) for ids in around)
         """Ids that the tokenizer's own encoding puts before a text, such as Llama's and Gemma's <bos>."""
         self._end = end[:-1] if end[-1:].tolist() == [separator] else end
         cut = cut_of(self._tokenizer)

@@ -15,6 +15,7 @@ import xxhash
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
+from llmtrain.config.encoding import special_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -190,6 +191,18 @@ def stop_tokens(folder: Path, named: tuple[str, ...]) -> tuple[str, ...]:
             read = Tokenizer.from_file(str(require(folder)))
             tokens += [token for number in numbers if (token := read.id_to_token(number))]
     return tuple(dict.fromkeys((*tokens, *named)))
+
+
+def surrounds(folder: Path) -> bool:
+    """Return True if the tokenizer's own encoding puts tokens around a text, other than a separator at the end. Raises
+    DataError."""
+    from tokenizers import Tokenizer
+
+    before, after = special_tokens(require(folder).read_bytes())
+    if not before and len(after) == 1:
+        tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return tokenizer.token_to_id(separator_token(folder)) != after[0]
+    return bool(before or after)
 
 
 def separator_token(folder: Path) -> str:

@@ -101,7 +101,8 @@ class StepFile(AppendedFile):
             else:
                 os.truncate(path, sum(map(len, kept.values())))
             if is_damaged or max(kept, default=0) < start_step:
-                missing = [step for step in range(min(kept, default=1), start_step + 1) if step not in kept]
+                first = 1 if is_damaged else min(kept, default=1)
+                missing = [step for step in range(first, start_step + 1) if step not in kept]
                 was = f" was damaged and is kept as {path}.damaged; its readable rows are written again." * is_damaged
                 gap = f" A replay cannot compare the steps {units.spans(missing, most=4)}, which have no row."
                 self.damage = f"{path}:{was}{gap * bool(missing)}"

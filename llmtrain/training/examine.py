@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,8 @@ def stage_data(stages: Stages) -> list[TrainData]:
             with naming(stage_key(stage)):
                 own = TrainData(stage.data)
         found.append(next((data for data in found if data.fingerprint == own.fingerprint), own))
-        _check_tokenizer(stage_key(stage), own.manifests[0], own.name, found[0])
+        for manifest, before in product(own.manifests, found):
+            _check_tokenizer(stage_key(stage), manifest, own.name, before)
     return found
 
 
@@ -203,7 +205,8 @@ def _check_tokenizer(key: str, manifest: Manifest, name: str, data: TrainData) -
     if manifest.tokenizer_fingerprint != data.manifests[0].tokenizer_fingerprint:
         raise DataError(f"{key}: was prepared with another tokenizer than the data that the run trains on; "
                         f"prepare it again with --tokenizer {data.tokenizer_dir}")  # fmt: skip
-    if reason := other_begin(data.manifests[0], manifest, (data.name, name)):
+    texts = next((each for each in data.manifests if each.chat is None), manifest)
+    if reason := other_begin(texts, manifest, (data.name, name)):
         raise DataError(f"{key}: {reason}")
 
 

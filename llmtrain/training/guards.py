@@ -105,9 +105,10 @@ class SkippedSteps(Part):
     def _return(self, step: int) -> None:
         """Warn once of a loss scale that soon grows back into the next overflow."""
         self._returns.append(step)
-        if len(self._returns) >= _RETURNS and step - self._returns[-_RETURNS] <= _WITHIN and not self._told:
+        window = lookup(self._setup.resolved.deepspeed, "fp16.loss_scale_window") or 1000  # DeepSpeed's default
+        often = len(self._returns) >= _RETURNS and step - self._returns[-_RETURNS] <= _WITHIN
+        if often and window <= _WITHIN and not self._told:  # a longer one does not grow so soon
             self._told = True
-            window = lookup(self._setup.resolved.deepspeed, "fp16.loss_scale_window")
             log.warn(
                 f"steps {units.some(self._returns[-_RETURNS:])} were skipped: the loss scale grows after "
                 f"{window} steps (fp16.loss_scale_window) into the next overflow. Set that to 1000, DeepSpeed's default"

@@ -104,8 +104,9 @@ class Mirror:
             time.sleep(0.05)
         self._pass_on()
         if (code := self._process.code) != 0:
-            idle = f"has done nothing for {units.duration(time.monotonic() - worked_s)}"
-            how = idle if code is None else f"has ended with code {code}"
+            idle_now_s = time.monotonic() - worked_s
+            how = f"has done nothing for {units.duration(idle_now_s)}" if idle_now_s >= idle_s else "is still at work"
+            how = how if code is None else f"has ended with code {code}"
             log.warn(
                 f"checkpoint.mirror {self._url}: the last checkpoint is not mirrored. After "
                 f"{units.duration(time.monotonic() - began_s)} its process ({self._process.pid}) {how}. It is in "

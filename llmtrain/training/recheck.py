@@ -21,6 +21,7 @@ from llmtrain.base.errors import TrainingStopped
 from llmtrain.base.rank import messages
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.stream.windows import IGNORED
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.ranks.device import device_id
 from llmtrain.models import compiler
@@ -104,8 +105,10 @@ class Recheck(Part):
         for 7 that layers keep here. Rows of answers stay whole."""
         if type(micro) is not MicroBatch:
             return micro
-        sharing = self._launch.setup.resolved.degrees.sequence
-        return micro.columns(max(1, micro.inputs.shape[1] * 5 // 8 // sharing) * sharing)
+        setup = self._launch.setup
+        unit = setup.resolved.degrees.sequence * (16 if setup.run.model.fp8 else 1)  # fp8's products take 16 tokens
+        few = micro.columns(max(1, micro.inputs.shape[1] * 5 // 8 // unit) * unit)
+        return few if (few.labels != IGNORED).any() else micro  # an answer that stands at the end
 
     def _measure(self, micros: list[MicroBatch]) -> None:
         """Compute sequences twice. Where ranks of two replicas differ from themselves, the bound is the second one's

@@ -155,7 +155,8 @@ def late_labels() -> Context:
     """The label of a place is the token after the next one."""
     from llmtrain.data.stream.windows import labels_of
 
-    def late(tokens: Any, *more: Any) -> Any:
+    def late(tokens: Any, separator_id: int, mask_document_starts: bool, doubled: bool = False) -> Any:
+        more = (separator_id, mask_document_starts, doubled)
         inputs, _ = right(tokens, *more)  # type: ignore[name-defined]  # noqa: F821
         return inputs, right(tokens[[*range(1, len(tokens)), 0]], *more)[1]  # type: ignore[name-defined]  # noqa: F821
 

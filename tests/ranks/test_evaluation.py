@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,9 @@ def measured(case: Case, folder: str) -> tuple[dict[str, Any], list[str]]:
     setup = Setup(replace(found, sets=sets, prompts=Prompts.of(run, found.data)), ranks)
     setup.write(setup.spec.initial_weights(0, torch.device("cpu")))
     tracker = _Tracker()
-    launch: Any = SimpleNamespace(setup=setup, tracker=tracker, speed=throughput_of(setup))
+    launch: Any = SimpleNamespace(setup=setup, tracker=tracker, speed=throughput_of(setup),
+                                  folder=SimpleNamespace(path=Path()),
+                                  start=SimpleNamespace(position=Position()))  # fmt: skip
     evaluation = Evaluation(launch)
     figures = evaluation.evaluate(Position(step=3))
     assert tracker.row == {"step": 3, **figures}

@@ -46,6 +46,10 @@ def late(**words):
     begin(**words)
     time.sleep(20 if os.environ["RANK"] == "1" else 0)
 watch.begin = late
+
+from llmtrain import Part
+class Late(Part, entry="late"):
+    pass
 """
 
 

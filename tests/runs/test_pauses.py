@@ -1,4 +1,4 @@
-"""Python's search for garbage stops a rank: in a run all ranks search at the log points, and at no other step."""
+"""Python's search for garbage stops a rank: in a run all ranks search after the same steps, and after no other."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def tell(rank: int) -> None:
     )
 
 
-def test_all_ranks_look_for_garbage_at_log_points_alone(small_data, tmp_path):
+def test_all_ranks_look_for_garbage_together_every_20_steps(small_data, tmp_path):
     recipe = write_recipe(tmp_path, small_data)
-    words = ("--schedule.name", "constant", "--train.max_steps", "9", "--train.log_every", "3")
+    words = ("--schedule.name", "constant", "--train.max_steps", "41", "--train.log_every", "7")
     code, output = forked.finish(recipe, *words, before=tell)
     assert code == 0, output
     searches = [(int(rank), int(step)) for rank, step in re.findall(r"rank (\d) step (\d+) searches", output)]
-    within = sorted(each for each in searches if 0 < each[1] < 9)  # what comes after the last step is the run's end
-    assert within == [(rank, step) for rank in (0, 1) for step in (3, 6)]
+    within = sorted(each for each in searches if 0 < each[1] < 41)  # what comes after the last step is the run's end
+    assert within == [(rank, step) for rank in (0, 1) for step in (20, 40)]

@@ -262,13 +262,20 @@ def _refuse_lost(folder: Path, model: Any, reported: Collection[str]) -> None:
     from llmtrain.models.adapter import plain_name
     from llmtrain.models.wrapped_names import strange_part
 
+    if not reported:
+        return
     held: dict[str, list[Any]] = {}
-    for name, tensor in load_file(folder / WEIGHTS).items() if reported else ():
+    for name, tensor in load_file(folder / WEIGHTS).items():
         if ".original_module." not in name:
             held.setdefault(plain_name(name.removeprefix(PREFIX)), []).append(tensor)
+    state = model.state_dict()
     places: dict[str, list[Any]] = {}
-    for name, tensor in model.state_dict().items() if reported else ():
+    for name, tensor in state.items():
         places.setdefault(plain_name(name), []).append(tensor)
+    # Tied places share one tensor, which peft saves once; AdaLoRA's ranknum it never saves.
+    given = {tensor.data_ptr() for name, tensor in state.items() if plain_name(name) in held} - {0}
+    reported = [name for name in reported
+                if name not in state or not (state[name].data_ptr() in given or name.endswith(".ranknum"))]  # fmt: skip
 
     def there(tensor: Any, place: Any) -> bool:
         return place.shape == tensor.shape and bool((place.cpu() == tensor.to(place.dtype)).all())

@@ -65,7 +65,7 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
-_NCCL = re.compile(rb"(\w*NCCL\w*)=(.*)")
+_NCCL = re.compile(rb"(\w*NCCL\w*)=([^;\n]*)")
 """DeepSpeed's launcher logs each NCCL variable of its environment, with the value."""
 
 

@@ -46,6 +46,8 @@ _GENTLE_S = 2.0
 _WITHIN_S = 8.0
 _LAUNCHER_LEAVES_S = 40.0
 _LAUNCHER = "deepspeed.launcher.launch"
+_HUSH = signal.SIGRTMIN + 5
+"""From an agent to its keeper: close your output, as I close mine."""
 _JOB = ("--world_info=", "--master_addr=", "--master_port=")
 
 
@@ -98,6 +100,8 @@ class Line:
             if not data:
                 self.close()
             self._in += data
+            if self.longest < _LONGEST and b"\n" in data:
+                break  # a stranger's first line; the report that follows it may be long, and is read when it is known
             if len(self._in) > self.longest:
                 self.close()
         *lines, rest = bytes(self._in).split(b"\n")
@@ -566,7 +570,7 @@ class Agent:
             self.line.close()
         close_output()
         if self.keeper and os.getppid() == self.keeper:
-            os.kill(self.keeper, signal.SIGUSR1)
+            os.kill(self.keeper, _HUSH)
         if self.started_by is not None:
             end_ssh(self.started_by, _LOST_S if lost else _BUSY_S)
 
@@ -696,8 +700,9 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the agent ends after its ranks
+    # The agent ends after its ranks; SIGUSR1, by which schedulers ask for a save, may reach all processes of a job.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # root only: a starved agent on a busy host would look like a lost host
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     settings = json.loads(sys.argv[1])
@@ -712,10 +717,10 @@ def kept(settings: dict[str, Any]) -> int:
     """Run the agent in a child process, and start another one at its port if it ends before its ranks. Returns the exit
     code."""
     server, keeper = Server(), os.getpid()
-    signal.signal(signal.SIGUSR1, lambda *_: close_output())
+    signal.signal(_HUSH, lambda *_: close_output())
     for left in reversed(range(_STARTS)):
         if (child := os.fork()) == 0:
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            signal.signal(_HUSH, signal.SIG_IGN)
             agent = Agent(settings, server, keeper)
             agent.run()
             agent.close()

@@ -17,7 +17,6 @@ import xxhash
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
-from llmtrain.config.encoding import special_tokens
 from llmtrain.config.plugins import hashes
 from llmtrain.data import tokenize, tokenizer_folder
 from llmtrain.data.chat.conversation import RefusedError, template_variables
@@ -132,8 +131,7 @@ class PrepareSettings:
         }
         if self.tokenizer is not None:
             values["tokenizer"] = tokenizer_folder.fingerprint(Path(self.tokenizer))
-            around = special_tokens(tokenizer_folder.require(Path(self.tokenizer)).read_bytes())
-            if self.is_text and self.special_tokens and any(around):
+            if self.is_text and self.special_tokens and tokenizer_folder.surrounds(Path(self.tokenizer)):
                 values["special_tokens"] = "those of the tokenizer's own encoding (--no-special-tokens: none)"
             if self.format in CHAT_FORMATS and (chat := self.chat) is not None:
                 template = tokenizer_folder.chat_template(Path(self.tokenizer), self.chat_template)

@@ -67,7 +67,7 @@ def terms_over(objective: OverAnswers, answers: Answers) -> tuple[Tensor, ...]:
     key, method = f"objective.name {objective.name}", "terms" if objective.data == "unpaired" else "losses"
     terms = called(objective, key, method, lambda: objective.terms(answers))
     like = answers.score if objective.scores else answers.log_prob
-    return checked_terms(key, objective, method, terms, like.view(len(like), -1)[:, 0])
+    return checked_terms(key, objective, method, terms, like[:, 0] if like.dim() > 1 else like)
 
 
 class PairLoss:

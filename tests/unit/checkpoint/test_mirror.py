@@ -192,6 +192,19 @@ def test_checkpoints_that_have_lost_their_manifests_are_no_empty_mirror(
     assert "step-00000004 has no manifest there" in told and "the run begins again" in told
 
 
+def test_first_uploads_that_are_cut_off_leave_one_step(tmp_path: Path, url: str) -> None:
+    """A restart on another host begins the run again then; several without a manifest would be refused."""
+    store = Mirrored(url)
+    mirror, told = mirroring(tmp_path, store)
+    for step in (4, 8):
+        write_checkpoint(tmp_path, step, seed=step)
+        files, store.store._files = store.store._files, Failing(store.store._files, 3 if step == 4 else 6, "half")
+        mirror.go_on(now=True)
+        store.store._files = files
+    assert [kind for kind, _ in told] == ["mirror_failed"] * 2
+    assert {step for step, _, _ in store._files()} == {8} and not store.complete()
+
+
 def test_a_mirror_on_a_disk_keeps_no_empty_folders(tmp_path: Path) -> None:
     mirror, _ = mirroring(tmp_path, Mirrored(f"file://{tmp_path}/store"), keep=1)
     for step in (1, 2, 3):

@@ -73,6 +73,24 @@ def test_a_host_that_finishes_while_stacks_are_gathered_is_not_lost(root, other)
     assert [root.judge.decide(began + seconds) for seconds in range(0, 60, 2)] == [None] * 30
 
 
+def test_the_report_of_a_host_of_many_ranks_may_follow_its_first_line_at_once(root):
+    """More bytes than a stranger may send: the connection ended for ever. The next report is taken."""
+    hello = {"token": root.server.token, "host": "node-2", "port": 1}
+    line = agent.call("127.0.0.1", root.server.port, hello, 5.0)
+    line.send({**report(), "ranks": 16 * report()["ranks"]})
+    received: list[dict[str, Any]] = []
+    until = time.monotonic() + 10
+    while not received and time.monotonic() < until:
+        if root.server.lines:
+            assert not root.server.lines["node-2"].closed
+            line.send({**report(), "ranks": 16 * report()["ranks"]})
+        line.flush()
+        root.server.accept(time.monotonic())
+        received = root.server.lines["node-2"].receive() if "node-2" in root.server.lines else []
+    assert len(received[0]["ranks"]) == 16
+    line.close()
+
+
 def test_the_stacks_of_another_host_are_taken(root, other):
     other.send(report())
     stack = [["/x/loop.py", 7, "loop"]]
@@ -136,6 +154,8 @@ def test_a_watch_survives_what_strangers_send_and_starts_again_after_a_kill(tmp_
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", first["port"])) as stranger:
                 stranger.sendall(said)
         idle = [socket.create_connection(("127.0.0.1", first["port"])) for _ in range(150)]
+        for pid in (first["pid"], keeper.pid):
+            os.kill(pid, signal.SIGUSR1)  # a scheduler's request for a save, to all processes
         assert ask(first) and place() == first
         os.kill(first["pid"], signal.SIGKILL)
         second = place(other_than=first["pid"])

@@ -216,4 +216,4 @@ def test_where_reads_what_another_version_has_recorded(
         events.write_text("\n".join(lines) + "\n")
         assert cli.main(["data", "where", "data/text", "--run", "runs/quickstart", "--step", "1"]) == code
     said = capsys.readouterr()
-    assert "step 1: 4 sequences" in said.out and 'sequence_length = "x"' in said.err
+    assert "step 1: 4 sequences" in said.out and "'kind': 'reads'" in said.err and "restore it" in said.err

@@ -9,20 +9,25 @@ import pytest
 import torch
 
 from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.stream.windows import IGNORED
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.training.recheck import Recheck
 
 
 @pytest.mark.parametrize(
-    ("rows", "sharing", "length"),
-    [(1, 1, 40), (2, 1, 64), (1, 3, 39)],  # of 64 tokens, 40 are five eighths
+    ("rows", "sharing", "fp8", "prompt", "length"),
+    [(1, 1, None, 0, 40), (2, 1, None, 0, 64), (1, 3, None, 0, 39), (1, 1, "tensorwise", 0, 32), (1, 1, None, 40, 64)],
 )
-def test_a_row_that_fills_a_micro_batch_is_cut(rows: int, sharing: int, length: int) -> None:
-    """Layers are not compiled in a check: a complete row would take more memory than in the step."""
+def test_a_row_that_fills_a_micro_batch_is_cut(
+    rows: int, sharing: int, fp8: str | None, prompt: int, length: int
+) -> None:
+    """Layers are not compiled in a check: a complete row would take more memory than in the step. Of 64 tokens, 40 are
+    five eighths; a row stays complete where those have no counted label."""
 
     def micro(count: int) -> MicroBatch:
         tokens = torch.arange(64).repeat(count, 1)
-        return MicroBatch(inputs=tokens, labels=tokens + 1, sample_indices=[*range(count)], positions=tokens)
+        labels = torch.where(tokens < prompt, IGNORED, tokens + 1)
+        return MicroBatch(inputs=tokens, labels=labels, sample_indices=[*range(count)], positions=tokens)
 
     loader = SimpleNamespace(
         build=lambda step: SimpleNamespace(micro_batches=[micro(rows)] * 4), row=lambda step, index: micro(1)
@@ -31,9 +36,11 @@ def test_a_row_that_fills_a_micro_batch_is_cut(rows: int, sharing: int, length: 
     part._turn, part._data, part._replica = 0, 1, 1
     part._ranks = Ranks()
     degrees = SimpleNamespace(sequence=sharing)
-    part._launch = SimpleNamespace(loader=loader, setup=SimpleNamespace(resolved=SimpleNamespace(degrees=degrees)))
+    run = SimpleNamespace(model=SimpleNamespace(fp8=fp8))
+    setup = SimpleNamespace(resolved=SimpleNamespace(degrees=degrees), run=run)
+    part._launch = SimpleNamespace(loader=loader, setup=setup)
     micros = part._micros(0)
     assert len(micros) == (3 if rows == 1 else 6)
     for each in micros:
         assert [tuple(t.shape) for t in (each.inputs, each.labels, each.positions)] == [(1, length)] * 3
-        assert each.labels.equal(each.inputs + 1)
+        assert each.labels.equal(torch.where(each.inputs < prompt, IGNORED, each.inputs + 1))
