@@ -98,7 +98,7 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
     if not own and not selectable:  # a file may import its classes from a package
         raise ConfigError(f"{FLAG} {word}: defines no class of a plugin, and would change nothing. Derive a class from "
                           "Part, Schedule, ByToken or another name that llmtrain exports; a TrainerCallback of "
-                          "transformers becomes a Part (docs/extend.md)")  # fmt: skip
+                          "transformers becomes a Part")  # fmt: skip
     source = spec.loader.source if isinstance(spec.loader, _Source) else None
     return Plugin(given=word, path=path, sha256=digest, module=module, source=source)
 

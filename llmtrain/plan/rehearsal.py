@@ -28,7 +28,7 @@ from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.api import Engine
-from llmtrain.engine.deepspeed.rehearsed import make_room_for_messages, rehearsed_ranks
+from llmtrain.engine.deepspeed.rehearsed import RehearsedRanks, make_room_for_messages, rehearsed_ranks
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.engine.ranks.ranks import Ranks
@@ -226,20 +226,19 @@ def _thin(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def walk(
-    checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] | None = None, *, on_gpu: bool = False
+    checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda _: None, *, on_gpu: bool = False
 ) -> tuple[Ledger, Counts, int]:
     """Set a run up, train two steps, save and evaluate. Returns (the count, a step's work, bytes of this rank's file
     of a checkpoint).
 
-    `fill`: gives the parameters their values, where there is memory for them; None: a rehearsal.
+    `fill`: gives the parameters their values, where there is memory for them.
     """
     work, pipeline = Work(ranks.group_name), checked.resolved.degrees.pipeline
     ledger = Ledger(checked.resolved.mix, work, one_memory=not on_gpu)
     with ledger:
-        setup = Setup(checked, ranks) if fill else RehearsedSetup(checked, ranks)
+        setup = (RehearsedSetup if isinstance(ranks, RehearsedRanks) else Setup)(checked, ranks)
         setup.refer_to(_WithoutValues(setup))
-    if fill:
-        fill(setup)
+    fill(setup)
     walked = 0
     with ledger:
         watching = list(ledger.watch(setup.engine.module))

@@ -68,7 +68,7 @@ class Mute(ByToken, choice="mute"):
 @dataclass(frozen=True, kw_only=True)
 class Loss(ByToken, choice="loss"):
     def terms(self, nll):
-        return (nll * float("nan"),)
+        return (nll * (float("nan") if len(nll) > 8 else 1.0),)  # not of the few numbers of the check
 """
 PART, STOPPED, HERE = "--parts.mine.how", "was asked to stop by", "--fault.preempt_file"
 CASES: dict[str, tuple[str, list[str], str]] = {

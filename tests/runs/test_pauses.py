@@ -35,4 +35,4 @@ def test_all_ranks_look_for_garbage_together_every_20_steps(small_data, tmp_path
     assert code == 0, output
     searches = [(int(rank), int(step)) for rank, step in re.findall(r"rank (\d) step (\d+) searches", output)]
     within = sorted(each for each in searches if 0 < each[1] < 41)  # what comes after the last step is the run's end
-    assert within == [(rank, step) for rank in (0, 1) for step in (20, 40)]
+    assert within == [(rank, step) for rank in (0, 1) for step in (19, 39)]  # in steps 20 and 40, before their parts
