@@ -153,7 +153,7 @@ def test_a_part_that_no_yaml_names_is_told(here: Path, capsys: pytest.CaptureFix
         ("x = 1", "defines no class of a plugin, and would change nothing. Derive a class from Part, "),
         (
             "class TrainerCallback: pass\nclass A(TrainerCallback): pass",
-            "llmtrain exports; a TrainerCallback of transformers becomes a Part (docs/extend.md)",
+            "llmtrain exports; a TrainerCallback of transformers becomes a Part",
         ),
         (
             "class A(Part): pass",
