@@ -87,7 +87,7 @@ test-all: $(VENV)/.dev
 	@$(MAKE) --no-print-directory test-processors
 
 test-runs: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/runs -m '$(PART)'
+	$(BIN)/python -m pytest tests/runs tests/features -m '$(PART)'
 
 test-ranks: $(VENV)/.dev
 	nice -n 10 $(BIN)/python -m pytest tests/ranks -m '$(PART)'
@@ -100,7 +100,7 @@ test-cluster: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/cluster tests/unit tests/runs -m 'cluster and not slow'
 
 test-sites: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit tests/runs -m 'sites and not slow'
+	$(BIN)/python -m pytest tests/features -m 'sites and not slow'
 
 # What compares figures with stored ones, or with plain PyTorch, once more with the instructions of other processors, whose
 # sums have another order: torch's loops, oneDNN's and MKL's products, one thread and two.

@@ -16,7 +16,7 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.errors import UserError
 from llmtrain.commands import completion
 
-COMMANDS: dict[str, tuple[str, str]] = {
+CORE: dict[str, tuple[str, str]] = {
     "init": ("llmtrain.commands.init", "write recipes and DeepSpeed files to a folder, to start from"),
     "config": ("llmtrain.commands.config", "check a run's configuration, or show it resolved"),
     "prepare": ("llmtrain.commands.prepare", "make a data folder from text, code, jsonl, parquet"),
@@ -25,7 +25,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reference": ("llmtrain.commands.reference", "write a reference model's or teacher's figures into prepared data"),
     "doctor": ("llmtrain.commands.doctor", "examine the hosts of a hostfile, and name a remedy for each fault"),
     "train": ("llmtrain.commands.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
-    "sites": ("llmtrain.commands.sites", "start the coordinator of sites that train one model, or show who is there"),
     "parity": ("llmtrain.commands.parity", "hold a small copy of a run against plain PyTorch in one process"),
     "eval": ("llmtrain.commands.eval", "score a trained model on tasks of lm-eval, such as hellaswag"),
     "generate": ("llmtrain.commands.generate", "print a continuation of a prompt"),
@@ -35,11 +34,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("llmtrain.commands.report", "draw a run's loss, throughput and memory"),
     "checkpoint": ("llmtrain.commands.checkpoint", "list, verify, compare, convert and delete checkpoints"),
 }
+"""Command -> (module with its `main`, what it does)."""
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """All commands, those of features among them."""
+    from llmtrain import features  # most commands are the core's
+
+    return CORE | features.commands()
 
 
 def usage() -> str:
     lines = ["usage: llmtrain COMMAND ...", ""]
-    lines += [f"  {name:<11} {what}" for name, (_, what) in COMMANDS.items()]
+    lines += [f"  {name:<11} {what}" for name, (_, what) in commands().items()]
     return "\n".join([*lines, "", "`llmtrain COMMAND --help` says more."])
 
 
@@ -66,8 +73,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     if completion.ASKED in os.environ:
-        command = completion.command_of_line(COMMANDS)
-        return _command(command)([]) if command in COMMANDS else 0
+        command = completion.command_of_line(commands())
+        return _command(command)([]) if command in commands() else 0
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -93,13 +100,14 @@ def _main(words: list[str]) -> int:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    if name not in COMMANDS:
+    known = CORE if name in CORE else commands()
+    if name not in known:
         from llmtrain.config.problems import closest
 
-        near = closest(name, COMMANDS)
-        remedy = f"did you mean `llmtrain {near}`?" if near else f"one of: {', '.join(COMMANDS)}"
+        near = closest(name, known)
+        remedy = f"did you mean `llmtrain {near}`?" if near else f"one of: {', '.join(known)}"
         raise UserError(f"there is no command {name!r}: {remedy}")
-    return importlib.import_module(COMMANDS[name][0]).main
+    return importlib.import_module(known[name][0]).main
 
 
 def _version() -> str:

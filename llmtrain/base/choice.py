@@ -229,3 +229,19 @@ class Rule:
             reason, remedy = (text if isinstance(text, str) else text(subject, keys[0])
                               for text in (self.reason, self.remedy))  # fmt: skip
             yield keys, reason, remedy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Rules by what they need to know; config/rules.py says when each kind is asked, and of which subject."""
+
+    of_values: tuple[Rule, ...] = ()
+    of_forms: tuple[Rule, ...] = ()
+    of_steps: tuple[Rule, ...] = ()
+
+    def __add__(self, more: Rules) -> Rules:
+        return Rules(
+            of_values=self.of_values + more.of_values,
+            of_forms=self.of_forms + more.of_forms,
+            of_steps=self.of_steps + more.of_steps,
+        )

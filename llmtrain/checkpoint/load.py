@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from llmtrain import features
 from llmtrain.base.errors import CheckpointError, ConfigError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import (
@@ -85,7 +86,7 @@ def resume(
         try:
             fetch(candidate, (), where, ranks)
             fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
-            parts = not weights_only and (run.ema.decay is not None or run.sites.name is not None or bool(run.parts))
+            parts = not weights_only and (run.ema.decay is not None or bool(features.asked(run)) or bool(run.parts))
             reader, trainer = _open(candidate, run.model.folder, where, ranks, parts=parts)
             _refuse_other_adapter(trainer, now, candidate)
             new_data, new_model = (key == "new" and not own for key in (run.resume_data, run.resume_model))
@@ -190,7 +191,7 @@ def _open(
     """Check everything but the values, on all ranks together, each file once.
 
     `pretrained`: the folder for frozen parameters if theirs is gone. `parts`: also check the values of the run's parts
-    (EMA, sites), which read them when no older checkpoint can be taken any more.
+    (such as the EMA), which read them when no older checkpoint can be taken any more.
 
     Raises:
         FrozenSourceError: the frozen parameters are missing.

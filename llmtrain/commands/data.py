@@ -145,8 +145,8 @@ class Span:
     after: int
     """Steps done before its first."""
     until: int | None
-    """Steps done after its last; None: it is the run's last so far. This is the next span's `after`, unless a site's
-    steps, counted as the fastest site's, continue with a later number."""
+    """Steps done after its last; None: it is the run's last so far. This is the next span's `after`, unless a part
+    of the run has moved its position."""
     next: int
     """First sequence of its first step."""
     event: dict[str, Any]
@@ -265,7 +265,7 @@ class Where:
         if span is None and step <= (first := self._spans[0].after):
             raise DataError(f"--step {step}: the run's steps are numbered from {first + 1}")
         if span is None:
-            raise DataError(f"--step {step}: this site has none of that number; it counts the fastest site's")
+            raise DataError(f"--step {step}: the run has none of that number: a part of it has moved its position")
         if step > (last := last_step(self._run)):
             raise DataError(f"--step {step}: the run has done {last} steps")
         found = self._data(span)

@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from llmtrain import features
 from llmtrain.base import units, untrusted
 from llmtrain.base.child import ending_with_parent
 from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped
@@ -31,6 +32,7 @@ from llmtrain.config.chosen import without_degrees
 from llmtrain.config.deepspeed.join import offloads
 from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.reader import read_saved
+from llmtrain.config.run import RunConfig
 from llmtrain.config.stages import DataConfig, data_of
 from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
 from llmtrain.tracking.local import read_rows
@@ -159,7 +161,7 @@ def _checkpoints(run: Path) -> Path:
 def _settings(run: Path) -> dict[str, Any]:
     """Content of the run's config.yaml, which has all fields. Raises ConfigError: another file is there."""
     found: Any = strict_yaml.parse((run / "config.yaml").read_text(encoding="utf-8"), "config.yaml").tree
-    if not isinstance(found, dict) or not {"deepspeed", "resume", "data", "train", "sites"} <= found.keys():
+    if not isinstance(found, dict) or not {"deepspeed", "resume", "data", "train"} <= found.keys():
         raise ConfigError(f"{run}/config.yaml: is not the file of a run, which has all sections; restore it")
     return found
 
@@ -185,9 +187,11 @@ def _asked(args: argparse.Namespace) -> Asked:
         raise ConfigError(f"--steps {args.steps}: the run has recorded steps{begins} up to {max(record, default=0)}; "
                           "give steps that it has done")  # fmt: skip
     settings = _settings(args.run)
-    if settings["sites"]["name"]:
-        raise ConfigError(f"{args.run}: sites.name is set, and the steps of a site depend on messages of other sites, "
-                          "which are not kept; replay a run without sites")  # fmt: skip
+    of_features = {name: settings[name] for name in features.features() if name in settings}
+    config = read_saved(RunConfig, {"deepspeed": settings["deepspeed"], **of_features})
+    for feature in features.asked(config):
+        if reason := feature.unrepeatable(config):
+            raise ConfigError(f"{args.run}: {reason} (section {feature.name}); replay a run without it")
     complete = [each for each in complete_checkpoints(folder) if looks_good(each)]
     before = [each for each in complete if (step_of(each) or 0) < first]
     if not before and complete and settings["resume"] == "auto" and min(record) > 1:

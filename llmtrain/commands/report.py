@@ -20,9 +20,10 @@ from llmtrain.base.trees import leaves
 from llmtrain.commands import completion
 from llmtrain.commands.arguments import Parser
 from llmtrain.config import strict_yaml
+from llmtrain.features import features
 from llmtrain.objectives.objective import Chart, Objective
 from llmtrain.optim.optimizers import Optimizer, norm_of
-from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, png, site_facts, smooth, svg
+from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, png, smooth, svg
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.metrics import metric_of, perplexity
 
@@ -186,7 +187,8 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
         facts.append(("Checkpoint stall, sum", units.duration(sum(stalls.values))))
     if skipped := curves["skipped_steps"]:
         facts.append(("Skipped steps", f"{skipped.values[-1]:.0f}"))
-    return facts + site_facts(run.of_kind("synchronise"), run.of_kind("synchronise_failed")) + _history(run)
+    of_features = [fact for feature in features().values() for fact in feature.facts(run.of_kind)]
+    return facts + of_features + _history(run)
 
 
 def _history(run: Run) -> list[tuple[str, str]]:

@@ -24,9 +24,9 @@ from llmtrain.config.reader import read
 from llmtrain.config.resolve import spread, with_stages
 from llmtrain.config.run import AdapterConfig, RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
+from llmtrain.features import features
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import Optimizer
-from llmtrain.optim.outer_methods import SitesConfig
 from llmtrain.tracking import metrics
 
 FORMS: dict[str, Mix] = {
@@ -169,9 +169,10 @@ RANKS = 2
 
 
 def all_rules() -> list[Rule]:
-    """Return every rule between settings, also the rules of optimizers and outer methods."""
-    own = [rule for cls in (*Optimizer.CHOICES.values(), *SitesConfig.CHOICES.values()) for rule in cls.rules]
-    return list(dict.fromkeys([*rules.RULES, *rules.OF_STARTS, *topology.RULES, *_OF_CASES, *own]))
+    """Return every rule between settings, also the rules of optimizers and features."""
+    own = [rule for cls in Optimizer.CHOICES.values() for rule in cls.rules]
+    of_values = [rule for feature in features().values() for rule in feature.rules().of_values]
+    return list(dict.fromkeys([*rules.RULES, *of_values, *rules.OF_STARTS, *topology.RULES, *_OF_CASES, *own]))
 
 
 _OF_CASES = (*rules.OF_FORMS, *rules.OF_STAGES, *rules.OF_MASKS, *rules.OF_STEPS)

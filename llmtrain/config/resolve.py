@@ -14,6 +14,7 @@ from llmtrain.config.problems import Places, Problems, show
 from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig, stage_views
 from llmtrain.config.stages import Batch, DataConfig, StageBatch, Stages, data_of, stages_of
 from llmtrain.config.topology import Degrees
+from llmtrain.features import features
 from llmtrain.tracking.metrics import mode_of
 
 
@@ -227,7 +228,7 @@ def _unread(run: RunConfig, given: Iterable[str]) -> list[str]:
     """Return notes on given keys that other settings make idle."""
     train = run.train
     unread = {
-        "sites.": not run.sites.name and "without sites.name the run trains alone",
+        **{f"{name}.": not feature.asked(run) and feature.idle for name, feature in features().items()},
         "train.eval_every": not _measures(run) and "train.eval is off, and nothing else is measured",
         "train.sample_tokens": not train.sample_prompts and "there are no train.sample_prompts",
         "checkpoint.when_busy": run.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",

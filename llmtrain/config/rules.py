@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, is_dataclass
 from itertools import pairwise
 from typing import Any
 
+from llmtrain import features
 from llmtrain.base.choice import Rule
 from llmtrain.base.redact import redact_text
 from llmtrain.base.units import GIB, divisors, size
-from llmtrain.config import sites_rules
 from llmtrain.config.on_disk import model_config
 from llmtrain.config.problems import Problems, assigned, closest
 from llmtrain.config.run import AdapterConfig, EmaConfig, KeepBest, RunConfig, StopEarly, profiled_steps, stage_views
@@ -91,7 +91,7 @@ def _place_of(key: str, run: RunConfig, problems: Problems) -> str | None:
 
 def check_values(run: RunConfig, problems: Problems) -> None:
     """Check the rules between fields that hold for any number of ranks."""
-    refuse((*RULES, *run.sites.rules), run, run, problems)
+    refuse((*RULES, *features.rules(run).of_values), run, run, problems)
 
 
 def check_masks(run: RunConfig, mix: Mix, stages: Stages, problems: Problems) -> None:
@@ -406,9 +406,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("resume_weights_only",), lambda r: r.resume_weights_only and _starts_here(r),
          "begins a new run from the parameters of one checkpoint", "name it: resume: PATH",
          {"resume_weights_only": True}),
-    *_OF_EVALUATION, *_OF_DATA_STAGES, *sites_rules.RULES,
+    *_OF_EVALUATION, *_OF_DATA_STAGES,
 )
-"""Rules between the fields of a run. Methods of sites have more (`SitesConfig.rules`)."""
+"""Rules between the fields of a run. Features have more (llmtrain/features)."""
 
 OF_STARTS: tuple[Rule, ...] = (
     Rule(("objective.name",), lambda r: r.objective.reference is not None and r.model.config is not None,

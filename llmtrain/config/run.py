@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from llmtrain.base.choice import (
     AT_LEAST_1,
@@ -29,10 +29,10 @@ from llmtrain.base.trees import lookup
 from llmtrain.config.stages import STAGED, Batch, Stages, data_of
 from llmtrain.config.stages import DataConfig as DataConfig
 from llmtrain.config.topology import Degrees, Mix
+from llmtrain.features import names_of_sections, with_sections
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Optimizer
-from llmtrain.optim.outer_methods import DiLoCo, SitesConfig
 from llmtrain.optim.schedules import Cosine, Schedule
 from llmtrain.storage.addresses import local_folder
 from llmtrain.tracking import mlflow_sink, tensorboard_sink  # noqa: F401  (they bring `trackers`)
@@ -306,9 +306,13 @@ def profiled_steps(text: str | None) -> tuple[int, int]:
     return int(first), int(last)
 
 
+Section = TypeVar("Section")
+
+
 @dataclass(frozen=True, kw_only=True)
+@with_sections
 class RunConfig:
-    """One training run."""
+    """One training run. Features (llmtrain/features) add their sections."""
 
     deepspeed: HostPath
     """The DeepSpeed JSON (`llmtrain init DIR` writes some)."""
@@ -336,13 +340,17 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    sites: SitesConfig = field(default_factory=DiLoCo)
     parts: dict[str, Any] = field(default_factory=dict)
     """Parts of plugins in the run: NAME: {FIELD: VALUE} for each; `NAME:` alone takes the defaults."""
     trackers: dict[str, Any] = field(default_factory=dict)
     """Trackers in addition to W&B and the local files, in the form of `parts`: tensorboard, mlflow, or of plugins."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Figures of plugins in addition to the loss, in the form of `parts`."""
+
+    def section(self, kind: type[Section]) -> Section:
+        """Return the section of a feature. `kind`: the class of the section."""
+        section: Section = getattr(self, names_of_sections()[kind])
+        return section
 
 
 def same_command(run: RunConfig, *more: str) -> str:

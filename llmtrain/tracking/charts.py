@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.base import units
 from llmtrain.tracking.metrics import loss_unit
 
 if TYPE_CHECKING:
@@ -173,27 +172,3 @@ def _figure(chart: dict[str, Any]) -> Figure:
     axes.tick_params(length=0)
     figure.legend(loc="lower left", bbox_to_anchor=(_LEFT - 0.01, 0.0), ncols=columns, borderaxespad=0.1)
     return figure
-
-
-def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """A run's synchronisations in figures: pairs of label and text, from the events."""
-    if not done and not failed:
-        return []
-    received, sent = (sum(_number(each.get(f"{way}_bytes")) for each in done) for way in ("received", "sent"))
-    stood_s = sum(_number(each.get("stood_s", each.get("seconds"))) for each in (*done, *failed))
-    alone = [each for each in done if each.get("participants") == 1]
-    apart = [each for each in failed if "this site is alone" in str(each.get("reason"))]
-    steps = [round(_number(each.get("step"))) for each in (*alone, *apart)]
-    words = f"{len(alone)} of {len(done)}" + (f", and failed {len(apart)}" if apart else "")
-    return [
-        *([("Without another site", f"{words}; steps {min(steps)} to {max(steps)}")] if steps else []),
-        ("Synchronisations of sites", f"{len(done)}, failed {len(failed)}"),
-        ("Received from other sites", units.size(round(received))),
-        ("Sent to other sites", units.size(round(sent))),
-        ("Waiting for other sites, sum", units.duration(stood_s)),
-    ]
-
-
-def _number(value: Any) -> float:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e18
-    return float(value) if known else 0.0

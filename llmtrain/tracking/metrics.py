@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from llmtrain.features import features
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
     """Definition of one key of metrics.jsonl."""
 
@@ -25,93 +26,72 @@ class Metric:
     meaning: str
 
 
-def _metric(unit: str, meaning: str) -> Metric:
-    return Metric(unit=unit, meaning=meaning)
-
-
 _OF_A_RUN: dict[str, Metric] = {
-    "step": _metric("optimizer steps", "Steps done in the run, resumes included."),
-    "tokens": _metric("tokens", "Training tokens read so far by all ranks."),
-    "epoch": _metric(
+    "step": Metric("optimizer steps", "Steps done in the run, resumes included."),
+    "tokens": Metric("tokens", "Training tokens read so far by all ranks."),
+    "epoch": Metric(
         "epochs", "Training sequences read, over those until the first set of the data has been read once."
     ),
-    "data/stage": _metric("1", "Stage of the step (`data.stages`), from 0; only in runs with several."),
-    "time_unix_s": _metric("s", "Wall-clock time of the row (Unix)."),
-    "elapsed_s": _metric("s", "Time since this launch began tracking."),
-    "loss": _metric(
+    "data/stage": Metric("1", "Stage of the step (`data.stages`), from 0; only in runs with several."),
+    "time_unix_s": Metric("s", "Wall-clock time of the row (Unix)."),
+    "elapsed_s": Metric("s", "Time since this launch began tracking."),
+    "loss": Metric(
         "nats/token",
         "Training loss of the step: mean over the counted tokens, or pairs, of the global batch.",
     ),
-    "lr": _metric(
+    "lr": Metric(
         "1", "Learning rate that the step used, without the factors of `optim.layer_decay` and `optim.lr_factor_of`."
     ),
-    "grad_norm": _metric("1", "Global L2 norm of the gradient before clipping; of the update with Muon under ZeRO."),
-    "loss_scale": _metric("1", "Dynamic loss scale (fp16 only)."),
-    "skipped_steps": _metric("steps", "Steps skipped so far: non-finite loss or gradient, or no counted token."),
-    "tokens_per_s": _metric("tokens/s", "All ranks together, evaluation and checkpoint time left out."),
-    "tokens_per_s_per_device": _metric("tokens/s", "`tokens_per_s` divided by the number of devices."),
-    "model_tflops_per_s_causal": _metric(
+    "grad_norm": Metric("1", "Global L2 norm of the gradient before clipping; of the update with Muon under ZeRO."),
+    "loss_scale": Metric("1", "Dynamic loss scale (fp16 only)."),
+    "skipped_steps": Metric("steps", "Steps skipped so far: non-finite loss or gradient, or no counted token."),
+    "tokens_per_s": Metric("tokens/s", "All ranks together, evaluation and checkpoint time left out."),
+    "tokens_per_s_per_device": Metric("tokens/s", "`tokens_per_s` divided by the number of devices."),
+    "model_tflops_per_s_causal": Metric(
         "TFLOP/s", "Model FLOP/s of all devices; attention counted as causal (half the square)."
     ),
-    "model_tflops_per_s_noncausal": _metric(
+    "model_tflops_per_s_noncausal": Metric(
         "TFLOP/s",
         "Model FLOP/s of all devices; attention counted as the full square (torchtitan, Megatron-LM).",
     ),
-    "mfu_causal": _metric("0 to 1", "Causal model FLOP/s over the devices' dense peak; only for known devices."),
-    "mfu_noncausal": _metric("0 to 1", "Non-causal model FLOP/s over the devices' dense peak."),
-    "max_memory_gib": _metric("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
-    "data_wait_share": _metric("0 to 1", "Share of training time spent waiting for the next batch."),
-    "checkpoint_stall_s": _metric("s", "Time since the last log point in which saving held up training."),
-    "comm_share": _metric(
+    "mfu_causal": Metric("0 to 1", "Causal model FLOP/s over the devices' dense peak; only for known devices."),
+    "mfu_noncausal": Metric("0 to 1", "Non-causal model FLOP/s over the devices' dense peak."),
+    "max_memory_gib": Metric("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
+    "data_wait_share": Metric("0 to 1", "Share of training time spent waiting for the next batch."),
+    "checkpoint_stall_s": Metric("s", "Time since the last log point in which saving held up training."),
+    "comm_share": Metric(
         "0 to 1",
         "Share of rank 0's steps spent inside collectives, waiting for slower ranks included; on CPU, several ranks.",
     ),
-    "sites/received_bytes": _metric("bytes", "Bytes that this site's ranks received in a synchronisation of sites."),
-    "sites/sent_bytes": _metric(
-        "bytes", "Elements that this site's ranks sent to all others since the last successful synchronisation."
-    ),
-    "sites/stood_s": _metric("s", "Time in which training waited for a synchronisation, or for a failed one."),
-    "sites/participants": _metric("sites", "Sites that made the outer step, this one included."),
-    "sites/staleness_steps": _metric(
-        "optimizer steps", "Steps that this site trained between sending its parameters and taking the result."
-    ),
-    "sites/outer_step_norm": _metric("1", "L2 norm of the common parameters' change, over all ranks of the site."),
-    "sites/given_up_samples": _metric(
-        "sequences",
-        "Upper bound on sequences that this site trained while cut off and that are given up: other sites got them.",
-    ),
-    "sites/left_out_samples": _metric(
-        "sequences", "Sequences in no model although later ones are, and not passed on: a later round assigns them."
-    ),
-    "moe/aux_loss": _metric(
+    "moe/aux_loss": Metric(
         "1",
         "Mixture of experts: load-balancing loss since the last log point, before its coefficient and not in `loss`; "
         "equal to the experts per token if all experts get equally many.",
     ),
-    "moe/imbalance": _metric("1", "Tokens of the busiest expert over the mean, in the layer where this is largest."),
-    "moe/imbalance_per_layer": _metric("1", "The imbalance of each layer with experts: a list."),
-    "moe/idle_experts": _metric("experts", "Experts of all layers that got no token since the last log point."),
-    "moe/tokens_per_expert": _metric("tokens", "Tokens of each expert since then, summed over layers: a list."),
-    "eval/loss": _metric("nats/token", "Validation loss: mean over all counted validation tokens, or pairs."),
-    "eval/perplexity": _metric("1", "exp(eval/loss); for the next-token loss only."),
-    "eval/bits_per_byte": _metric(
+    "moe/imbalance": Metric("1", "Tokens of the busiest expert over the mean, in the layer where this is largest."),
+    "moe/imbalance_per_layer": Metric("1", "The imbalance of each layer with experts: a list."),
+    "moe/idle_experts": Metric("experts", "Experts of all layers that got no token since the last log point."),
+    "moe/tokens_per_expert": Metric("tokens", "Tokens of each expert since then, summed over layers: a list."),
+    "eval/loss": Metric("nats/token", "Validation loss: mean over all counted validation tokens, or pairs."),
+    "eval/perplexity": Metric("1", "exp(eval/loss); for the next-token loss only."),
+    "eval/bits_per_byte": Metric(
         "bits/byte",
         "Validation loss of all counted tokens in bits, over the bytes of their text: comparable "
         "across tokenizers. For the next-token loss only.",
     ),
-    "eval/mean/loss": _metric("nats/token", "Mean of the losses of named sets, weighted by `eval.mean`."),
-    "eval/NAME/accuracy": _metric(
+    "eval/mean/loss": Metric("nats/token", "Mean of the losses of named sets, weighted by `eval.mean`."),
+    "eval/NAME/accuracy": Metric(
         "0 to 1", "Share of the questions of `eval.choices` whose likeliest choice is the right one (lm-eval's acc)."
     ),
-    "eval/NAME/accuracy_norm": _metric(
+    "eval/NAME/accuracy_norm": Metric(
         "0 to 1", "Accuracy with log-probabilities divided by the characters of their choice (lm-eval's acc_norm)."
     ),
-    "eval/NAME/bits_per_byte": _metric(
+    "eval/NAME/bits_per_byte": Metric(
         "bits/byte",
         "Negative log-likelihood of the right choices of `eval.choices`, over their bytes; for `eval.sets` as "
         "`eval/bits_per_byte`.",
     ),
-    "tasks/TASK/METRIC": _metric("as lm-eval", "Scores of a checkpoint by `llmtrain eval`, at the checkpoint's step."),
+    "tasks/TASK/METRIC": Metric("as lm-eval", "Scores of a checkpoint by `llmtrain eval`, at the checkpoint's step."),
 }
 OF_SET = "eval/NAME/FIGURE"
 """Represents the figures of named sets in the table."""
@@ -122,13 +102,13 @@ def metrics() -> dict[str, Metric]:
     figures = {figure.name: figure for objective in Objective.CHOICES.values() for figure in objective.figures}
     return {
         **_OF_A_RUN,
-        **{name: _metric(figure.unit, figure.meaning) for name, figure in figures.items()},
+        **{key: metric for feature in features().values() for key, metric in feature.metrics().items()},
+        **{name: Metric(figure.unit, figure.meaning) for name, figure in figures.items()},
         **{
-            f"eval/{name}": _metric(figure.unit, f"`{name}` of the validation data.")
-            for name, figure in figures.items()
+            f"eval/{name}": Metric(figure.unit, f"`{name}` of the validation data.") for name, figure in figures.items()
         },
-        "eval/FIGURE": _metric("as `FIGURE`", "Each figure of the objective for the validation data."),
-        OF_SET: _metric("as `eval/FIGURE`", "Each figure for the set NAME of `eval.sets`, such as `eval/code/loss`."),
+        "eval/FIGURE": Metric("as `FIGURE`", "Each figure of the objective for the validation data."),
+        OF_SET: Metric("as `eval/FIGURE`", "Each figure for the set NAME of `eval.sets`, such as `eval/code/loss`."),
     }
 
 

@@ -210,7 +210,7 @@ def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Trac
 def stopped(run: RunConfig, checkpoints: Path | None, step: int, reason: str | None) -> str:
     """The last line of a run that was asked to stop. `checkpoints`: None: the run had not begun."""
     if checkpoints is None:
-        return f"stopped ({reason}) while it waited for the other sites, at step {step}; the same command begins again"
+        return f"stopped ({reason}) at step {step}, before this launch trained any; the same command begins again"
     where = step_folder(checkpoints, step)
     return f"stopped ({reason}) at step {step}, saved in {where}; {same_command(run)} continues"
 

@@ -1,4 +1,4 @@
-"""`Part`: a component of a run next to the step, such as saving, evaluation or the exchange between sites."""
+"""`Part`: a component of a run next to the step, such as saving or an evaluation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Done(Step):
     position: Position
     """After the step, and after the parts before this one in the list."""
     steps: range
-    """Optimizer steps that the position has passed: one, or more if other sites have trained further."""
+    """Optimizer steps that the position has passed: one, or more if a part has moved the position."""
     complete: bool
     """The run has all of its steps."""
     data_wait_s: float
@@ -78,6 +78,8 @@ class Part(Entry, section="parts"):
 
     key = ""
     """Name of its entry in a checkpoint's trainer.json; empty: it has none."""
+    communicates_beside = False
+    """Its collectives may run in another thread while a step computes."""
     ended = ""
     """Reason for completing the run before its last step, the same on all ranks; empty: none. A plugin's part asks for
     an end by `request` instead."""

@@ -294,10 +294,9 @@ class Logging(Part):
         self._launch, setup = launch, launch.setup
         self._setup, self._speed = setup, launch.speed
         # The clock around collectives shows no waiting where a device takes them from a queue, and counts those of
-        # another thread, in which sites exchange, with the step's.
-        background = setup.run.sites.name is not None and setup.run.sites.travel_steps > 0
-        ranks = setup.ranks
-        self._counts_comm = ranks.world_size > 1 and ranks.device.type == "cpu" and not background
+        # another thread with the step's.
+        beside, ranks = any(part.communicates_beside for part in launch.parts), setup.ranks
+        self._counts_comm = ranks.world_size > 1 and ranks.device.type == "cpu" and not beside
         planned = stored(setup.resolved, on_gpu=ranks.device.type == "cuda")
         if planned is not None and planned.step_s:
             launch.tracker.event("planned", step_s=planned.step_s)

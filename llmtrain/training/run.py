@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from llmtrain.engine.ranks.device import device_name, max_memory_gib, memory_of,
 from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.engine.ranks.rendezvous import introduce, leave_all
 from llmtrain.engine.ranks.stop_requests import StopAsked, StopRequests
+from llmtrain.features import features
 from llmtrain.models.transformers_private import VARLEN
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
@@ -157,7 +158,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
             try:
                 with collected_by_hand():
                     position, ended = train_steps(launch)
-            except StopAsked:  # while it waited for the other sites: there is nothing new to save
+            except StopAsked:  # before its first step: there is nothing new to save
                 position, ended, began = start.position, False, False
             reason, asked = (None, False) if ended else _reason(launch)
             last_words = _conclude(launch, position, reason, began=began)
@@ -178,21 +179,16 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     log.info(last_words)  # the last words: closing W&B may have printed
 
 
-def _parts(launch: Launch) -> Iterator[Part]:
-    """Make the parts of the run, in the order of their calls. Modules that few runs need are imported here. Raises
-    AgreedError."""
-    setup, run = launch.setup, launch.setup.run
-    yield Limits(launch)
-    yield Record(launch)
-    yield SkippedSteps(launch)
+def _of_few_runs(launch: Launch) -> Iterator[Part]:
+    run = launch.setup.run
     if run.adapter.r is not None:
         from llmtrain.training.adapter_check import AdapterCheck
 
         yield AdapterCheck(launch)
-    if run.sites.name is not None:
-        from llmtrain.training.sites import Sites
 
-        yield Sites(launch)
+
+def _before_plugins(launch: Launch) -> Iterator[Part]:
+    setup, run = launch.setup, launch.setup.run
     if run.train.balance != "equal" and setup.resolved.batch.data_parallel > 1:
         from llmtrain.training.load_balance import LoadBalance
 
@@ -201,26 +197,18 @@ def _parts(launch: Launch) -> Iterator[Part]:
         from llmtrain.training.ema import Ema
 
         yield Ema(setup)
-    if run.parts:
-        from llmtrain.training.plugin_parts import guarded
 
-        yield from guarded(launch)
-    yield Logging(launch)
-    yield Evaluation(launch)
-    yield StageBorders(launch)
-    read = [*setup.course.data, *setup.sets.values()]
-    if any(data.in_store for data in read) or any(each.prepared.in_store for each in setup.choices.values()):
-        from llmtrain.training.fetching import Fetching
 
-        yield Fetching(launch)
-    yield DataCheck(launch)
-    yield ReplicaCheck(launch)
+def _recheck(launch: Launch) -> Iterator[Part]:
+    setup, run = launch.setup, launch.setup.run
     if run.fault.recheck_every > 0 and setup.resolved.degrees.data > 1:
         from llmtrain.training.recheck import Recheck
 
         yield Recheck(launch)
-    yield Saving(launch)
-    if run.profile.steps is not None:
+
+
+def _at_last(launch: Launch) -> Iterator[Part]:
+    if launch.setup.run.profile.steps is not None:
         from llmtrain.training.profile import Profile
 
         yield Profile(launch)
@@ -228,6 +216,58 @@ def _parts(launch: Launch) -> Iterator[Part]:
         from llmtrain.training.replay import Replay
 
         yield Replay(launch)
+
+
+def _plugins(launch: Launch) -> Iterable[Part]:
+    if not launch.setup.run.parts:
+        return ()
+    from llmtrain.training.plugin_parts import guarded
+
+    return guarded(launch)
+
+
+def _fetching(launch: Launch) -> Iterable[Part]:
+    setup = launch.setup
+    read = [*setup.course.data, *setup.sets.values()]
+    if not (any(data.in_store for data in read) or any(each.prepared.in_store for each in setup.choices.values())):
+        return ()
+    from llmtrain.training.fetching import Fetching
+
+    return (Fetching(launch),)
+
+
+ORDER: tuple[Callable[[Launch], Part | Iterable[Part]] | str, ...] = (
+    Limits,
+    Record,
+    SkippedSteps,
+    _of_few_runs,
+    "sites",
+    _before_plugins,
+    _plugins,
+    Logging,
+    Evaluation,
+    StageBorders,
+    _fetching,
+    DataCheck,
+    ReplicaCheck,
+    _recheck,
+    Saving,
+    _at_last,
+)
+"""The parts of a run in the order of their calls: a class of the core, a function for parts that few runs have, or the
+name of a feature."""
+
+
+def _parts(launch: Launch) -> Iterator[Part]:
+    """Make the parts of the run. Raises AgreedError."""
+    for entry in ORDER:
+        if isinstance(entry, str):
+            feature = features().get(entry)
+            if feature is not None and feature.asked(launch.setup.run) and (part := feature.part(launch)) is not None:
+                yield part
+        else:
+            made = entry(launch)
+            yield from (made,) if isinstance(made, Part) else made
 
 
 def train_steps(launch: Launch) -> tuple[Position, bool]:

@@ -267,3 +267,14 @@ def gone(processes: list[psutil.Process], timeout_s: float) -> bool:
     """Whether all of them end within the time."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def tiny_folder(folder: Path, seed: int) -> Path:
+    """A Hugging Face folder of the model TINY."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{key: value for key, value in TINY.items() if key != "model_type"})
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -494,7 +494,7 @@ def _as_imported(env: Mapping[str, str]) -> None:
 
 def serve(door: int, folder: str) -> None:
     """Until the process that holds the other end of `door` has ended."""
-    from llmtrain.cli import COMMANDS
+    from llmtrain.cli import commands
 
     global _able
     die_with_parent()
@@ -502,7 +502,7 @@ def serve(door: int, folder: str) -> None:
         _in_proc(sys.orig_argv, os.environ)
     except OSError:
         _able = False
-    for name in (*PRELOAD, *MODULES[1:], *(module for module, _ in COMMANDS.values())) if _able else ():
+    for name in (*PRELOAD, *MODULES[1:], *(module for module, _ in commands().values())) if _able else ():
         importlib.import_module(name)
     for name in _OPTIONAL if _able else ():
         with contextlib.suppress(ImportError):

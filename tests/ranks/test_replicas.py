@@ -233,7 +233,7 @@ def splits_of_a_site(case: Case) -> int:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
-    from llmtrain.sites.shard import Shard
+    from llmtrain.features.sites.shard import Shard
 
     class Communicator:
         splits = 0

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from llmtrain.checkpoint.format import step_folder
 from tests.helpers import forked
-from tests.helpers.launching import losses, write_run
-from tests.runs.test_sites_forms import written
+from tests.helpers.launching import losses, tiny_folder, write_run
 
 pytestmark = pytest.mark.needs("torchao")
 
@@ -20,7 +19,7 @@ def test_checkpoints_and_exports_are_those_of_a_run_without(small_data: str, tmp
     """Two ranks at ZeRO 3 in bf16. Losses differ, by less than 1 %: e4m3 rounds each factor by up to 2^-4."""
     tree = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     train = {"global_batch": 4, "micro_batch": 2, "max_steps": 5, "export": True}
-    base, recipes = written(tmp_path / "base", 0), {}
+    base, recipes = tiny_folder(tmp_path / "base", 0), {}
     words = {"plain": (), "fp8": ("--model.fp8", "rowwise")}
     for kind, more in words.items():
         train["run_dir"] = str(tmp_path / kind)

@@ -15,20 +15,22 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "llmtrain"
 
 # A part may import from its own layer's own part and from every layer above it in this list.
-# Parts that share a layer are siblings: they never import each other.
+# Parts that share a layer are siblings: they never import each other. "features" is the registry, llmtrain/features/
+# __init__.py, which loads the folders by their names; "feature" is such a folder, which no other file imports.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("base",),
+    ("features",),
     ("objectives", "optim", "storage"),
     ("tracking",),
     ("cluster", "config"),
     ("data", "models"),
     ("engine",),
     ("checkpoint",),
-    ("sites",),
     ("training",),
     ("parity",),
     ("plan",),
     ("commands",),
+    ("feature",),
     ("cli",),
     ("__main__",),
 )
@@ -55,7 +57,7 @@ LIGHT = (
 LAZILY: dict[str, str | tuple[str, ...]] = {
     "config/deepspeed/read.py": "deepspeed",
     "optim/optimizers.py": ("torch", "deepspeed"),
-    "optim/message_formats.py": "numpy",
+    "features/sites/message_formats.py": "numpy",
 }
 THE_SITE = "models/parallel/mesh.py"  # the one place that names torch's world
 LAZY_DISPATCH = ("__init__", "cli", "__main__")
@@ -82,8 +84,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def part_of(file: Path) -> str:
-    """llmtrain/data/stream/loader.py -> data; llmtrain/cli.py -> cli."""
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """llmtrain/data/stream/loader.py -> data; llmtrain/cli.py -> cli; llmtrain/features/ema/part.py -> feature."""
+    names = file.relative_to(ROOT).with_suffix("").parts
+    return part_of_module(".".join(names))
+
+
+def part_of_module(module: str) -> str:
+    """Return the part of a dotted name in llmtrain."""
+    names = module.split(".")
+    is_feature = names[1] == "features" and len(names) > 2 and (PACKAGE / "features" / names[2]).is_dir()
+    return "feature" if is_feature else names[1]
 
 
 @cache
@@ -118,7 +128,7 @@ def imported(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def test_every_part_has_a_layer() -> None:
-    parts = {part_of(file) for file in FILES} - {"__init__"}
+    parts = {part_of(file) for file in FILES if file.parent != PACKAGE or file.stem != "__init__"}
     assert parts <= set(LAYER_OF), "name the new part in LAYERS"
 
 
@@ -127,11 +137,22 @@ def test_imports_go_one_way() -> None:
     for file in FILES:
         part = part_of(file)
         for module, line in imported(file):
-            names = module.split(".")
-            if names[0] != "llmtrain" or len(names) < 2 or names[1] not in LAYER_OF or names[1] == part:
+            other = part_of_module(module) if module.startswith("llmtrain.") else ""
+            if other not in LAYER_OF or other == part:
                 continue
-            if LAYER_OF[names[1]] >= LAYER_OF.get(part, -1) and part not in LAZY_DISPATCH:
+            if LAYER_OF[other] >= LAYER_OF.get(part, -1) and part not in LAZY_DISPATCH:
                 wrong.append(f"{file.relative_to(PACKAGE)} line {line}: {part} may not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_outside_imports_a_feature() -> None:
+    """A folder of features that is deleted takes nothing with it: no other file names its modules."""
+    wrong = []
+    for file in FILES:
+        for module, line in imported(file):
+            of_feature = module.startswith("llmtrain.features.") and part_of_module(module) == "feature"
+            if of_feature and file.relative_to(PACKAGE).parts[:2] != tuple(module.split(".")[1:3]):
+                wrong.append(f"{file.relative_to(PACKAGE)} line {line}: {module}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -38,10 +38,10 @@ import torch  # noqa: E402
 
 from llmtrain.engine.api import StateTensor  # noqa: E402
 from llmtrain.engine.ranks.ranks import Ranks  # noqa: E402
-from llmtrain.optim.outer_methods import DiLoCo  # noqa: E402
-from llmtrain.sites import site  # noqa: E402
-from llmtrain.sites.membership import Member, TorchftMembers  # noqa: E402
-from llmtrain.sites.sample_ledger import (  # noqa: E402
+from llmtrain.features.sites import site  # noqa: E402
+from llmtrain.features.sites.membership import Member, TorchftMembers  # noqa: E402
+from llmtrain.features.sites.outer_methods import DiLoCo  # noqa: E402
+from llmtrain.features.sites.sample_ledger import (  # noqa: E402
     Ledger,
     Request,
     Share,

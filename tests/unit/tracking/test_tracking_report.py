@@ -15,7 +15,7 @@ import pytest
 
 from llmtrain.base.errors import UserError
 from llmtrain.commands.report import charts_of, curves_of, facts_of, load, main, why_slow
-from llmtrain.tracking.charts import site_facts, smooth
+from llmtrain.tracking.charts import smooth
 from llmtrain.tracking.local import JsonLines
 from tests.helpers.pages import Page
 
@@ -298,11 +298,3 @@ def test_the_smoothed_curve_does_not_end_on_the_raw_last_value(count):
     flat = [1.0] * count
     assert smooth([*flat[:-1], 5.0])[-1] < 4 and smooth([5.0, *flat[1:]])[0] < 4
     assert len(smooth(flat)) == count and smooth(flat) == pytest.approx(flat)
-
-
-def test_the_report_says_what_sites_cost() -> None:
-    done = [{"step": step, "participants": 2 - (step > 9), "stood_s": 5, "received_bytes": 1000} for step in (4, 8, 12)]
-    facts = dict(site_facts(done, [{"step": 16, "stood_s": 1, "reason": "this site is alone"}]))
-    assert facts["Without another site"] == "1 of 3, and failed 1; steps 12 to 16"
-    assert facts["Synchronisations of sites"] == "3, failed 1" and facts["Waiting for other sites, sum"] == "16.0s"
-    assert site_facts([], []) == []

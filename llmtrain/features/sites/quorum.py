@@ -11,7 +11,7 @@ from typing import Any
 from llmtrain.base import log, units
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.engine.ranks.stop_requests import StopAsked
-from llmtrain.sites.membership import (
+from llmtrain.features.sites.membership import (
     SILENT_S,
     Heard,
     Member,

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from llmtrain.engine.ranks.ranks import Ranks
-from llmtrain.sites.sample_ledger import Share
-from llmtrain.sites.site import Site
-from llmtrain.sites.transport import Server
-from tests.helpers.sites_in_threads import PIECES, Meeting, Numbers, begin_all, settings_of
+from llmtrain.features.sites.sample_ledger import Share
+from llmtrain.features.sites.site import Site
+from llmtrain.features.sites.transport import Server
+from tests.features.sites.sites_in_threads import PIECES, Meeting, Numbers, begin_all, settings_of
 
 
 @pytest.fixture

@@ -30,14 +30,31 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.threads import in_thread
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.ranks.ranks import Ranks
-from llmtrain.optim.message_formats import FORMATS
-from llmtrain.optim.outer_methods import SitesConfig
-from llmtrain.sites.exchange import Bytes, Exchange, Feedback, Fetched, checksum_of, outer_step, squared_distance
-from llmtrain.sites.membership import Heard, Members, PeerStatus, SitesError, TorchftMembers, join, name_of, own_address
-from llmtrain.sites.quorum import AGAIN_S, MeetAgain, Meetings, RoundFailed, leader_of
-from llmtrain.sites.sample_ledger import SLOWEST, Ledger, Request, Share, steps_each, steps_of
-from llmtrain.sites.shard import COMMON, MOMENTUM, RESIDUAL, Array, Shard, pieces, read_back, shapes, standing
-from llmtrain.sites.transport import Pieces, Server
+from llmtrain.features.sites.exchange import (
+    Bytes,
+    Exchange,
+    Feedback,
+    Fetched,
+    checksum_of,
+    outer_step,
+    squared_distance,
+)
+from llmtrain.features.sites.membership import (
+    Heard,
+    Members,
+    PeerStatus,
+    SitesError,
+    TorchftMembers,
+    join,
+    name_of,
+    own_address,
+)
+from llmtrain.features.sites.message_formats import FORMATS
+from llmtrain.features.sites.outer_methods import SitesConfig
+from llmtrain.features.sites.quorum import AGAIN_S, MeetAgain, Meetings, RoundFailed, leader_of
+from llmtrain.features.sites.sample_ledger import SLOWEST, Ledger, Request, Share, steps_each, steps_of
+from llmtrain.features.sites.shard import COMMON, MOMENTUM, RESIDUAL, Array, Shard, pieces, read_back, shapes, standing
+from llmtrain.features.sites.transport import Pieces, Server
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from llmtrain.engine.ranks.ranks import Ranks
-from llmtrain.optim.message_formats import BLOCK, Format
-from llmtrain.optim.outer_methods import SitesConfig
-from llmtrain.sites.membership import PeerStatus
-from llmtrain.sites.shard import Array, Shard
-from llmtrain.sites.transport import Peer, Rectangle, WireError
+from llmtrain.features.sites.membership import PeerStatus
+from llmtrain.features.sites.message_formats import BLOCK, Format
+from llmtrain.features.sites.outer_methods import SitesConfig
+from llmtrain.features.sites.shard import Array, Shard
+from llmtrain.features.sites.transport import Peer, Rectangle, WireError
 
 CHANGES = "changes"
 """Kind of array: compressed changes of parameters since the last synchronisation."""

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.optim.message_formats import BLOCK, FORMATS
-from llmtrain.sites.exchange import Blocks, Feedback, decode, encode
-from llmtrain.sites.transport import Peer, Server
+from llmtrain.features.sites.exchange import Blocks, Feedback, decode, encode
+from llmtrain.features.sites.message_formats import BLOCK, FORMATS
+from llmtrain.features.sites.transport import Peer, Server
 from llmtrain.storage.region import Region, shard
-from tests.helpers.sites_in_threads import at_once, soon
+from tests.features.sites.sites_in_threads import at_once, soon
 
 ALL = ("bf16", "int8", "int4")
 RECORD = {"bf16": 512, "int8": 260, "int4": 132}

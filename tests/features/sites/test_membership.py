@@ -17,7 +17,7 @@ from tests.helpers.launching import environment
 
 ENDS_WITHIN_A_HEARTBEAT = """
 import sys, time
-from llmtrain.sites import membership
+from llmtrain.features.sites import membership
 membership._HEARTBEAT_S = 0.01
 site = membership.TorchftMembers(sys.argv[1], "north:0123abcd", 10.0)
 site._live()

@@ -11,10 +11,10 @@ import torch
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import DataConfig
+from tests.features.sites.simulated_sites import simulated
+from tests.features.sites.test_sites_runs import coordinator, far, parameters, recipe, start, synchronised
 from tests.helpers.families import FAMILIES
-from tests.helpers.launching import TINY
-from tests.helpers.simulated_sites import simulated
-from tests.runs.test_sites import coordinator, far, parameters, recipe, start, synchronised
+from tests.helpers.launching import tiny_folder
 
 pytestmark = pytest.mark.needs("peft", "torchft")
 
@@ -68,19 +68,10 @@ def adapted(folder: Path, data: str, base: Path) -> Path:
     return recipe(folder, data, model={"pretrained": str(base)}, adapter={"r": 4})
 
 
-def written(folder: Path, seed: int) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(**{key: value for key, value in TINY.items() if key != "model_type"})
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.slow
 def test_an_adapter_alone_travels_and_another_base_is_refused(coordinator, small_data, tmp_path):
     """Uncompressed, in fewer bytes than the model has elements; a resume goes on; another base is named."""
-    base, other = (written(tmp_path / name, seed) for seed, name in enumerate(("base", "other")))
+    base, other = (tiny_folder(tmp_path / name, seed) for seed, name in enumerate(("base", "other")))
     both = ("--sites.start_sites", "2")
     sites = [tmp_path / name for name in ("A", "B")]
     for steps in ("8", "12"):

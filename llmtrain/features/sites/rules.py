@@ -1,4 +1,4 @@
-"""Rules of the sites section; those of one method are in its class (optim/outer_methods.py)."""
+"""Rules of the section `sites`."""
 
 from __future__ import annotations
 
@@ -6,32 +6,44 @@ import ipaddress
 import re
 
 from llmtrain.base.choice import Rule
+from llmtrain.config.rules import value_of
 from llmtrain.config.run import RunConfig
+from llmtrain.features.sites.outer_methods import SitesConfig, Streaming
 
 _SITE = {"sites.name": "a", "sites.coordinator": "h:1"}
+_STREAMING = {**_SITE, "sites.method": "streaming"}
+
+
+def _sites(run: RunConfig) -> SitesConfig:
+    return run.section(SitesConfig)
 
 
 def _is_site(run: RunConfig) -> bool:
-    return run.sites.name is not None
+    return _sites(run).name is not None
+
+
+def _streaming(run: RunConfig) -> Streaming | None:
+    section = _sites(run)
+    return section if section.name is not None and isinstance(section, Streaming) else None
 
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule(("sites.coordinator",), lambda r: not _is_site(r) and r.sites.coordinator is not None,
+    Rule(("sites.coordinator",), lambda r: not _is_site(r) and _sites(r).coordinator is not None,
          "this site has no name", "set sites.name, or remove it", {"sites.coordinator": "h:1"}),
-    Rule(("ema.decay",), lambda r: _is_site(r) and r.ema.decay is not None,
+    Rule(("ema.decay",), lambda r: _is_site(r) and value_of("ema.decay", r) is not None,
          "sites would each have another average (sites.name)",
          "remove it, or average checkpoints with `llmtrain checkpoint average`", {**_SITE, "ema.decay": 0.9}),
-    Rule(("sites.name",), lambda r: _is_site(r) and not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", r.sites.name),
+    Rule(("sites.name",), lambda r: _is_site(r) and not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", _sites(r).name or ""),
          "must be 1 to 40 letters, digits, `_`, `.` or `-`", "give another name", {**_SITE, "sites.name": "a:b"}),
     Rule(("sites.coordinator",),
-         lambda r: _is_site(r) and not re.fullmatch(r"[^:/\s]+:[0-9]{1,5}", r.sites.coordinator or ""),
+         lambda r: _is_site(r) and not re.fullmatch(r"[^:/\s]+:[0-9]{1,5}", _sites(r).coordinator or ""),
          "must be HOST:PORT", "start `llmtrain sites coordinator` and give its address", {"sites.name": "a"}),
     Rule(("sites.listen",),
-         lambda r: _is_site(r) and r.sites.listen is not None and not private(r.sites.listen),
+         lambda r: _is_site(r) and (listen := _sites(r).listen) is not None and not private(listen),
          "must be an IP address of this host, and no public one: what sites send is neither encrypted nor signed",
          "give the address of a tunnel (WireGuard, ssh)", {**_SITE, "sites.listen": "8.8.8.8"}),
-    Rule(("sites.timeout_s",), lambda r: _is_site(r) and r.sites.timeout_s >= r.fault.longest_s,
+    Rule(("sites.timeout_s",), lambda r: _is_site(r) and _sites(r).timeout_s >= r.fault.longest_s,
          lambda r, _: "must be less than fault.stall_timeout_s and 3/4 of fault.timeout_s, here "
                       f"{r.fault.longest_s:g}: while a synchronisation waits, a site shows no progress",
          "lower it, or raise them", {**_SITE, "sites.timeout_s": 300}),
@@ -41,6 +53,16 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.stages",), lambda r: _is_site(r) and r.data.stages,
          "sites (sites.name) deal out the sequences of one data set", "remove one of the two",
          {**_SITE, "data.stages": [{"from_step": 5, "sequence_length": 64}]}),
+    # Each fragment's round has its own steps, and ends before the next one's begins.
+    Rule(("sites.sync_every", "sites.fragments"),
+         lambda r: (s := _streaming(r)) and s.sync_every % s.fragments,
+         "sites.sync_every must be a multiple of sites.fragments", "change one of them",
+         {**_STREAMING, "sites.sync_every": 10, "sites.overlap_steps": 1}),
+    Rule(("sites.overlap_steps", "sites.sync_every", "sites.fragments"),
+         lambda r: (s := _streaming(r)) and s.overlap_steps > s.most_overlap,
+         lambda r, _: f"sites.overlap_steps must be at most {value_of('sites.most_overlap', r)}: less than "
+                      "sites.sync_every / sites.fragments, and no more than sites.max_alone_steps",
+         "lower it, or raise sites.sync_every", {**_STREAMING, "sites.sync_every": 20}),
     Rule(("resume_data",), lambda r: _is_site(r) and r.resume_data == "new",
          "sites (sites.name) share the order of one data set",
          "remove it, or begin new sites from the parameters: resume_weights_only",

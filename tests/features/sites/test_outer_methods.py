@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llmtrain.config.run import RunConfig
-from llmtrain.optim.outer_methods import DiLoCo, LocalSgd, SitesConfig, Streaming
+from llmtrain.features.sites.outer_methods import DiLoCo, LocalSgd, SitesConfig, Streaming
+from llmtrain.features.sites.rules import RULES
 
 
 @pytest.mark.parametrize("method", SitesConfig.CHOICES.values())
@@ -23,9 +24,9 @@ def test_rounds_come_as_often_as_each_method_says() -> None:
 
 def test_each_round_has_more_steps_than_its_parameters_travel() -> None:
     def broken(sync_every: int) -> list[str]:
-        sites = Streaming(name="a", fragments=2, overlap_steps=3, sync_every=sync_every)
+        sites = Streaming(name="a", coordinator="h:1", fragments=2, overlap_steps=3, sync_every=sync_every)
         run = RunConfig(deepspeed="", sites=sites)
-        return [keys[0] for rule in sites.rules for keys, _, _ in rule.breaks(run)]
+        return [keys[0] for rule in RULES for keys, _, _ in rule.breaks(run)]
 
     assert broken(8) == []
     assert broken(6) == ["sites.overlap_steps"]

@@ -26,9 +26,9 @@ from llmtrain.checkpoint.load import compare_checksums
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.ranks.ranks import Ranks
-from llmtrain.optim.message_formats import BLOCK
+from llmtrain.features.sites.message_formats import BLOCK
+from llmtrain.features.sites.sample_ledger import Ledger
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.sites.sample_ledger import Ledger
 from llmtrain.storage.checksum import checksum_part_array
 from llmtrain.storage.region import Region, shared
 

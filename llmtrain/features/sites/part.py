@@ -8,8 +8,9 @@ from typing import Any
 
 from llmtrain.checkpoint.meaning import other_meaning
 from llmtrain.engine.api import StateTensor
-from llmtrain.sites.sample_ledger import Share
-from llmtrain.sites.site import Site, telling
+from llmtrain.features.sites.outer_methods import SitesConfig
+from llmtrain.features.sites.sample_ledger import Share
+from llmtrain.features.sites.site import Site, telling
 from llmtrain.storage.checksum import weights_hash
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position
@@ -22,6 +23,7 @@ class Sites(Part):
         """Raises AgreedError."""
         setup, tracker, frozen = launch.setup, launch.tracker, launch.start.frozen
         run, batch = setup.run, setup.resolved.batch
+        sites = run.section(SitesConfig)
         common = {
             "data": setup.data.fingerprint,
             "data.seed": run.data.seed,
@@ -30,19 +32,20 @@ class Sites(Part):
             "adapter": asdict(run.adapter),
             "frozen parameters (model.pretrained)": weights_hash(frozen.checksums),
             "configuration of the model": other_meaning({}, setup.spec.config.to_dict()),
-            **run.sites.common(),
+            **sites.common(),
         }
         self._start_timeout_s, self._requests = run.fault.start_timeout_s, launch.requests
         self._site = Site(
             setup.engine,
             setup.ranks,
-            run.sites,
+            sites,
             common,
             Share(batch=batch.global_batch, tokens=batch.tokens),
             telling(tracker.event, tracker.log),
             frozen=setup.spec.frozen,
             last_step=setup.resolved.max_steps,
         )
+        self.communicates_beside = sites.travel_steps > 0
 
     def restore(self, kept: Any, folder: Path) -> None:
         """Raises AgreedError: a damaged file."""

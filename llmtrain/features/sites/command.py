@@ -10,7 +10,7 @@ from llmtrain.base import log
 from llmtrain.base.errors import UserError
 from llmtrain.base.untrusted import shown
 from llmtrain.commands import completion
-from llmtrain.sites.membership import heard_at, start_coordinator
+from llmtrain.features.sites.membership import heard_at, start_coordinator
 
 _BIND = "127.0.0.1:29510"
 

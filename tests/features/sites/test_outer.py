@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.optim.outer_methods import DiLoCo, LocalSgd
-from llmtrain.sites.exchange import LARGEST, outer_step, outsized, squared_distance
+from llmtrain.features.sites.exchange import LARGEST, outer_step, outsized, squared_distance
+from llmtrain.features.sites.outer_methods import DiLoCo, LocalSgd
 
 
 def test_diloco_is_nesterovs_sgd_on_the_difference() -> None:

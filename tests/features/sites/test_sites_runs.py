@@ -21,7 +21,8 @@ from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.commands.data import sequences, spans
 from llmtrain.config.run import DataConfig
-from llmtrain.sites.membership import heard_at, heard_on
+from llmtrain.features.sites.membership import heard_at, heard_on
+from tests.features.sites.simulated_sites import loss_of, simulated
 from tests.helpers import forked
 from tests.helpers.launching import (
     REPO,
@@ -35,7 +36,6 @@ from tests.helpers.launching import (
     wait_for_step,
     write_run,
 )
-from tests.helpers.simulated_sites import loss_of, simulated
 from tests.helpers.warm import WarmCommands
 
 pytestmark = pytest.mark.needs("torchft")
@@ -219,7 +219,7 @@ def test_a_launch_whose_site_waits_for_the_others_ends_at_sigterm(coordinator, s
         code, output = finish(job, 60)
     finally:
         kill_tree(job)
-    assert code == 75 and "while it waited for the other sites, at step 0; the same command begins" in output, output
+    assert code == 75 and "at step 0, before this launch trained any; the same command begins" in output, output
     assert not losses(file.parent / "run") and not list(file.parent.glob("run/checkpoints/*"))
 
 
@@ -239,7 +239,7 @@ def start_shell(command: str, folder: Path, env: dict[str, str] | None = None) -
 
 def die_while_sending(_: int) -> None:
     """In the third synchronisation, after half of what the other site wants."""
-    from llmtrain.sites import transport
+    from llmtrain.features.sites import transport
 
     def send(line: transport._Line, header: dict, parts: Iterable) -> None:
         line.send_header(header)
@@ -358,7 +358,7 @@ def test_status_reads_what_the_coordinator_shows(coordinator, capsys):
 
     from torchft.coordination import LighthouseClient
 
-    from llmtrain.commands.sites import main
+    from llmtrain.features.sites.command import main
 
     client = LighthouseClient(f"http://{coordinator}", timedelta(seconds=5))
     time.sleep(3.5)  # the sites of other tests are silent by now

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmtrain.engine.ranks.ranks import Ranks
-from llmtrain.sites.shard import Replicas, copies, fragment_of, joined
+from llmtrain.features.sites.shard import Replicas, copies, fragment_of, joined
 from llmtrain.storage.region import Region
 
 SHAPES = {

@@ -22,8 +22,8 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.threads import in_thread
 from llmtrain.base.untrusted import shown
-from llmtrain.config.sites_rules import private
-from llmtrain.sites.sample_ledger import Ledger
+from llmtrain.features.sites.rules import private
+from llmtrain.features.sites.sample_ledger import Ledger
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.sites.sample_ledger import SLOWEST, Ledger, Request, steps_each, steps_of
+from llmtrain.features.sites.sample_ledger import SLOWEST, Ledger, Request, steps_each, steps_of
 from llmtrain.training.step import is_due
-from tests.helpers.sites_in_threads import Meeting, at_once
+from tests.features.sites.sites_in_threads import Meeting, at_once
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from llmtrain.base.threads import in_thread
-from llmtrain.sites import site as site_module
-from llmtrain.sites.membership import join
-from llmtrain.sites.quorum import RoundFailed
-from tests.helpers.sites_in_threads import (
+from llmtrain.features.sites import site as site_module
+from llmtrain.features.sites.membership import join
+from llmtrain.features.sites.quorum import RoundFailed
+from tests.features.sites.sites_in_threads import (
     Meeting,
     at_once,
     begin_all,

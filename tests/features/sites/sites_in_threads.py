@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from llmtrain.engine.api import StateTensor
-from llmtrain.optim.outer_methods import SitesConfig
-from llmtrain.sites.membership import Heard, Member, MembersError
-from llmtrain.sites.site import Site
-from llmtrain.sites.transport import Server
+from llmtrain.features.sites.membership import Heard, Member, MembersError
+from llmtrain.features.sites.outer_methods import SitesConfig
+from llmtrain.features.sites.site import Site
+from llmtrain.features.sites.transport import Server
 from llmtrain.storage.region import Region
 
 PIECES = [(0, "w", Region(0, 60)), (60, "v", Region(10, 5))]

@@ -24,17 +24,16 @@ import pytest
 import xxhash
 
 from llmtrain.base.errors import UserError
-from llmtrain.commands import sites as command
-from llmtrain.config.sites_rules import private
 from llmtrain.engine.ranks.ranks import Ranks
-from llmtrain.sites import transport
-from llmtrain.sites.exchange import Exchange
-from llmtrain.sites.membership import Member, PeerStatus, SitesError, peer_status
-from llmtrain.sites.quorum import MeetAgain, Meetings, RoundFailed
-from llmtrain.sites.sample_ledger import Request
-from llmtrain.sites.transport import _CONNECTIONS, Peer, Server, WireError
+from llmtrain.features.sites import command, transport
+from llmtrain.features.sites.exchange import Exchange
+from llmtrain.features.sites.membership import Member, PeerStatus, SitesError, peer_status
+from llmtrain.features.sites.quorum import MeetAgain, Meetings, RoundFailed
+from llmtrain.features.sites.rules import private
+from llmtrain.features.sites.sample_ledger import Request
+from llmtrain.features.sites.transport import _CONNECTIONS, Peer, Server, WireError
 from llmtrain.storage.region import Region, shard
-from tests.helpers.sites_in_threads import (
+from tests.features.sites.sites_in_threads import (
     PIECES,
     SENSE,
     answering,

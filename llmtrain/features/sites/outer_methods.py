@@ -1,6 +1,6 @@
 """Outer methods: the section `sites` of a run, and the rule that makes common parameters from the sites'.
 
-A new one is a class here: its fields and their rules, and its outer step.
+A new one is a class here: its fields, and its outer step; rules.py has the rules about them.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, Rule, bounded
-from llmtrain.optim.message_formats import FORMATS
+from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, bounded
+from llmtrain.features.sites.message_formats import FORMATS
 
 if TYPE_CHECKING:
     Compress = str
@@ -18,8 +18,6 @@ else:
 
 Array = Any
 """numpy's."""
-_SITE = {"sites.name": "a", "sites.coordinator": "h:1"}
-_STREAMING = {**_SITE, "sites.method": "streaming"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +26,6 @@ class SitesConfig(Choice, section="sites", selector="method"):
 
     local: ClassVar[frozenset[str]] = frozenset({"name", "coordinator", "start_sites", "timeout_s", "trust", "listen"})
     """Fields in which the sites of a run may differ."""
-    rules: ClassVar[tuple[Rule, ...]] = ()
-    """Combinations of fields that are refused. The subject of `broken` is the run."""
 
     method: str = field(init=False)
     """Rule by which the sites' parameters become common ones."""
@@ -127,27 +123,6 @@ class Streaming(DiLoCo, choice="streaming"):
     """Parts of the model that are synchronised in turn, each every sync_every steps."""
     overlap_steps: int = bounded(5, NOT_NEGATIVE, "5 is the default")
     """Optimizer steps that are trained while parameters travel, and kept; 0 waits for the parameters."""
-
-    rules = (
-        Rule(
-            ("sites.sync_every", "sites.fragments"),
-            lambda run: run.sites.name is not None and run.sites.sync_every % run.sites.fragments,
-            "sites.sync_every must be a multiple of sites.fragments",
-            "change one of them",
-            {**_STREAMING, "sites.sync_every": 10, "sites.overlap_steps": 1},
-        ),
-        Rule(
-            ("sites.overlap_steps", "sites.sync_every", "sites.fragments"),
-            lambda run: run.sites.name is not None and run.sites.overlap_steps > run.sites.most_overlap,
-            lambda run, _: (
-                f"sites.overlap_steps must be at most {run.sites.most_overlap}: less than sites.sync_every / "
-                "sites.fragments, and no more than sites.max_alone_steps"
-            ),
-            "lower it, or raise sites.sync_every",
-            {**_STREAMING, "sites.sync_every": 20},
-        ),
-    )
-    """Each fragment's round has its own steps, and ends before the next one's begins."""
 
     @property
     def most_overlap(self) -> int:

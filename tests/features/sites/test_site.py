@@ -1,4 +1,4 @@
-"""Rounds of sites that train one model, in threads; tests/runs/test_sites.py has real ones."""
+"""Rounds of sites that train one model, in threads; tests/features/sites/test_sites_runs.py has real ones."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import torch
 
 from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.engine.ranks.stop_requests import StopAsked
-from llmtrain.sites import quorum
-from llmtrain.sites import site as site_module
-from llmtrain.sites.membership import Heard, Member, MembersError, PeerStatus, SitesError, peer_status
-from llmtrain.sites.quorum import agreed, leader_of
-from llmtrain.sites.shard import COMMON, MOMENTUM, RESIDUAL, standing
-from llmtrain.sites.site import Site, telling
-from llmtrain.sites.transport import Server, WireError
+from llmtrain.features.sites import quorum
+from llmtrain.features.sites import site as site_module
+from llmtrain.features.sites.membership import Heard, Member, MembersError, PeerStatus, SitesError, peer_status
+from llmtrain.features.sites.quorum import agreed, leader_of
+from llmtrain.features.sites.shard import COMMON, MOMENTUM, RESIDUAL, standing
+from llmtrain.features.sites.site import Site, telling
+from llmtrain.features.sites.transport import Server, WireError
 from llmtrain.tracking.metrics import metrics
-from tests.helpers.sites_in_threads import (
+from tests.features.sites.sites_in_threads import (
     SENSE,
     Lighthouse,
     Meeting,

@@ -1,0 +1,109 @@
+"""Features of a run that the core does without. Each is a folder here, and deleting the folder removes the feature.
+
+A folder's `__init__.py` has a class derived from `Feature`: what the feature adds to the core. It imports nothing but
+the section's class, which each program that reads a YAML needs; methods import the rest where a run asks for it. No
+other file of the package names a feature, but for the order of parts in training/run.py. A new feature is a new folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
+from typing import Any, ClassVar
+
+from llmtrain.base.choice import Rules
+
+
+class Feature:
+    """What a folder of features adds to the core. Each default adds nothing.
+
+    `run` is always the RunConfig, `launch` the Launch of training/parts.py: these modules are above this one.
+    """
+
+    name: ClassVar[str]
+    """The folder's. The YAML's section, the part in the order of parts, and the page in docs have it, too."""
+    section: ClassVar[type[Any] | None] = None
+    """The frozen dataclass of the YAML's section; of a section of choices its base class."""
+    default: ClassVar[type[Any] | None] = None
+    """The class of a section of choices that a YAML without the section has."""
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """(key that another section had for a field, its key now), for the message about an unknown field."""
+    idle: ClassVar[str] = ""
+    """Why keys of the section have no effect in a run that does not ask for the feature."""
+    commands: ClassVar[tuple[tuple[str, str, str], ...]] = ()
+    """Commands of the command line: (name, module with its `main`, what it does)."""
+
+    def asked(self, run: Any) -> bool:
+        """True for a run that has the feature."""
+        return False
+
+    def rules(self) -> Rules:
+        """Rules about the section; asked where the YAML changes the section."""
+        return Rules()
+
+    def part(self, launch: Any) -> Any:
+        """Make the Part of a run that has the feature; None: it needs none, as on one rank."""
+        return None
+
+    def unrepeatable(self, run: Any) -> str:
+        """Why steps of a run with the feature cannot be trained again from a checkpoint; empty: they can."""
+        return ""
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Keys of metrics.jsonl that its part logs, and the Metric of each."""
+        return {}
+
+    def facts(self, events: Callable[[str], list[dict[str, Any]]]) -> Iterable[tuple[str, str]]:
+        """Lines of a report: (label, text). `events`: maps a kind to the run's events of this kind, in order."""
+        return ()
+
+
+@functools.cache
+def features() -> dict[str, Feature]:
+    """Every feature by its name, in the order of the names."""
+    found = {}
+    for folder in sorted(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg):
+        feature: Feature = importlib.import_module(f"{__name__}.{folder}").FEATURE
+        type(feature).name = folder
+        found[folder] = feature
+    return found
+
+
+@functools.cache
+def names_of_sections() -> dict[type[Any], str]:
+    return {feature.section: name for name, feature in features().items() if feature.section is not None}
+
+
+def asked(run: Any) -> list[Feature]:
+    """The features that a run has."""
+    return [feature for feature in features().values() if feature.asked(run)]
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """Name -> (module, what it does)."""
+    return {name: (module, what) for feature in features().values() for name, module, what in feature.commands}
+
+
+def renamed() -> dict[str, str]:
+    return dict(pair for feature in features().values() for pair in feature.renamed)
+
+
+def rules(run: Any) -> Rules:
+    """Return the rules of all features whose section a run changes."""
+    return sum((feature.rules() for feature in features().values() if _changed(feature, run)), Rules())
+
+
+def _changed(feature: Feature, run: Any) -> bool:
+    return feature.section is not None and getattr(run, feature.name) != (feature.default or feature.section)()
+
+
+def with_sections(cls: type[Any]) -> type[Any]:
+    """Add a field to the class of a run for each feature with a section, before it becomes a dataclass."""
+    for name, feature in features().items():
+        if feature.section is not None:
+            cls.__annotations__[name] = feature.section
+            setattr(cls, name, field(default_factory=feature.default or feature.section))
+    return cls

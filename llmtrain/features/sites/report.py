@@ -1,0 +1,52 @@
+"""What a run's page and its metrics say about its synchronisations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmtrain.base import units
+from llmtrain.tracking.metrics import Metric
+
+METRICS: dict[str, Metric] = {
+    "sites/received_bytes": Metric("bytes", "Bytes that this site's ranks received in a synchronisation of sites."),
+    "sites/sent_bytes": Metric(
+        "bytes", "Elements that this site's ranks sent to all others since the last successful synchronisation."
+    ),
+    "sites/stood_s": Metric("s", "Time in which training waited for a synchronisation, or for a failed one."),
+    "sites/participants": Metric("sites", "Sites that made the outer step, this one included."),
+    "sites/staleness_steps": Metric(
+        "optimizer steps", "Steps that this site trained between sending its parameters and taking the result."
+    ),
+    "sites/outer_step_norm": Metric("1", "L2 norm of the common parameters' change, over all ranks of the site."),
+    "sites/given_up_samples": Metric(
+        "sequences",
+        "Upper bound on sequences that this site trained while cut off and that are given up: other sites got them.",
+    ),
+    "sites/left_out_samples": Metric(
+        "sequences", "Sequences in no model although later ones are, and not passed on: a later round assigns them."
+    ),
+}
+
+
+def facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Lines of a report: (label, text). `done`, `failed`: events of synchronisations."""
+    if not done and not failed:
+        return []
+    received, sent = (sum(_number(each.get(f"{way}_bytes")) for each in done) for way in ("received", "sent"))
+    stood_s = sum(_number(each.get("stood_s", each.get("seconds"))) for each in (*done, *failed))
+    alone = [each for each in done if each.get("participants") == 1]
+    apart = [each for each in failed if "this site is alone" in str(each.get("reason"))]
+    steps = [round(_number(each.get("step"))) for each in (*alone, *apart)]
+    words = f"{len(alone)} of {len(done)}" + (f", and failed {len(apart)}" if apart else "")
+    return [
+        *([("Without another site", f"{words}; steps {min(steps)} to {max(steps)}")] if steps else []),
+        ("Synchronisations of sites", f"{len(done)}, failed {len(failed)}"),
+        ("Received from other sites", units.size(round(received))),
+        ("Sent to other sites", units.size(round(sent))),
+        ("Waiting for other sites, sum", units.duration(stood_s)),
+    ]
+
+
+def _number(value: Any) -> float:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e18
+    return float(value) if known else 0.0
