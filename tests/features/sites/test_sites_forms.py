@@ -14,7 +14,7 @@ from llmtrain.config.run import DataConfig
 from tests.features.sites.simulated_sites import simulated
 from tests.features.sites.test_sites_runs import coordinator, far, parameters, recipe, start, synchronised
 from tests.helpers.families import FAMILIES
-from tests.helpers.launching import tiny_folder
+from tests.helpers.launching import TINY, tiny_folder
 
 pytestmark = pytest.mark.needs("peft", "torchft")
 
