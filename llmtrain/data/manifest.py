@@ -79,8 +79,6 @@ class Manifest:
     """Documents cut into two: the end is in validation, the rest in train, and `documents` counts them in both."""
     tokenizer_fingerprint: str
     """Hash of tokenizer/tokenizer.json."""
-    source_fingerprint: str
-    """Hash of the input files' relative names, sizes and contents."""
     data_fingerprint: str
     """Hash of all that training sees: dtype, vocabulary, separator, tokenizer, and every shard in order."""
     source: dict[str, Any]
@@ -158,6 +156,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
             raise ValueError("its format is another")
         if (version := values.pop("version")) != VERSION:
             raise ValueError(f"its version is {version}, this program reads {VERSION}")
+        values.pop("source_fingerprint", None)  # no longer written
         listed = values.pop("shards")
         shards = {split: tuple(map(_shard, listed[split])) for split in SPLITS}
         first = tuple(values.pop("first_tokens", ()))

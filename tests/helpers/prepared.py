@@ -56,7 +56,6 @@ def write_prepared(
             documents={split: sum(shard.documents for shard in shards[split]) for split in SPLITS},
             rejected=0,
             tokenizer_fingerprint=tokenizer_fingerprint,
-            source_fingerprint="s",
             data_fingerprint=manifests.data_fingerprint(name, vocab_size, separator_id, tokenizer_fingerprint, shards),
             source={"files": 1, "bytes": 1, "stat": ""},
             settings={},

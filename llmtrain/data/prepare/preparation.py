@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import DataError
@@ -425,8 +424,6 @@ def _manifest(
         if held := _left_out(records):
             raise DataError(f"{error} ({held})") from error
         raise
-    content = sum(int(record["content"], 16) for record in records) % (1 << 128)
-    names = [[[file.label, file.bytes] for file in part] for part in files if part]
     tokenizer = tokenizer_folder.fingerprint(out.here / "tokenizer")
     dtype = "uint16" if _dtype(work, encoder).itemsize == 2 else "uint32"
     return Manifest(
@@ -439,7 +436,6 @@ def _manifest(
         rejected=sum(len(record["rejected"]) for record in records),
         cut=sum(record.get("cut", 0) for record in records),
         tokenizer_fingerprint=tokenizer,
-        source_fingerprint=xxhash.xxh3_128_hexdigest(json.dumps([*names, f"{content:032x}"]).encode()),
         data_fingerprint=manifests.data_fingerprint(
             dtype, encoder.vocab_size, encoder.separator_id, tokenizer, shards, first
         ),

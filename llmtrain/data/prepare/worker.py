@@ -206,8 +206,6 @@ class _Written:
     rejected: list[Rejection] = field(default_factory=list)
     lines: Lines = field(default_factory=Lines)
     """Lines that begin in the unit's last piece."""
-    content: int = 0
-    """Sum of the documents' hashes, which does not depend on the cut into units."""
     cut: int = 0
     excluded: list[tuple[str, int]] = field(default_factory=list)
     """(file, record) of each document in --exclude."""
@@ -273,7 +271,6 @@ def process_unit(
             "shards": written.in_place or {split: writers[split].commit(files) for split in SPLITS},
             "lines": written.lines.count if whole else None,
             "rejected": [rejection.as_dict() for rejection in written.rejected],
-            "content": f"{written.content:032x}",
             "cut": written.cut,
             "left_out": written.left_out,
             "excluded": written.excluded,
@@ -349,7 +346,6 @@ def _write_documents(written: _Written, encoder: AnyEncoder, progress: Callable[
             if isinstance(item, Rejection):
                 written.rejected.append(item)
                 continue
-            written.content = (written.content + xxhash.xxh3_128_intdigest(item.data)) % (1 << 128)
             if whole:
                 batch.append((place, item, "train", item.text))
             else:
@@ -404,19 +400,16 @@ def _write_tokens(written: _Written, place: int, encoder: TokenEncoder) -> None:
         begin = (file.begin or 0) + int(borders[0]) * ids.dtype.itemsize
         link = not is_url(piece.path) and not is_url(settings.out)
         written.in_place = _as_they_lie(unit, ids, borders, held, begin, writers["train"].path.parent, link=link)
-        written.content = xxhash.xxh3_128_intdigest(ids.data)
         return
     for first, start, end in zip(borders[:-1].tolist(), starts.tolist(), ends.tolist(), strict=True):
         if first in piece.excluded:
             written.excluded.append((piece.origin, first))
             continue
         row = encoder.row(ids[start:end])
-        data = row.ids.tobytes()
-        written.content = (written.content + xxhash.xxh3_128_intdigest(data)) % (1 << 128)
         if not len(row.ids):
             written.rejected.append(Rejection(piece.label, "token", first, "empty document"))
             continue
-        for split, _ in written.sides("", data):
+        for split, _ in written.sides("", row.ids.tobytes()):
             writers[split].add([row], (place, first))
     for writer in writers.values():
         writer.write(None if settings.chat else encoder.separator_id)
