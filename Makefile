@@ -66,8 +66,6 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tools/figures.py
-	$(BIN)/python tools/prose.py
 
 # Before every push; CONTRIBUTING.md says the rest.
 check: lint
