@@ -154,11 +154,6 @@ class Choice:
         return [choice for choice, chosen in cls.CHOICES.items() if name in chosen.own()]
 
     @classmethod
-    def defaults(cls, name: str) -> list[Any]:
-        owned = (cls.CHOICES[owner].__dataclass_fields__[name] for owner in cls.owners(name))
-        return [default_of(item) for item in owned]
-
-    @classmethod
     def refusal(cls, name: str) -> tuple[str, str]:
         """(rule, remedy) for a field of other choices, the same for YAML, command line and JSON."""
         return cls.refusal_of(cls.owners(name))

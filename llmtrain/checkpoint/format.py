@@ -222,7 +222,7 @@ _JSON_LIMIT = 1 << 30  # bytes; 1,000 ranks with 6,000 pieces each stay below it
 _TRAINER_TYPES: dict[str, type] = {
     **dict.fromkeys(("sample_index", "skipped_steps", "optimizer_step", "vocab_size"), int),
     **dict.fromkeys(("model_config", "teacher_config", "run", "deepspeed", "versions", "layout", "loss_scale"), dict),
-    **dict.fromkeys(("outer", "evaluation"), dict),
+    **dict.fromkeys(("outer", "evaluation", "sampling"), dict),
     **dict.fromkeys(("data_stages", "plan"), list),
     **dict.fromkeys(("optimizer", "data_fingerprint", "tokenizer_dir", "wandb_id"), str),
 }

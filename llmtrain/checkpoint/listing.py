@@ -203,7 +203,7 @@ def _stage(trainer: dict[str, Any]) -> str:
     try:
         last = trainer["data_stages"][-1]
         return f"{last['stage']}: {', '.join(last['folders'])}" if last["stage"] else ""
-    except (KeyError, IndexError, TypeError):  # an earlier version wrote it
+    except (KeyError, IndexError, TypeError):  # a conversion wrote it
         return ""
 
 

@@ -37,7 +37,7 @@ from llmtrain.checkpoint.rundir import CheckpointFolder, origin
 from llmtrain.checkpoint.verify import damaged_parts, wrong_frozen
 from llmtrain.config import plugins
 from llmtrain.config.problems import show
-from llmtrain.config.reader import read_saved, saved_stages, without_removed
+from llmtrain.config.reader import read_saved, saved_stages
 from llmtrain.config.run import FaultConfig, RunConfig
 from llmtrain.config.stages import DataConfig
 from llmtrain.data.stream.loader import RECORD
@@ -131,7 +131,7 @@ def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], no
     compared = [key for key in ("run", "deepspeed", "model_config", "versions", "layout") if saved.get(key) is not None]
     former = {key: saved[key] for key in compared}
     if "run" in former:
-        run = former["run"] = without_removed(former["run"])
+        run = former["run"] = dict(former["run"])
         for section, cls in (("fault", FaultConfig), ("data", DataConfig)):  # a checkpoint may lack newer fields
             with contextlib.suppress(KeyError, TypeError, ConfigError):  # other tools made it
                 run[section] = json.loads(json.dumps(asdict(read_saved(cls, run[section]))))

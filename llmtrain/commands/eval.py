@@ -159,7 +159,7 @@ def _to_wandb(run: Path, trainer: dict[str, Any], row: dict[str, Any]) -> str:
     """Give W&B a row of an earlier step. Returns the end of a sentence about it."""
     try:
         tracking = TrackingConfig(**trainer["run"]["tracking"])
-    except (KeyError, TypeError):  # a checkpoint that was converted, or an older version's
+    except (KeyError, TypeError):  # a checkpoint that was converted
         return ""
     run_id = trainer.get("wandb_id")
     if tracking.wandb == "disabled" or not run_id:

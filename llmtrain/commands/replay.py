@@ -179,8 +179,8 @@ def _asked(args: argparse.Namespace) -> Asked:
         record = {row.step: row for row in read_steps(args.run / STEPS)}
     except OSError as error:
         raise DataError(
-            f"{args.run / STEPS}: cannot be read ({error.strerror}); a run of an older llmtrain has none, and "
-            "its steps cannot be compared"
+            f"{args.run / STEPS}: cannot be read ({error.strerror}), and without it no step can be "
+            "compared; give the folder of a run that has it"
         ) from None
     if first not in record or last not in record:
         begins = f" from {min(record)}" if record and first < min(record) else ""

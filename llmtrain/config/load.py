@@ -17,7 +17,7 @@ from llmtrain.config.deepspeed.join import optimizer_in
 from llmtrain.config.deepspeed.keys import KEYS
 from llmtrain.config.on_disk import check_on_disk
 from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest_file, read_text, show, stop
-from llmtrain.config.reader import WRONG, members, read, without_removed
+from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.config.schema import ENTRIES, choices, run_parser, schema, sections, subsections
@@ -73,7 +73,6 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     for path in configs:
         _lay(tree, *_read(path), problems)
     _lay(tree, *_typed_words(words, problems), problems)
-    tree = without_removed(tree)
     optim = tree.get("optim") or {}
     if isinstance(optim, dict) and optim.get("name") is None and (name := optimizer_in(tree.get("deepspeed"))):
         tree["optim"] = {**optim, "name": name}

@@ -55,7 +55,7 @@ class Problems:
         Args:
             places: dotted key -> where the user wrote it.
             paths: report paths with an unset variable or an unknown user.
-            saved: the values are from a file of a run, perhaps with fields of a former version.
+            saved: the values are from a file of a run, perhaps with fields of another version.
         """
         self._entries: list[str] = []
         self._keys: set[str] = set()
@@ -65,9 +65,6 @@ class Problems:
         """True after a mistake about a path with an unset variable."""
         self.notes: list[str] = []
         """Notes for the user on values that were adapted."""
-
-    def typed(self, key: str) -> bool:
-        return self.places.get(key) == COMMAND_LINE
 
     def add(self, key: str, value: Any, rule: str, remedy: str, place: str | None = None) -> None:
         """Record one mistake. `place`: file and line, if they are not the line of `key`."""

@@ -21,21 +21,6 @@ from llmtrain.optim.schedules import Schedule
 WRONG: Any = object()
 """Result of `read` for a wrong value, whose mistake is in the problems."""
 
-FORMERLY = {
-    "schedule": {"warmup_steps", "decay_steps", "min_ratio"},
-    "optim": {"lr", "muon_lr", "muon_momentum", "betas", "eps", "weight_decay", "decay", "clip_norm"},
-    "sites": {"sync_every", "pace", "outer_lr", "outer_momentum", "fragments", "overlap_steps"},
-    "objective": {"beta", "smoothing", "gamma", "alpha", "desirable_weight", "undesirable_weight", "reference"},
-}
-"""Section -> the fields in each config.yaml until November 2026, for every choice."""
-
-_REMOVED: dict[str, dict[str, Any]] = {
-    "sites": {"mean": "weighted", "meet_every": 10, "keys": None},
-    "tracking": {"artifacts": "none"},
-    "model": {"keep_attention": False},
-}
-"""Removed fields with the defaults in each config.yaml and checkpoint of former versions, which still load."""
-
 _CODE = {
     "auto_map": "it names Python code to import",
     "class_path": "it names Python code to import",
@@ -53,21 +38,9 @@ _FREE_TEXT = "train.sample_prompt"
 """The field whose text may be empty or have line breaks."""
 
 
-def without_removed(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's tree without removed fields that have their former defaults."""
-    kept = dict(run)
-    for section, removed in _REMOVED.items():
-        if isinstance(given := kept.get(section), dict):
-            kept[section] = {
-                field: value for field, value in given.items() if field not in removed or value != removed[field]
-            }
-    return kept
-
-
 def read_saved(cls: type[Any], saved: Mapping[str, Any]) -> Any:
-    """Return the object of `cls` that a checkpoint or a former version has written.
+    """Return the object of `cls` that a run has written. Fields that this version does not know are left out.
 
-    Fields that are gone, and those of choices that were not made, are left out.
     Raises: ConfigError.
     """
     problems = Problems(saved=True)
@@ -292,13 +265,11 @@ def _chosen(
     if not known:
         _refuse_type(Literal[tuple(base.CHOICES)], at, name, problems)
     cls = base.CHOICES[name if known and name is not None else default_choice(base.SECTION)]
-    dumped = FORMERLY.get(key, {""}) <= {field for field in given if not problems.typed(f"{key}.{field}")}
     for field in [field for field in given if field not in cls.own() and base.owners(field)]:
-        value, at = given.pop(field), f"{key}.{field}"
+        value = given.pop(field)
         meant = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
-        stale = problems.saved or (dumped and meant in base.defaults(field) and not problems.typed(at))
-        if known and not stale and meant is not None:
-            problems.add(at, meant, *base.refusal(field))
+        if known and meant is not None and not problems.saved:
+            problems.add(f"{key}.{field}", meant, *base.refusal(field))
     return cls, given
 
 

@@ -68,7 +68,7 @@ class Manifest:
     separator_id: int
     """The token after every document (the tokenizer's eos_token)."""
     first_tokens: tuple[int, ...] = ()
-    """Ids before each text: those of the tokenizer's own encoding. Empty also in folders of earlier versions."""
+    """Ids before each text: those of the tokenizer's own encoding."""
     tokens: dict[str, int]
     """Tokens per split."""
     documents: dict[str, int]
@@ -131,7 +131,7 @@ def template_notes(chat: dict[str, Any]) -> list[str]:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     values = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     if not manifest.first_tokens:
-        del values["first_tokens"]  # most tokenizers put none there, and earlier versions do not know the key
+        del values["first_tokens"]  # most tokenizers put none there
     replace_file(folder / NAME, json.dumps(values, indent=1).encode() + b"\n")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from llmtrain.base.choice import Choice, default_of
 from llmtrain.base.trees import lookup
 from llmtrain.config.deepspeed.join import DEGREE_KEYS
 from llmtrain.config.pages import BASE, BASE_JSON
@@ -29,6 +30,12 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
         else:
             result[key] = value
     return result
+
+
+def value_of(base: type[Choice], field: str) -> Any:
+    """A legal value of a field of some choices: its default, where it has one."""
+    default = default_of(base.CHOICES[base.owners(field)[0]].__dataclass_fields__[field])
+    return 5 if default is None else default
 
 
 def write(

@@ -20,7 +20,6 @@ import yaml
 
 from llmtrain import cli
 from llmtrain.checkpoint.format import step_folder
-from llmtrain.config.reader import without_removed
 from tests.helpers import forked
 from tests.helpers.launching import free_port, rows
 from tests.helpers.stored import BF16, FP32, differences, machine
@@ -34,18 +33,40 @@ RUNS = [pytest.param(run.name, marks=pytest.mark.needs(NEEDS[run.name])) if run.
         for run in sorted((SAVED / "runs").iterdir())]  # fmt: skip
 OF_A_MACHINE = re.compile(r"time|elapsed|per_s|share|stall|memory|seconds|_s$|bytes")
 """Keys of figures that no two launches have alike."""
+REMOVED: dict[str, dict[str, Any]] = {
+    "sites": {"mean": "weighted", "meet_every": 10, "keys": None},
+    "tracking": {"artifacts": "none"},
+    "model": {"keep_attention": False},
+}
+"""Fields of the saved files that no run has any more."""
+
+
+def without_removed(run: dict[str, Any]) -> dict[str, Any]:
+    return {
+        section: {key: value for key, value in fields.items() if key not in REMOVED[section]}
+        if section in REMOVED
+        else fields
+        for section, fields in run.items()
+    }
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy, which is the working folder. Paths of runs are relative, except the folder of frozen parameters."""
+    """A copy without removed fields, which is the working folder. Paths of runs are relative, except the folder of
+    frozen parameters."""
     shutil.copytree(SAVED, tmp_path / "saved")
+    for path in (tmp_path / "saved/runs").glob("*/config.yaml"):
+        path.write_text(yaml.safe_dump(without_removed(yaml.safe_load(path.read_text())), sort_keys=False))
     for path in (tmp_path / "saved/runs").glob("*/checkpoints/*/manifest.json"):
         raw = json.loads(path.read_text())["manifest"]
+        trainer = json.loads((path.parent / "trainer.json").read_text())
+        content = json.dumps({**trainer, "run": without_removed(trainer["run"])}).encode()
+        (path.parent / "trainer.json").write_bytes(content)
+        raw["files"]["trainer.json"].update(bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
         if "frozen" in raw:
             raw["frozen"]["folder"] = str(tmp_path / "saved/base")
-            digest = xxhash.xxh3_64_hexdigest(json.dumps(raw, separators=(",", ":")).encode())
-            path.write_text(json.dumps({"manifest": raw, "xxh3": digest}, separators=(",", ":")))
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(raw, separators=(",", ":")).encode())
+        path.write_text(json.dumps({"manifest": raw, "xxh3": digest}, separators=(",", ":")))
     monkeypatch.chdir(tmp_path / "saved")
     return tmp_path / "saved"
 

@@ -22,18 +22,15 @@ from llmtrain.checkpoint.hf.serving import (
     generation_settings,
     pad_apart,
     pad_within,
-    sampling_defaults,
     special_ids,
     tokenizer_here,
 )
 from llmtrain.checkpoint.output import JOURNAL
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenizer_folder
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.score import gives_scores
 from llmtrain.models.source import INDEX, SINGLE, SafetensorsSource, refuse_escape
-from llmtrain.storage.addresses import local_folder
 from llmtrain.storage.tensorfile import ITEM_BYTES, TensorFile, header_bytes, numel
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -175,7 +172,7 @@ def write_others(folder: Path, made: Export, files: WeightFiles) -> None:
     else:
         config = layout.skeleton.config
         config.dtype, config.architectures = dtype, [type(layout.skeleton).__name__]
-        ids, sampling = special_ids(beside, trainer.get("separator_id")), _sampling(trainer, beside)
+        ids, sampling = special_ids(beside, trainer.get("separator_id")), trainer.get("sampling", {})
         pad_within(config, ids, report)
         if ids:
             configure(config, ids, ends_of(chat_folders(trainer)))
@@ -251,9 +248,7 @@ def copy_beside(folder: Path, trainer: Mapping[str, Any], checkpoint: Path, repo
 
 
 def _refuse_other_tokenizer(folder: Path, trainer: Mapping[str, Any]) -> None:
-    wanted, manifest = trainer.get("tokenizer"), folder.parent / manifests.NAME
-    if wanted is None and manifest.is_file():  # a checkpoint of an older version has no record
-        wanted = manifests.read_manifest(folder.parent).tokenizer_fingerprint
+    wanted = trainer.get("tokenizer")
     if wanted is not None and wanted != tokenizer_folder.fingerprint(folder):
         raise CheckpointError(
             f"{folder / 'tokenizer.json'} is not the one that the run was trained with: it was changed or is damaged. "
@@ -279,16 +274,6 @@ def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any], **mor
         **more,
     }
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n")
-
-
-def _sampling(trainer: Mapping[str, Any], tokenizer: Path | None) -> dict[str, Any]:
-    """The base's sampling defaults and stops: the run's record, or for an older run the base's folder."""
-    kept, model = trainer.get("sampling"), trainer.get("run", {}).get("model") or {}
-    base = model.get("pretrained")
-    now = sampling_defaults(local_folder(str(base), model.get("revision")), tokenizer) if base else {}
-    if isinstance(kept, dict):
-        now = {key: now[key] for key in now.keys() & {"eos_token_id"}} | kept
-    return now
 
 
 def _weight_map(index: str | bytes) -> Any:

@@ -316,8 +316,7 @@ def _dtype(work: list[Unit], encoder: tokenize.Encoder) -> np.dtype:
 
 def _record(out: OutFolder, unit: Unit) -> dict[str, Any] | None:
     path = out.here / record_name(unit.index)
-    record: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
-    return record if "lines" in record else None  # an earlier version's has none
+    return json.loads(path.read_bytes()) if path.exists() else None
 
 
 def _is_there(record: dict[str, Any], sizes: dict[str, int], item_size: int) -> bool:
@@ -583,8 +582,6 @@ def already_complete(out: OutFolder, plan: dict[str, Any]) -> Manifest:
     different = _differences(manifest.settings, plan["settings"])
     if manifest.source["stat"] != plan["stat"]:
         different.append("the source files have changed since")
-    if not manifest.tokens["validation"] and plan["settings"]["validation_fraction"]:
-        different.append("an earlier version did not cut long documents, so it has no validation text")
     if different:
         raise DataError(
             f"--out {out.name}: it already holds data that was prepared differently: {'; '.join(different)}. "

@@ -145,16 +145,14 @@ def test_transformers_4_computes_the_logits_of_an_export(tmp_path):
 
 
 def test_the_sampling_defaults_of_the_base_stay_in_the_export(tmp_path):
-    """The export has them from the base's folder, or from the checkpoint once that is gone, without its token ids."""
+    """The export has them from the checkpoint, without the base's token ids."""
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
     base = model_folder(tmp_path / "base", new_model("llama"))
     others = {"eos_token_id": 77, "bad_words_ids": [[3]], "_from_model_config": True, "transformers_version": "4.40.0"}
     (base / "generation_config.json").write_text(json.dumps(sampling | others))
-    run = {"model": {"pretrained": str(base), "revision": None}}
-    for name, trainer in (("folder", {"run": run}), ("kept", {"sampling": sampling_defaults(base)})):
-        export_hf(checkpoint_of(new_model("llama"), tmp_path / name, **trainer), tmp_path / f"{name}-out")
-        told = json.loads((tmp_path / f"{name}-out" / "generation_config.json").read_text())
-        assert told == {**sampling, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}, name
+    export_hf(checkpoint_of(new_model("llama"), tmp_path / "run", sampling=sampling_defaults(base)), tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert told == {**sampling, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 
 
 def test_a_padding_token_that_the_model_has_no_row_for_is_left_out(tmp_path):
@@ -255,7 +253,7 @@ def test_only_an_export_of_the_same_run_is_replaced(tmp_path):
     hub = model_folder(tmp_path / "hub", old)
     with pytest.raises(CheckpointError, match="no earlier export of this run"):
         export_hf(second, hub)
-    model_folder(run / "export", old)  # as earlier versions left it: without a mark, in the run's own folder
+    model_folder(run / "export", old)  # without a mark, in the run's own folder
     export_hf(second, run / "export", check="none")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hub", "other", "out", "run"]
     assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "export"]

@@ -6,21 +6,17 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from llmtrain.base.choice import Bound
 from llmtrain.base.errors import ConfigError
 from llmtrain.cli import main
 from llmtrain.config.load import load, parse
-from llmtrain.config.reader import read_saved
 from llmtrain.config.schema import choices
-from llmtrain.config.strict_yaml import dump
 from llmtrain.optim.optimizers import Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Wsd
-from tests.helpers.config_workplace import write
+from tests.helpers.config_workplace import value_of, write
 
 FOREIGN = [
     (section, next(name for name, chosen in base.CHOICES.items() if field not in chosen.own()), field)
@@ -31,18 +27,12 @@ FOREIGN = [
 """Each field that is not of all choices, with the first choice that lacks the field."""
 
 
-def value_of(section: str, field: str) -> Any:
-    """A legal value of a field, which is the default where there is one: that is refused, too."""
-    base = choices()[section]
-    default = base.defaults(field)[0]
-    return 5 if default is None else default
-
-
 @pytest.mark.parametrize(("section", "choice", "field"), FOREIGN)
 def test_a_field_of_another_choice_is_refused_in_the_yaml_and_on_the_command_line(
     section: str, choice: str, field: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base, value = choices()[section], value_of(section, field)
+    base = choices()[section]
+    value = value_of(base, field)
     rule, remedy = base.refusal(field)
     write(here, {section: {base.SELECTOR: choice, field: value}})
     assert main(["config", "check", "run.yaml", "--world-size=2"]) == 2
@@ -69,14 +59,14 @@ def test_another_choice_of_the_command_line_drops_the_fields_that_it_has_not_wit
     section: str, choice: str, field: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = choices()[section]
-    write(here, {section: {base.SELECTOR: base.owners(field)[0], field: value_of(section, field)}})
+    write(here, {section: {base.SELECTOR: base.owners(field)[0], field: value_of(base, field)}})
     argv = ["config", "check", "run.yaml", "--world-size=2", f"--{section}.{base.SELECTOR}", choice]
     assert main(argv) == 0
     assert re.search(rf"{section}\.{field} = .* \(run.yaml, line \d+\) is dropped: {section}\.{base.SELECTOR} {choice} "
                      "has no such field", capsys.readouterr().out)  # fmt: skip
     assert main([*argv, f"--{section}.{field}", "null"]) == 0
     assert "is dropped" not in capsys.readouterr().out
-    assert main([*argv, f"--{section}.{field}", str(value_of(section, field))]) == 2, "of one layer"
+    assert main([*argv, f"--{section}.{field}", str(value_of(base, field))]) == 2, "of one layer"
 
 
 @pytest.mark.parametrize(("choice", "field"), [each[1:] for each in FOREIGN if each[0] == "optim"])
@@ -119,80 +109,6 @@ def test_a_foreign_field_is_told_beside_other_mistakes(here: Path) -> None:
     with pytest.raises(ConfigError, match="3 mistakes") as told:
         parse(["run.yaml"])
     assert all(key in str(told.value) for key in ("schedule.decay_steps", "schedule.warmup_steps", "train.seed"))
-
-
-EARLIER: dict[str, dict[str, Any]] = {
-    "schedule": {"name": "constant", "warmup_steps": 3, "decay_steps": None, "min_ratio": 0.1},
-    "optim": {
-        "name": "lion",
-        "lr": 0.0003,
-        "muon_lr": 0.02,
-        "muon_momentum": 0.95,
-        "betas": [0.9, 0.95],
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "decay": "all",
-        "clip_norm": 1.0,
-    },
-    "sites": {
-        "name": None,
-        "coordinator": None,
-        "method": "diloco",
-        "sync_every": 100,
-        "pace": "measured",
-        "outer_lr": None,
-        "outer_momentum": 0.5,
-        "fragments": 4,
-        "overlap_steps": 5,
-        "meet_every": 10,
-        "compress": "int8",
-        "start_sites": 1,
-        "timeout_s": 60.0,
-        "max_alone_steps": 1000,
-        "mean": "weighted",
-        "trust": ["north"],
-        "keys": None,
-        "listen": None,
-    },
-    "objective": {
-        "name": "next_token",
-        **dict.fromkeys(("beta", "smoothing", "gamma", "alpha", "temperature", "teacher", "teacher_revision", "top_k")),
-        **dict.fromkeys(("desirable_weight", "undesirable_weight")),
-        "reference": "column",
-        "centering": None,
-    },
-}
-"""Sections as llmtrain dumped them until November 2026: with the fields of all choices."""
-
-
-@pytest.mark.parametrize("section", EARLIER)
-def test_the_dump_of_an_earlier_version_is_read(section: str, here: Path) -> None:
-    write(here)
-    tree = yaml.safe_load(dump(load(["run.yaml"], 2).run))
-    tree[section] = EARLIER[section]
-    (here / "run.yaml").write_text(yaml.safe_dump(tree))
-    run = load(["run.yaml"], 2).run
-    base = choices()[section]
-    lists = {key: tuple(value) for key, value in EARLIER[section].items() if key == "betas"}
-    assert getattr(run, section) == read_saved(base, {**EARLIER[section], **lists})
-    again = yaml.safe_load(dump(run))[section]
-    assert set(again) == {base.SELECTOR, *getattr(run, section).own()}
-
-
-@pytest.mark.parametrize(
-    ("section", "field", "value"),
-    [
-        ("schedule", "min_ratio", 0.5),
-        ("optim", "eps", 0.1),
-        ("sites", "fragments", 2),
-        ("sites", "mean", "median"),
-        ("objective", "reference", "online"),
-    ],
-)
-def test_what_somebody_wrote_into_such_a_dump_is_refused(section: str, field: str, value: Any, here: Path) -> None:
-    write(here, {section: {**EARLIER[section], field: value}})
-    with pytest.raises(ConfigError, match=rf"{section}\.{field} = "):
-        parse(["run.yaml"])
 
 
 def test_the_words_of_a_bound() -> None:

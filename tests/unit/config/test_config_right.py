@@ -56,7 +56,6 @@ def test_defaults_are_filled_in(here: Path) -> None:
          "adamw, activation checkpointing of 3 layers without attention\n"),
         ({"recompute": {"layers": "auto"}}, {}, "auto", "checkpointing of as many layers as memory asks for\n"),
         ({"recompute": {"layers": 1}}, {"pipeline": {"stages": 2}}, 1, "checkpointing of 1 layer a stage\n"),
-        ({"keep_attention": False}, {}, None, "adamw\n"),  # of an old config.yaml
     ],
     ids=str,
 )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from llmtrain.cli import main
 from llmtrain.config import strict_yaml
 from llmtrain.config.schema import choices, json_schema, schema
-from tests.helpers.config_workplace import RUN, merged
+from tests.helpers.config_workplace import RUN, merged, value_of
 
 pytestmark = pytest.mark.needs("jsonschema")
 RECIPES = sorted(Path("launch/recipes").glob("*.yaml"))
@@ -99,6 +99,5 @@ def test_every_foreign_field_is_refused() -> None:
     for section, base in choices().items():
         for choice, chosen in base.CHOICES.items():
             for field in {name for other in base.CHOICES.values() for name in other.own()} - chosen.own():
-                value = base.defaults(field)[0]
-                tree = merged(RUN, {section: {base.SELECTOR: choice, field: 5 if value is None else value}})
+                tree = merged(RUN, {section: {base.SELECTOR: choice, field: value_of(base, field)}})
                 assert mistakes(tree), (section, choice, field)

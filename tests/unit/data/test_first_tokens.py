@@ -133,7 +133,7 @@ def test_without_special_tokens_the_folder_is_that_of_a_tokenizer_that_has_none(
     assert sorted(path.name for path in bare.iterdir()) == sorted(path.name for path in none.iterdir())
     for path in bare.glob("*.bin"):
         assert path.read_bytes() == (none / path.name).read_bytes()
-    for folder in (bare, none):  # as earlier versions wrote it
+    for folder in (bare, none):
         assert not {"first_tokens", "special_tokens"} & (
             manifest_of(folder).keys() | manifest_of(folder)["settings"].keys()
         )
