@@ -76,7 +76,7 @@ def late_by_one(data: str, *, from_half: bool = False) -> None:
     for split in SPLITS:
         begin = len(columns[split]) // 2 if from_half else 0
         late[split] = np.concatenate([columns[split][:begin], np.roll(columns[split][begin:], 1)])
-    write_reference(prepared, made.weights, made.precision, late)
+    write_reference(prepared, made.weights, made.precision, late, made.model)
 
 
 def first_loss(run: Path) -> float:

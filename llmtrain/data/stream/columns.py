@@ -48,8 +48,8 @@ class Reference:
     """fp32, bf16 or fp16."""
     files: dict[str, str]
     """Split -> xxh3_64 of its file."""
-    model: dict[str, Any] | None = None
-    """Configuration of the model, as in config.json; None: an earlier version wrote the column."""
+    model: dict[str, Any]
+    """Configuration of the model, as in config.json."""
 
 
 def numbers(manifest: Manifest, split: Split) -> int:
@@ -57,7 +57,7 @@ def numbers(manifest: Manifest, split: Split) -> int:
 
 
 def write_reference(folder: PreparedSet, weights: str, precision: str, columns: Mapping[Split, np.ndarray],
-                    model: dict[str, Any] | None = None) -> None:  # fmt: skip
+                    model: dict[str, Any]) -> None:  # fmt: skip
     """Write `columns`, fp32 [numbers] per split. Raises DataError when the folder cannot be written."""
     files: dict[str, str] = {}
     try:
@@ -121,7 +121,7 @@ class TeacherColumn:
     files: dict[str, str]
     """Name -> xxh3_64."""
     model: dict[str, Any] | None = None
-    """Configuration of the model, as in `Reference`."""
+    """Configuration of the model, as in `Reference`; None: of any."""
 
     @property
     def stem(self) -> str:

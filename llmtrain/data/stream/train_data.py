@@ -76,7 +76,7 @@ class TrainData:
         self.doubled = any(manifest.doubled for manifest in self.manifests)
         self.first_tokens = next((each.first_tokens for each in self.manifests if each.chat is None), ())
         self.column_models: list[dict[str, Any] | None] = []
-        """Configuration of each column's model; None: the column has none."""
+        """Configuration of each column's model."""
         self.name: str = self._members[0].prepared.name
         """Path or URL of the first set's folder, for messages."""
         self.tokenizer_dir: Path = self._members[0].prepared.tokenizer_dir

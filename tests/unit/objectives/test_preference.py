@@ -137,7 +137,7 @@ def test_both_answers_of_a_pair_are_in_a_micro_batch_and_every_pair_once(folder:
     prepared.verify()
     stream = prepared.split("train")
     ends = [0, *np.cumsum(stream.row_lengths()).tolist()]
-    write_reference(prepared, "w", "fp32", columns_of(folder))
+    write_reference(prepared, "w", "fp32", columns_of(folder), {})
     data = data_of(folder)
     assert data.take_reference("fp32") == ["w"]
     windows, seen = data.sequences_per_epoch, Counter[int]()
@@ -173,7 +173,7 @@ def test_rows_that_fill_a_validation_batch_are_no_pairs(folder: Path) -> None:
 
 def test_a_column_of_something_else_is_refused(folder: Path) -> None:
     prepared = PreparedSet(folder)
-    write_reference(prepared, "w", "fp32", columns_of(folder))
+    write_reference(prepared, "w", "fp32", columns_of(folder), {})
     assert read_reference(prepared, "fp32")[1]["train"][:3].tolist() == [-1, -2, -3]
     with pytest.raises(DataError, match=r"was computed in fp32, .* in bf16; run `llmtrain reference"):
         read_reference(prepared, "bf16")
@@ -250,7 +250,7 @@ def test_the_windows_of_unpaired_answers(tmp_path: Path, capsys: pytest.CaptureF
     assert sum(rows.values()) == len(records) == 150 and len(judged) == rows["train"]
     assert judged["desirable"].sum() + prepared.split("validation").judged()["desirable"].sum() == 90
     columns: dict[Any, np.ndarray] = {split: -np.arange(2 * rows[split], dtype=np.float32) for split in SPLITS}
-    write_reference(prepared, "w", "fp32", columns)
+    write_reference(prepared, "w", "fp32", columns, {})
     data = data_of(made)
     data.take_reference("fp32")
     stream, partner, seen = prepared.split("train"), partners(judged["prompt"]), Counter[int]()

@@ -61,7 +61,7 @@ def batch_of(folder: str, models: tuple[Any, Any]) -> tuple[AnswerBatch, dict[in
         values = plain.answers(list(range(len(plain.rows))))[0].numpy()
     other = prepared.manifest.documents["validation"] * (1 + judged)
     columns: dict[Any, np.ndarray] = dict(zip(SPLITS, (values, np.zeros(other, np.float32)), strict=True))
-    write_reference(prepared, "w", "fp32", columns)
+    write_reference(prepared, "w", "fp32", columns, {})
     data = TrainData(DataConfig(path=folder, sequence_length=LENGTH, isolate_documents=True))
     data.take_reference("fp32")
     micro = next(batches_of(data.window_at, MICRO, MICRO, 0, 1, False))

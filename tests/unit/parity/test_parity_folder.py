@@ -22,7 +22,7 @@ def with_column(folder: str) -> str:
     prepared = PreparedSet(folder)
     draw = np.random.default_rng(0)
     columns = {split: draw.normal(-9, 3, numbers(prepared.manifest, split)).astype(np.float32) for split in SPLITS}
-    write_reference(prepared, "w", "fp32", columns)  # type: ignore[arg-type]
+    write_reference(prepared, "w", "fp32", columns, {})  # type: ignore[arg-type]
     return folder
 
 
