@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from llmtrain.engine.ranks.stop_requests import StopRequests
     from llmtrain.tracking.metrics import Throughput
     from llmtrain.tracking.tracker import Tracker
-    from llmtrain.training.resume import Start
     from llmtrain.training.setup import Setup
+    from llmtrain.training.start import Start
     from llmtrain.training.step import Session
 
 Kind = TypeVar("Kind", bound="Part")

@@ -46,10 +46,10 @@ from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.record import Record
 from llmtrain.training.replica_check import ReplicaCheck
 from llmtrain.training.reporting import Evaluation, Logging, throughput_of
-from llmtrain.training.resume import Start, resume_or_start
 from llmtrain.training.saving import Saving
 from llmtrain.training.setup import Setup
 from llmtrain.training.stage_borders import StageBorders
+from llmtrain.training.start import Start, resume_or_start
 from llmtrain.training.step import Position, Request
 
 _COLLECTED_EVERY = 20

@@ -42,8 +42,8 @@ from llmtrain.optim.optimizers import PARAM, Optimizer
 from llmtrain.optim.schedules import Cosine
 from llmtrain.storage.pieces import put
 from llmtrain.training.examine import Checked, stage_data
-from llmtrain.training.resume import agreed_candidates
 from llmtrain.training.setup import Setup
+from llmtrain.training.start import agreed_candidates
 from llmtrain.training.step import Session
 from tests.helpers.loaders import loader_of
 from tests.helpers.plain import PlainTraining, mean_cross_entropy

@@ -223,9 +223,9 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
     from llmtrain.training.guards import SkippedSteps
     from llmtrain.training.parts import Launch
     from llmtrain.training.reporting import Evaluation, Logging, throughput_of
-    from llmtrain.training.resume import resume_or_start
     from llmtrain.training.run import train_steps
     from llmtrain.training.setup import Setup
+    from llmtrain.training.start import resume_or_start
     from llmtrain.training.step import Session, Step
 
     resolved = load(["--config", str(path)], 1, "the benchmark")

@@ -10,7 +10,7 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.load import refuse_other_run
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
-from llmtrain.training.resume import candidates
+from llmtrain.training.start import candidates
 from tests.helpers.checkpoints import write_checkpoint
 
 

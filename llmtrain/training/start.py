@@ -1,4 +1,4 @@
-"""The state that a launch continues from: initial weights or a checkpoint, and trainer.json next to its tensors."""
+"""Begins a run with initial weights, or resumes it from a checkpoint and its trainer.json."""
 
 from __future__ import annotations
 
