@@ -33,7 +33,7 @@ from llmtrain.checkpoint.host_files import fetch
 from llmtrain.checkpoint.meaning import other_meaning, other_scale
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
-from llmtrain.checkpoint.rundir import CheckpointFolder, origin
+from llmtrain.checkpoint.rundir import Candidates, CheckpointFolder, origin
 from llmtrain.checkpoint.verify import damaged_parts, wrong_frozen
 from llmtrain.config import plugins
 from llmtrain.config.problems import show
@@ -72,16 +72,15 @@ class Resumed:
 def resume(
     engine: Engine,
     run: RunConfig,
-    found: tuple[list[Path], bool, dict[Path, str]],
+    candidates: Candidates,
     where: CheckpointFolder,
     now: dict[str, Any],
     ranks: Ranks,
 ) -> Resumed:
-    """Fill the engine from the newest intact checkpoint of `found` (`agreed_candidates`, not empty). `now`: this run's
-    trainer state, as JSON. All ranks call it together, and raise the same CheckpointError, FrozenSourceError or
-    ModelError."""
-    candidates, own, rejected = found
-    for candidate in candidates:
+    """Fill the engine from the newest intact one of the `candidates` (not empty). `now`: this run's trainer state, as
+    JSON. All ranks call it together, and raise the same CheckpointError, FrozenSourceError or ModelError."""
+    own, rejected = candidates.own, dict(candidates.incomplete)
+    for candidate in candidates.paths:
         weights_only = run.resume_weights_only and not own
         try:
             fetch(candidate, (), where, ranks)

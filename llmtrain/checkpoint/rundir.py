@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +199,21 @@ def _read(mark: Path) -> int | None:
             return int(mark.read_text())
         time.sleep(_POLL_S)
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """The checkpoints that a launch may resume from; false: it begins a run."""
+
+    paths: list[Path]
+    """Newest first."""
+    own: bool
+    """They are the run's own ones."""
+    incomplete: dict[Path, str] = field(default_factory=dict)
+    """Checkpoints of which no host has all files, with the reason."""
+
+    def __bool__(self) -> bool:
+        return bool(self.paths or self.incomplete)
 
 
 def origin(run: RunConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import FrozenSource, complete_checkpoints, frozen_source, read_trainer
-from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, origin
+from llmtrain.checkpoint.rundir import Candidates, CheckpointFolder, RunDirectory, origin
 from llmtrain.config.plugins import hashes
 from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.loader import RECORD
@@ -108,8 +108,8 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
 
         look(run, checkpoints, ranks)
     with ranks.together():
-        found = agreed_candidates(run, folder, checkpoints, ranks)
-    if not (found[0] or found[2]):
+        candidates = agreed_candidates(run, folder, checkpoints, ranks)
+    if not candidates:
         source = source or spec.initial_weights(run.train.seed, ranks.device)
         checksums = setup.start_from(source)  # a new run: its weights
         frozen = frozen_source(source, spec.frozen, checksums)
@@ -118,7 +118,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     from llmtrain.checkpoint.load import resume
 
     with ranks.together():
-        resumed = resume(setup.engine, run, found, checkpoints, now, ranks)
+        resumed = resume(setup.engine, run, candidates, checkpoints, now, ranks)
     frozen = resumed.frozen.only(spec.frozen)
     lines = [*resumed.lines, *_frozen_lines(frozen)]
     trainer.began_from = resumed.began_from
@@ -154,46 +154,39 @@ def _frozen_lines(source: FrozenSource) -> list[str]:
     return [line] if source.parts else []
 
 
-def agreed_candidates(
-    run: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks
-) -> tuple[list[Path], bool, dict[Path, str]]:
-    """Return (`candidates`, own, incomplete folders with reasons), the same on every rank, from the leaders' findings.
-
-    On a shared file system, ranks that look alone could see different newest checkpoints.
-    """
-    found: tuple[list[str], bool, str | None] = ([], False, None)
+def agreed_candidates(run: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks) -> Candidates:
+    """Return the leaders' candidates, the same on every rank: on a shared file system, ranks that look alone could see
+    different newest checkpoints."""
+    mine, refusal = Candidates(paths=[], own=False), None
     if where.leads:
         try:
-            paths, own = candidates(run, folder)
-            found = ([str(path) for path in paths], own, None)
+            mine = candidates_of(run, folder)
         except CheckpointError as error:
-            found = ([], False, str(error))
-    shares = ranks.gather(found)
-    refused = next((message for *_, message in shares if message), None)
-    if refused:
+            refusal = str(error)
+    shares = ranks.gather((mine, refusal))
+    if refused := next((message for _, message in shares if message), None):
         raise CheckpointError(refused)
-    own = any(share[1] for share in shares)
-    if where.split:
-        mine = [Path(path) for path in found[0]] if found[1] == own else []
-        from llmtrain.checkpoint.host_files import whole  # for hosts with folders of their own
+    if not where.split:
+        return shares[0][0]
+    own = any(share.own for share, _ in shares)
+    from llmtrain.checkpoint.host_files import whole  # for hosts with folders of their own
 
-        good, rejected = whole(mine, where, ranks)
-        return good, own, rejected
-    return [Path(path) for path in shares[0][0]], own, {}
+    paths, incomplete = whole(mine.paths if mine.own == own else [], where, ranks)
+    return Candidates(paths=paths, own=own, incomplete=incomplete)
 
 
-def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
-    """Checkpoints to try, newest first; True: this run's own. With a path in `resume`, the run folder's own checkpoints
-    win if they began from that path. Raises CheckpointError: they began elsewhere."""
-    own = complete_checkpoints(folder.checkpoints)
+def candidates_of(run: RunConfig, folder: RunDirectory) -> Candidates:
+    """The checkpoints in this rank's view. With a path in `resume`, the run folder's own checkpoints win if they began
+    from that path. Raises CheckpointError: they began elsewhere."""
+    own = Candidates(paths=complete_checkpoints(folder.checkpoints), own=True)
     if run.resume == "none":
         folder.refuse_old_checkpoints()
-        return [], True
+        return Candidates(paths=[], own=True)
     if run.resume == "auto":
-        return own, True
+        return own
     meant = Path(run.resume).resolve()
     if meant in (folder.path.resolve(), folder.checkpoints.resolve()) and not run.resume_weights_only and own:
-        return own, True  # the run's own folder: as auto
+        return own  # the run's own folder: as auto
     if meant.parent == folder.checkpoints.resolve():
         if run.resume_weights_only:
             raise CheckpointError(
@@ -201,16 +194,16 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
                 f"folder {folder.path} itself. Give the new run a train.run_dir of its own."
             )
         folder.refuse_going_back(run.resume)
-        return [Path(run.resume)], True
+        return Candidates(paths=[Path(run.resume)], own=True)
     if not own:
-        return _named(run.resume), False
-    began, meant_origin = _began_from(own) or {}, origin(run)
+        return Candidates(paths=_named(run.resume), own=False)
+    began, meant_origin = _began_from(own.paths) or {}, origin(run)
     if {key: began.get(key) for key in meant_origin} != meant_origin:
         raise CheckpointError(
-            f"resume: {run.resume}, but {folder.path} holds {own[0].name} of a run that did not begin there. Use "
+            f"resume: {run.resume}, but {folder.path} holds {own.paths[0].name} of a run that did not begin there. Use "
             "--resume auto to continue that run, or give the new one a train.run_dir of its own."
         )
-    return own, True
+    return own
 
 
 def _named(given: str) -> list[Path]:

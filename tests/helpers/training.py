@@ -133,7 +133,7 @@ def resume_from(engine: Any, run: RunConfig, folder: str, now: dict[str, Any], r
     where = RunDirectory(folder, run.checkpoint.dir)
     found = find_folder(where.checkpoints, ranks, own=run.checkpoint.dir is not None)
     chosen, now = agreed_candidates(run, where, found, ranks), json.loads(json.dumps(now))
-    return resume(engine, run, chosen, found, now, ranks) if chosen[0] or chosen[2] else None
+    return resume(engine, run, chosen, found, now, ranks) if chosen else None
 
 
 def case_data(case: Case) -> DataConfig:

@@ -10,14 +10,14 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.load import refuse_other_run
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
-from llmtrain.training.start import candidates
+from llmtrain.training.start import candidates_of
 from tests.helpers.checkpoints import write_checkpoint
 
 
 def chosen(where: Path, resume: str | Path, weights_only: bool = False) -> tuple[list[str], bool]:
     run = RunConfig(deepspeed="x", resume=str(resume), resume_weights_only=weights_only)
-    found, own = candidates(run, RunDirectory(where))
-    return [str(path.relative_to(where.parent)) for path in found], own
+    found = candidates_of(run, RunDirectory(where))
+    return [str(path.relative_to(where.parent)) for path in found.paths], found.own
 
 
 @pytest.fixture
