@@ -7,9 +7,8 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +23,12 @@ from llmtrain.checkpoint.format import (
     complete_checkpoints,
     differences,
     hash_file,
-    read_trainer,
     step_folder,
 )
 from llmtrain.checkpoint.meaning import other_meaning, other_scale
 from llmtrain.checkpoint.output import build_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.tensorfile import numel
@@ -59,18 +58,18 @@ def diff(a: Path, b: Path) -> tuple[list[str], bool]:
     if changed := next(filter(None, map(wrong_frozen, sources)), None):
         raise changed
     readers = CheckpointReader(a, manifests[0]), CheckpointReader(b, manifests[1])
-    trainers = read_trainer(a), read_trainer(b)
+    trainers = TrainerState.read(a), TrainerState.read(b)
     lines = [f"A  {a}", f"B  {b}"]
     # One line for all entries that a conversion does not know, which are None.
-    unequal = [key for key in _CONFIG if (trainers[0].get(key) is None) != (trainers[1].get(key) is None)]
-    recorded = [key for key in _CONFIG if key not in unequal]
-    for what, (left, right) in {
-        "state": [{k: v for k, v in t.items() if k not in (*_CONFIG, "layout")} for t in trainers],
-        "layout": [manifest.layout for manifest in manifests],
-        "config": [{key: trainer.get(key) for key in recorded} for trainer in trainers],
+    unequal = [key for key in _CONFIG if len({getattr(trainer, key) is None for trainer in trainers}) == 2]
+    left, right = ({k: v for k, v in t.to_json().items() if k not in (*_CONFIG, "layout")} for t in trainers)
+    for what, found in {
+        "state": differences(left, right),
+        "layout": differences(manifests[0].layout, manifests[1].layout),
+        "config": trainers[0].differences(trainers[1], _CONFIG),
     }.items():
-        lines += [f"{what:<7}  {line}" for line in differences(left, right)]
-    lines += [f"config   {key}: only in {'A' if trainers[1].get(key) is None else 'B'}" for key in unequal]
+        lines += [f"{what:<7}  {line}" for line in found]
+    lines += [f"config   {key}: only in {'A' if getattr(trainers[1], key) is None else 'B'}" for key in unequal]
     same = []
     for key in sorted(readers[0].tensors() | readers[1].tensors(), key=lambda key: (key[1], key[0])):
         kind, name = key
@@ -81,14 +80,14 @@ def diff(a: Path, b: Path) -> tuple[list[str], bool]:
             lines.append(f"tensor   {kind} of {name}: shape {readers[0].shape(name)} -> {readers[1].shape(name)}")
         else:
             same.append(key)
-    found = _compare(readers, [key for key in same if key[1] not in alike.parts])
-    lines += [_line(difference) for difference in found]
+    others = _compare(readers, [key for key in same if key[1] not in alike.parts])
+    lines += [_line(difference) for difference in others]
     equal = len(lines) == 2
     if equal:
         lines.append(f"equal: {len(same)} tensors")
     else:
-        most = max(found, key=lambda difference: difference.largest, default=None)
-        summary = f"different: {len(found)} of {len(same)} tensors differ in their values"
+        most = max(others, key=lambda difference: difference.largest, default=None)
+        summary = f"different: {len(others)} of {len(same)} tensors differ in their values"
         lines.append(summary + (f", at most by {most.largest:.3g} ({most.kind} of {most.name})" if most else ""))
     for reader in readers:
         reader.close()
@@ -143,7 +142,7 @@ def average(sources: list[Path], out: Path) -> list[str]:
     if complete_checkpoints(out / "checkpoints"):
         raise CheckpointError(f"{out} holds checkpoints already; nothing was written. Give a new folder.")
     readers = [CheckpointReader(path) for path in sources]
-    trainers = [read_trainer(path) for path in sources]
+    trainers = [TrainerState.read(path) for path in sources]
     _refuse_other_models(readers, trainers)
     mean = _Mean(readers)
     newest = max(range(len(sources)), key=lambda i: readers[i].manifest.step)
@@ -151,10 +150,9 @@ def average(sources: list[Path], out: Path) -> list[str]:
     first = readers[0]
     shapes = {name: first.shape(name) for name in first.order()}
     total = 4 * sum(map(numel, shapes.values()))
-    trainer = {**trainers[newest], "weights_only": True, "averaged": [str(path) for path in sources]}
-    for key in ("source", "evaluation", "ema"):
-        # A mean has no way back, byte by byte, to the folder of an import, and no evaluation of its own.
-        trainer.pop(key, None)
+    # A mean has no way back, byte by byte, to the folder of an import, and no evaluation of its own.
+    kept = {k: v for k, v in trainers[newest].entries.items() if k not in ("source", "evaluation", "ema")}
+    entries = {**kept, "weights_only": True, "averaged": [str(path) for path in sources]}
     with Progress("averaging", total) as progress:
         written = build_checkpoint(
             step_folder(out / "checkpoints", step),
@@ -162,7 +160,7 @@ def average(sources: list[Path], out: Path) -> list[str]:
             shapes=shapes,
             moments={},
             read=mean.read,
-            trainer=trainer,
+            trainer=replace(trainers[newest], entries=entries).to_json(),
             layout={"made_by": "average", "precision": readers[newest].manifest.layout.get("precision")},
             plan={"average": [hash_file(path / MANIFEST) for path in sources]},
             advance=progress.advance,
@@ -178,14 +176,12 @@ def average(sources: list[Path], out: Path) -> list[str]:
     ]
 
 
-def _refuse_other_models(readers: list[CheckpointReader], trainers: list[dict[str, Any]]) -> None:
+def _refuse_other_models(readers: list[CheckpointReader], trainers: list[TrainerState]) -> None:
     first = readers[0]
     for reader, trainer in zip(readers[1:], trainers[1:], strict=True):
-        told = trainers[0], trainer
-        changed = other_meaning(*(state.get("model_config") for state in told)) + other_scale(*told)
-        for key in ("vocab_size", "tokenizer"):
-            was, now = (state.get(key) for state in told)
-            changed += [f"{key}: {was} -> {now}"] if None not in (was, now) and was != now else []
+        changed = other_meaning(trainers[0].model_config, trainer.model_config)
+        changed += other_scale(trainers[0].section("adapter"), trainer.section("adapter"))
+        changed += trainers[0].differences(trainer, ("vocab_size", "tokenizer"))
         if changed:
             raise CheckpointError(f"{first.folder} and {reader.folder} are of different models: {'; '.join(changed)}. "
                                   "Only checkpoints of one model have a mean.")  # fmt: skip

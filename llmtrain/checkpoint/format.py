@@ -219,16 +219,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _JSON_LIMIT = 1 << 30  # bytes; 1,000 ranks with 6,000 pieces each stay below it
 
 
-_TRAINER_TYPES: dict[str, type] = {
-    **dict.fromkeys(("sample_index", "skipped_steps", "optimizer_step", "vocab_size"), int),
-    **dict.fromkeys(("model_config", "teacher_config", "run", "deepspeed", "versions", "layout", "loss_scale"), dict),
-    **dict.fromkeys(("outer", "evaluation", "sampling"), dict),
-    **dict.fromkeys(("data_stages", "plan"), list),
-    **dict.fromkeys(("optimizer", "data_fingerprint", "tokenizer_dir", "wandb_id"), str),
-}
-"""Types of trainer.json's optional entries."""
-
-
 class DamagedCheckpoint(CheckpointError):
     """Its files differ from its manifest; an older checkpoint may be intact."""
 
@@ -439,32 +429,6 @@ def read_file(path: Path) -> bytes:
         if os.fstat(file.fileno()).st_size > _JSON_LIMIT:
             raise OSError(errno.EFBIG, f"it has more than {_JSON_LIMIT} bytes")
         return file.read(_JSON_LIMIT)
-
-
-def read_trainer(folder: Path) -> dict[str, Any]:
-    """Raises CheckpointError."""
-    path = folder / TRAINER
-    try:
-        trainer = untrusted.loads(read_file(path), infinite=True)
-        for key in ("step", "tokens"):
-            natural(trainer[key])
-        for key, kind in _TRAINER_TYPES.items():
-            if not isinstance(trainer.get(key), kind | None):
-                raise TypeError(f"{key} is {trainer[key]!r}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read as the state of a run: {error!r}") from error
-    return trainer
-
-
-def disagreements(folder: Path, manifest: Manifest, trainer: dict[str, Any]) -> list[str]:
-    """Each mismatch of step among the folder's name, the manifest and trainer.json."""
-    found = []
-    named = step_of(folder)
-    if named is not None and named != manifest.step:
-        found.append(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
-    if trainer["step"] != manifest.step:
-        found.append(f"trainer.json is of step {trainer['step']}, {MANIFEST} of step {manifest.step}")
-    return found
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

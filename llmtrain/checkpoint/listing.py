@@ -19,14 +19,13 @@ from llmtrain.checkpoint.format import (
     FrozenSource,
     Manifest,
     complete_checkpoints,
-    disagreements,
     problems,
     read_file,
-    read_trainer,
     step_folder,
     step_of,
 )
 from llmtrain.checkpoint.retain import Best, best_of, leftovers, lock, outdated, remove
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.checkpoint.verify import verify, verify_frozen
 from llmtrain.optim.optimizers import PARAM
 
@@ -142,7 +141,7 @@ def best_wanted(checkpoints: Path) -> Best | None:
     """Read it from the newest readable checkpoint; None: the run keeps no best ones."""
     for folder in complete_checkpoints(checkpoints):
         with contextlib.suppress(CheckpointError):
-            return Best.of(read_trainer(folder))
+            return Best.of(TrainerState.read(folder))
     return None
 
 
@@ -174,14 +173,14 @@ def _row(folder: Path) -> Row:
         return _unlisted(folder, "incomplete", f"it has no {MANIFEST}")
     try:
         manifest = Manifest.read(folder)
-        trainer = read_trainer(folder)
+        trainer = TrainerState.read(folder)
     except CheckpointError as error:
         return _unlisted(folder, "damaged", str(error).replace(f"{folder}/", ""))
     elsewhere = manifest.elsewhere(folder)
     lost = [path for path in manifest.frozen.files() if not path.is_file()]
     here = sorted(manifest.files.keys() - elsewhere.keys())
     wrong = problems(folder, manifest, here, contents=False) or problems(folder, manifest, [TRAINER])
-    wrong += disagreements(folder, manifest, trainer)
+    wrong += trainer.disagreements(folder, manifest)
     return Row(
         path=folder,
         state="damaged" if wrong else "part" if elsewhere or lost else "complete",
@@ -191,25 +190,24 @@ def _row(folder: Path) -> Row:
         bytes=folder_bytes(folder),
         age_s=_age_s(folder / MANIFEST),
         step=manifest.step,
-        tokens=trainer["tokens"],
+        tokens=trainer.tokens,
         layout=manifest.layout,
         weights_only={kind for kind, _ in manifest.checksums()} == {PARAM},
-        stage=_stage(trainer),
-        began_from=_began_from(trainer),
+        stage=_stage(trainer.data_stages),
+        began_from=_began_from(trainer.began_from or {}),
     )
 
 
-def _stage(trainer: dict[str, Any]) -> str:
+def _stage(record: list[dict[str, Any]]) -> str:
     try:
-        last = trainer["data_stages"][-1]
+        last = record[-1]
         return f"{last['stage']}: {', '.join(last['folders'])}" if last["stage"] else ""
     except (KeyError, IndexError, TypeError):  # a conversion wrote it
         return ""
 
 
-def _began_from(trainer: dict[str, Any]) -> str:
-    began = trainer.get("began_from")
-    if not isinstance(began, dict) or not isinstance(path := began.get("checkpoint", began.get("path")), str):
+def _began_from(began: dict[str, Any]) -> str:
+    if not isinstance(path := began.get("checkpoint", began.get("path")), str):
         return ""
     folder = Path(path)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,23 +23,19 @@ from llmtrain.checkpoint.format import (
     FrozenSourceError,
     Manifest,
     UnknownFormat,
-    differences,
-    disagreements,
     problems,
-    read_trainer,
 )
 from llmtrain.checkpoint.host_files import fetch
 from llmtrain.checkpoint.meaning import other_meaning, other_scale
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import Candidates, CheckpointFolder, origin
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.checkpoint.verify import damaged_parts, wrong_frozen
 from llmtrain.config import plugins
 from llmtrain.config.problems import show
-from llmtrain.config.reader import read_saved, saved_stages
-from llmtrain.config.run import FaultConfig, RunConfig
-from llmtrain.config.stages import DataConfig
-from llmtrain.data.stream.loader import RECORD
+from llmtrain.config.reader import saved_stages
+from llmtrain.config.run import RunConfig
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_rounding, prove_masters
@@ -56,8 +51,8 @@ _PARAMETERS_ALONE = (
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
     folder: Path
-    trainer: dict[str, Any]
-    """Content of trainer.json."""
+    trainer: TrainerState
+    """The checkpoint's, with this run's names of data that goes on."""
     step: int
     weights_only: bool
     """Only the parameters were taken: the run begins at step 0."""
@@ -74,11 +69,11 @@ def resume(
     run: RunConfig,
     candidates: Candidates,
     where: CheckpointFolder,
-    now: dict[str, Any],
+    now: TrainerState,
     ranks: Ranks,
 ) -> Resumed:
-    """Fill the engine from the newest intact one of the `candidates` (not empty). `now`: this run's trainer state, as
-    JSON. All ranks call it together, and raise the same CheckpointError, FrozenSourceError or ModelError."""
+    """Fill the engine from the newest intact one of the `candidates` (not empty). `now`: this run's state. All ranks
+    call it together, and raise the same CheckpointError, FrozenSourceError or ModelError."""
     own, rejected = candidates.own, dict(candidates.incomplete)
     for candidate in candidates.paths:
         weights_only = run.resume_weights_only and not own
@@ -86,16 +81,17 @@ def resume(
             fetch(candidate, (), where, ranks)
             fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
             parts = not weights_only and (run.ema.decay is not None or bool(features.asked(run)) or bool(run.parts))
-            reader, trainer = _open(candidate, run.model.folder, where, ranks, parts=parts)
-            _refuse_other_adapter(trainer, now, candidate)
+            reader, saved = _open(candidate, run.model.folder, where, ranks, parts=parts)
+            _refuse_other_adapter(saved, now, candidate)
             new_data, new_model = (key == "new" and not own for key in (run.resume_data, run.resume_model))
-            here = now if weights_only else as_of(trainer.get("step") or 0, now)
-            meaning = refuse_other_model(trainer, here, candidate, weights_only=weights_only, meant=new_model)
+            here = now if weights_only else as_of(saved.step, now)
+            meaning = refuse_other_model(saved, here, candidate, weights_only=weights_only, meant=new_model)
             notes: list[str] = []
             if not weights_only:
-                notes = refuse_other_run(trainer, here, candidate, own=own, other_data=new_data)
+                notes = refuse_other_run(saved, here, candidate, own=own, other_data=new_data)
+                saved = with_names_of(here, saved)
             with contextlib.closing(reader):
-                load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
+                load_checkpoint(engine, reader, saved, ranks, weights_only=weights_only)
         except DamagedCheckpoint as error:
             rejected[candidate] = f"{candidate.name}: {error}"
             continue
@@ -105,13 +101,13 @@ def resume(
             what = f"took the parameters of {candidate} (step {reader.manifest.step})"
             taken = [f"{what}; moments, schedule and data begin again"]
         else:
-            taken = _taken_all(candidate, reader, trainer, here)
+            taken = _taken_all(candidate, saved, here)
         return Resumed(
             folder=candidate,
-            trainer=trainer,
+            trainer=saved,
             step=reader.manifest.step,
             weights_only=weights_only,
-            began_from=trainer.get("began_from") if own else {**origin(run), "checkpoint": str(candidate.resolve())},
+            began_from=saved.began_from if own else {**origin(run), "checkpoint": str(candidate.resolve())},
             frozen=reader.manifest.frozen,
             lines=[
                 *(f"skipped {text}" for text in rejected.values()),
@@ -126,24 +122,17 @@ def resume(
     )
 
 
-def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    compared = [key for key in ("run", "deepspeed", "model_config", "versions", "layout") if saved.get(key) is not None]
-    former = {key: saved[key] for key in compared}
-    if "run" in former:
-        run = former["run"] = dict(former["run"])
-        for section, cls in (("fault", FaultConfig), ("data", DataConfig)):  # a checkpoint may lack newer fields
-            with contextlib.suppress(KeyError, TypeError, ConfigError):  # other tools made it
-                run[section] = json.loads(json.dumps(asdict(read_saved(cls, run[section]))))
-    changed = differences(former, {key: now[key] for key in compared})
+def _taken_all(folder: Path, saved: TrainerState, now: TrainerState) -> list[str]:
     return [
-        f"resumed from {folder} at step {reader.manifest.step}",
-        *(f"changed since: {line}" for line in changed),
-        *_rate_jump(reader.manifest.step, saved, now),
+        f"resumed from {folder} at step {saved.step}",
+        *(f"changed since: {line}" for line in saved.differences(now)),
+        *_rate_jump(saved, now),
     ]
 
 
-def _rate_jump(step: int, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _rate_jump(saved: TrainerState, now: TrainerState) -> list[str]:
     """Warn if another length or schedule makes the learning rate jump at the resumed step."""
+    step = saved.step
     planned, last, first = _rate(saved, step), _rate(saved, step - 1), _rate(now, step)
     if not step or planned is None or last is None or first is None or math.isclose(planned, first, rel_tol=0.01):
         return []
@@ -153,12 +142,14 @@ def _rate_jump(step: int, saved: dict[str, Any], now: dict[str, Any]) -> list[st
     ]
 
 
-def _rate(state: dict[str, Any], step: int) -> float | None:
+def _rate(state: TrainerState, step: int) -> float | None:
     """`step`: 0 is the first optimizer step. None: not recorded."""
+    run = state.run or {}
     try:
-        run, stages = state["run"], saved_stages(state["run"])
-        train, epochs = run["train"], run["train"].get("epochs")
-        epoch = None if epochs is None else state["epoch_sequences"]
+        train, stages = run["train"], saved_stages(run)
+        epochs, epoch = train.get("epochs"), state.epoch_sequences
+        if epochs is not None and epoch is None:
+            return None
         steps = stages.length(train["max_steps"], train["max_tokens"], epochs, epoch)
         if steps is None and stages.at(step).schedule.needs_length:
             return None
@@ -186,7 +177,7 @@ def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
 
 def _open(
     folder: Path, pretrained: Path | None, where: CheckpointFolder, ranks: Ranks, *, parts: bool
-) -> tuple[CheckpointReader, dict[str, Any]]:
+) -> tuple[CheckpointReader, TrainerState]:
     """Check everything but the values, on all ranks together, each file once.
 
     `pretrained`: the folder for frozen parameters if theirs is gone. `parts`: also check the values of the run's parts
@@ -198,7 +189,7 @@ def _open(
         UnknownFormat: another version's; that is no damage, and the search ends there.
     """
     wrong: list[str] = []
-    trainer: dict[str, Any] = {}
+    trainer = TrainerState()
     reader: CheckpointReader | None = None
     lost: FrozenSourceError | None = None
     try:
@@ -210,8 +201,8 @@ def _open(
         if ranks.rank == 0:
             wrong += problems(folder, manifest, [TRAINER])
             if not wrong:
-                trainer = read_trainer(folder)
-                wrong += disagreements(folder, manifest, trainer)
+                trainer = TrainerState.read(folder)
+                wrong += trainer.disagreements(folder, manifest)
         elsewhere = manifest.elsewhere(folder).keys() if where.split else set()
         here = sorted({name for name, entry in manifest.files.items() if entry.pieces} - elsewhere)
         for name in here[where.members.index(where.rank) :: len(where.members)]:  # the ranks that see a file share them
@@ -247,7 +238,7 @@ def _joined(shares: list[list[str]]) -> list[str]:
 
 @torch.no_grad()
 def load_checkpoint(
-    engine: Engine, reader: CheckpointReader, trainer: dict[str, Any], ranks: Ranks, *, weights_only: bool = False
+    engine: Engine, reader: CheckpointReader, trainer: TrainerState, ranks: Ranks, *, weights_only: bool = False
 ) -> None:
     """Fill the engine from a checkpoint of any layout and prove that every value arrived; each rank reads its slices in
     chunks of a few MiB. `weights_only` leaves the optimizer unchanged. Raises DamagedCheckpoint, FrozenSourceError,
@@ -266,9 +257,9 @@ def load_checkpoint(
         own = next((problem for problem in found if isinstance(problem, FrozenSourceError | ConfigError)), None)
         raise own or DamagedCheckpoint("; ".join(dict.fromkeys(map(str, found))))
     if not weights_only:
-        applied = trainer.get("optimizer_step")
+        applied = trainer.optimizer_step
         engine.set_optimizer_step(reader.manifest.step if applied is None else applied)
-        engine.set_loss_scale(trainer.get("loss_scale") or {})
+        engine.set_loss_scale(trainer.loss_scale)
     engine.refresh()
     prove_masters(engine, ranks)
     sums = reader.manifest.checksums()
@@ -356,9 +347,9 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
     )
 
 
-def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+def _refuse_other_adapter(saved: TrainerState, now: TrainerState, folder: Path) -> None:
     """Refuse another scale, which no shape shows, and an adapter on one side only."""
-    there, here = ((state.get("run") or {}).get("adapter") or {} for state in (saved, now))
+    there, here = saved.section("adapter"), now.section("adapter")
     if bool(there.get("r")) != bool(here.get("r")):
         holds, wants, merge = ("no adapter", "trains one", "") if here.get("r") else (
             f"an adapter (adapter.r {there['r']})", "trains the model itself", " --merge")  # fmt: skip
@@ -366,13 +357,13 @@ def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Pa
             f"{folder} holds {holds}, and this run {wants}. Export it (llmtrain checkpoint to-hf RUN FOLDER{merge}), "
             "and begin with that: model.pretrained: FOLDER, resume: none."
         )
-    if found := other_scale(saved, now):
+    if found := other_scale(there, here):
         raise CheckpointError(f"{folder}: {found[0]} in this run. The scale of the adapter would change with it, and "
                               "so the model. Use the same value.")  # fmt: skip
 
 
-def _other_data(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    there, here = ((state.get("run") or {}).get("data") or {} for state in (saved, now))
+def _other_data(saved: TrainerState, now: TrainerState) -> str:
+    there, here = saved.section("data"), now.section("data")
     keys = ("path", "mixture", "sequence_length", "seed")
     found = [
         f"data.{key} was {show(there.get(key))} and is {show(here.get(key))}"
@@ -382,23 +373,23 @@ def _other_data(saved: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(found) or "The prepared data has been prepared again or changed since"
 
 
-def as_of(step: int, now: dict[str, Any]) -> dict[str, Any]:
-    """Return this run's trainer state after a step, with the data and the model of that stage."""
-    planned = [stage for stage in now.get("plan") or () if stage[0] < max(1, step)]
+def as_of(step: int, now: TrainerState) -> TrainerState:
+    """Return this run's state after a step, with the data and the model of that stage."""
+    planned = [stage for stage in now.plan if stage[0] < max(1, step)]
     if not planned:
         return now
     rope = [(fields, length) for _, _, fields, length in planned]
-    return {**now, "data_fingerprint": planned[-1][1], "model_config": turned(now.get("model_config") or {}, rope)}
+    return replace(now, data_fingerprint=planned[-1][1], model_config=dict(turned(now.model_config or {}, rope)))
 
 
-def refuse_other_model(saved: dict[str, Any], now: dict[str, Any], folder: Path, *, weights_only: bool,
+def refuse_other_model(saved: TrainerState, now: TrainerState, folder: Path, *, weights_only: bool,
                        meant: bool) -> list[str]:  # fmt: skip
-    """Compare model, teacher and tokenizer of two trainer states; `meant` (resume_model: new) only warns."""
-    found = other_meaning(saved.get("model_config"), now.get("model_config"))
-    if weights_only and saved.get("tokenizer") not in (None, now.get("tokenizer")):
-        found.append(f"tokenizer of the data: {saved['tokenizer']} -> {now.get('tokenizer')}")
+    """Compare model, teacher and tokenizer; `meant` (resume_model: new) only warns."""
+    found = other_meaning(saved.model_config, now.model_config)
+    if weights_only and saved.tokenizer not in (None, now.tokenizer):
+        found.append(f"tokenizer of the data: {saved.tokenizer} -> {now.tokenizer}")
     if not weights_only:
-        found += [f"teacher's {text}" for text in other_meaning(saved.get("teacher_config"), now.get("teacher_config"))]
+        found += [f"teacher's {text}" for text in other_meaning(saved.teacher_config, now.teacher_config)]
     if meant and found:
         return [f"warning: resume_model new: the weights of {folder} compute something else now: {'; '.join(found)}"]
     if found:
@@ -411,25 +402,23 @@ def refuse_other_model(saved: dict[str, Any], now: dict[str, Any], folder: Path,
     return []
 
 
-def _left_out(state: dict[str, Any], step: int) -> tuple[list[list[int]], list[int]]:
+def _left_out(state: TrainerState, step: int) -> tuple[list[list[int]], list[int]]:
     """Return the sequences, by stage, and the steps up to `step` that count no token."""
-    data = (state.get("run") or {}).get("data") or {}
+    data = state.section("data")
     excluded = [sorted(each.get("exclude") or ()) for each in (data, *(data.get("stages") or ()))]
     return excluded, sorted(each for each in data.get("skip_steps") or () if each <= step)
 
 
 def refuse_other_run(
-    saved: dict[str, Any], now: dict[str, Any], folder: Path, *, own: bool = False, other_data: bool = False
+    saved: TrainerState, now: TrainerState, folder: Path, *, own: bool = False, other_data: bool = False
 ) -> list[str]:
     """Refuse a checkpoint of another optimizer, vocabulary or data; `now` is `as_of` its step. A run of its own, not
     `own`, may exclude others of the data's sequences. `other_data` accepts other data of the same tokenizer. Returns a
     note if the checkpoint names no data. Raises CheckpointError."""
-    step = saved.get("step") or 0
-    there, here = ({"orders": {}, **state} for state in (saved, now))
-    orders = [state["orders"].get(found := state.get("data_fingerprint"), found) for state in (there, here)]
-    if orders[0] == orders[1]:
+    step = saved.step
+    if own and saved.order == now.order:
         (was, had_skipped), (excluded, skipped) = _left_out(saved, step), _left_out(now, step)
-        if own and (was, had_skipped) != (excluded, skipped):
+        if (was, had_skipped) != (excluded, skipped):
             key, then, wanted = ("data.exclude", was, excluded) if was != excluded else (
                 "data.skip_steps", had_skipped, skipped)  # fmt: skip
             raise CheckpointError(
@@ -437,14 +426,6 @@ def refuse_other_run(
                 f"left out those. Give the value back, or continue in another train.run_dir: --resume {folder}, or "
                 "llmtrain replay RUN --without SEQUENCE."
             )
-        # The data continues in the same order under the fingerprint of this run's exclusions.
-        saved["data_fingerprint"] = now.get("data_fingerprint")
-        named = {order: name for name, order in here["orders"].items()}
-        for entry in saved.get(RECORD) or ():
-            order = entry.get("order") or entry["fingerprint"]
-            entry["fingerprint"] = named.get(order, order)
-    if isinstance(held := saved.get("reference"), list):  # until 26 November 2026 one for each set of a mixture
-        saved["reference"] = sorted(set(held))
     remedies = {
         "optimizer": f"Its moments mean something else. Use the same optim.name, or {_PARAMETERS_ALONE}",
         "vocab_size": "The embedding has other rows. Use the same model and tokenizer",
@@ -456,22 +437,32 @@ def refuse_other_run(
         "teacher": "The student would learn from other weights than so far. Use the same objective.teacher, or "
         f"{_PARAMETERS_ALONE}",
     }
-    if other_data:
+    if other_data or saved.order == now.order:
         del remedies["data_fingerprint"]
+    if other_data:
         remedies["tokenizer"] = "Its ids mean other text. Prepare the data with the tokenizer of the run (--tokenizer)"
     for key, remedy in remedies.items():
-        if saved.get(key) not in (None, now.get(key)):
-            raise CheckpointError(f"{folder}: {key} is {saved[key]!r} there and {now[key]!r} in this run. {remedy}.")
-    other = plugins.difference(saved.get("plugins") or {}, now.get("plugins") or {})
+        there, here = getattr(saved, key), getattr(now, key)
+        if there not in (None, here):
+            raise CheckpointError(f"{folder}: {key} is {there!r} there and {here!r} in this run. {remedy}.")
+    other = plugins.difference(saved.plugins, now.plugins)
     if other and not plugins.changed_ok:
         raise CheckpointError(f"{folder}: {other}; continue with the plugins as they were (--plugin FILE.py), or give "
                               "--plugin-changed ok")  # fmt: skip
-    if saved.get("data_fingerprint") is None:
-        return [
-            f"{folder} does not name its data: this run's data is assumed, from sequence "
-            f"{saved.get('sample_index') or 0} on"
-        ]
+    if saved.data_fingerprint is None:
+        return [f"{folder} does not name its data: this run's data is assumed, from sequence {saved.sample_index} on"]
     return []
+
+
+def with_names_of(now: TrainerState, saved: TrainerState) -> TrainerState:
+    """Return `saved` with this run's fingerprints, which its exclusions change, of data that goes on in its order."""
+    if saved.order != now.order:
+        return saved
+    named = {order: name for name, order in now.orders.items()}
+    orders = [entry.get("order") or entry["fingerprint"] for entry in saved.data_stages]
+    record = [{**entry, "fingerprint": named.get(order, order)}
+              for entry, order in zip(saved.data_stages, orders, strict=True)]  # fmt: skip
+    return replace(saved, data_fingerprint=now.data_fingerprint, data_stages=record)
 
 
 def compare_checksums(

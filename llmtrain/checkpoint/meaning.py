@@ -55,9 +55,8 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], *, scaled: b
             yield f"{prefix}{key}: {json.dumps(was)} -> {json.dumps(now)}"
 
 
-def other_scale(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """The settings that give the adapters of two trainer states different scales."""
-    was, now = ((state.get("run") or {}).get("adapter") or {} for state in (there, here))
+def other_scale(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings that give the adapters of two sections different scales."""
     keys = ("r", "alpha", "rslora") if was.get("r") and now.get("r") else ()
     return [f"adapter.{key}: {was.get(key)} -> {now.get(key)}" for key in keys if was.get(key) != now.get(key)]
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmtrain.base import log, untrusted
+from llmtrain.base import log
 from llmtrain.base.child import Parent
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.files import scratch_folder
@@ -28,11 +28,11 @@ from llmtrain.checkpoint.format import (
     TRAINER,
     Manifest,
     complete_checkpoints,
-    read_trainer,
     step_folder,
     step_of,
 )
 from llmtrain.checkpoint.retain import Best
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.checkpoint.verify import verify
 from llmtrain.storage.object_store import Store, short
 
@@ -90,7 +90,11 @@ class Mirrored:
         return {step: (step, MANIFEST) in files for step in others}
 
     def run(self, step: int) -> str | None:
-        return _run_id(untrusted.loads(self.store.read(_name(step, TRAINER)), infinite=True))
+        return self._trainer(step).wandb_id
+
+    def _trainer(self, step: int) -> TrainerState:
+        name = _name(step, TRAINER)
+        return TrainerState.parse(self.store.read(name), Path(name))
 
     def put(self, folder: Path, step: int) -> int:
         """Upload the files of a checkpoint that are in this folder, its manifest last; returns their bytes."""
@@ -113,8 +117,7 @@ class Mirrored:
         of the complete ones, newest first."""
         stays = set(found[: max(1, keep)])
         if best is not None and len(found) > keep:
-            trainers = {step: untrusted.loads(self.store.read(_name(step, TRAINER)), infinite=True) for step in found}
-            figures = [(step, figure) for step in found if (figure := best.figure(trainers[step])) is not None]
+            figures = [(step, figure) for step in found if (figure := best.figure(self._trainer(step))) is not None]
             stays |= {step for step, _ in best.first(figures)}
         self.drop(lambda step: step not in stays and (step < min(stays, default=0) or step in found))
 
@@ -129,10 +132,6 @@ class Mirrored:
             self.store.remove([_name(step, name) for name in names if name != MANIFEST])
 
 
-def _run_id(trainer: Any) -> str | None:
-    return trainer.get("wandb_id") if isinstance(trainer, dict) else None
-
-
 def _name(step: int, name: str) -> str:
     return f"{step_folder(Path(), step).name}/{name}"
 
@@ -145,7 +144,7 @@ def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
         store = Mirrored(url)
         newest = next(iter(store.complete()), None)
         theirs = None if newest is None else store.run(newest)
-        ours = [_run_id(read_trainer(folder)) for folder in here[:1]]
+        ours = [TrainerState.read(folder).wandb_id for folder in here[:1]]
     except (OSError, ValueError):  # a resume reports a damaged checkpoint
         return
     if newest is None:
@@ -161,12 +160,6 @@ def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
             f"{where}: it holds {held} of this run, newer than {here[0]}. Remove the folder's checkpoints to continue "
             "from there, or the newer ones there to continue from here"
         )
-
-
-def _run_dir(trainer: Any) -> Any:
-    for key in ("run", "train", "run_dir"):
-        trainer = trainer.get(key) if isinstance(trainer, dict) else None
-    return trainer
 
 
 def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], None]) -> Path | None:
@@ -185,7 +178,7 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
             store.get(step, partial, beat)
             beat()
             whole = not verify(partial)
-            written_for = _run_dir(read_trainer(partial)) if whole else None
+            written_for = TrainerState.read(partial).section("train").get("run_dir") if whole else None
             if whole and Path(str(written_for or run_dir)).name == Path(run_dir).name:
                 if damaged and damaged[-1] > f"step-{step:08d}":
                     log.warn(
@@ -255,7 +248,7 @@ class _Mirroring:
         links = folder.with_name(f"{folder.name}.mirror-{os.getpid()}.tmp")
         try:
             size, there = 0, self._store.complete()
-            manifest, run = (folder / MANIFEST).read_bytes(), _run_id(read_trainer(folder))
+            manifest, run = (folder / MANIFEST).read_bytes(), TrainerState.read(folder).wandb_id
             if there and self._store.run(next(iter(there))) != run:
                 raise CheckpointError("it holds checkpoints of another run; give each run an address of its own")
             # Newer steps than the newest here, and another checkpoint of this step, belong to an abandoned course.

@@ -8,16 +8,17 @@ import math
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.files import content_of, lock_folder, replace_file
 from llmtrain.checkpoint.durable import remove_tree
-from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, read_trainer, stale_folders, step_of
+from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, stale_folders, step_of
+from llmtrain.checkpoint.trainer_state import TrainerState
 
 if TYPE_CHECKING:
     from llmtrain.config.run import KeepBest
@@ -50,21 +51,19 @@ class Best:
         return cls(metric=settings.metric, keep=settings.keep, mode=settings.mode or "min")
 
     @classmethod
-    def of(cls, trainer: Mapping[str, Any]) -> Best | None:
-        """Read it from a trainer.json, every type checked; None: the run keeps no best ones."""
-        found: Any = trainer.get("run")
-        for key in ("checkpoint", "keep_best"):
-            found = found.get(key) if isinstance(found, dict) else None
+    def of(cls, trainer: TrainerState) -> Best | None:
+        """As a checkpoint records it, every type checked; None: the run keeps no best ones."""
+        found = trainer.section("checkpoint").get("keep_best")
         if not isinstance(found, dict) or not isinstance(found.get("metric"), str):
             return None
         keep = found.get("keep")
         return cls(metric=found["metric"], keep=keep if type(keep) is int and keep > 0 else 1,
                    mode="max" if found.get("mode") == "max" else "min")  # fmt: skip
 
-    def figure(self, trainer: Mapping[str, Any]) -> float | None:
+    def figure(self, trainer: TrainerState) -> float | None:
         """The metric of the evaluation at the checkpoint's own step; None: there was none, or it is not finite."""
-        found: Any = trainer.get("evaluation")
-        if not isinstance(found, dict) or found.get("step") != trainer.get("step"):
+        found = trainer.entries.get("evaluation")
+        if not isinstance(found, dict) or found.get("step") != trainer.step:
             return None
         figures = found.get("figures")
         value = figures.get(self.metric) if isinstance(figures, dict) else None
@@ -83,7 +82,7 @@ def best_of(checkpoints: Path, best: Best | None) -> dict[Path, float]:
     found = {}
     for folder in complete_checkpoints(checkpoints):
         with contextlib.suppress(CheckpointError):
-            if (figure := best.figure(read_trainer(folder))) is not None and looks_good(folder):
+            if (figure := best.figure(TrainerState.read(folder))) is not None and looks_good(folder):
                 found[step_of(folder) or 0] = (folder, figure)
     first = best.first((step, figure) for step, (_, figure) in found.items())
     return {found[step][0]: figure for step, figure in first}

@@ -21,14 +21,13 @@ from llmtrain.checkpoint.format import (
     FrozenSourceError,
     Manifest,
     Piece,
-    disagreements,
     hash_file,
     keys,
     misfit,
     open_file,
     problems,
-    read_trainer,
 )
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.checkpoint.writer import as_fp32
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum_part_array
@@ -68,7 +67,7 @@ def verify(
         lines.insert(0, f"{MANIFEST} belongs to another checkpoint, it seems: no file has the contents that it lists")
     if TRAINER not in wrong:
         try:
-            lines += disagreements(folder, manifest, read_trainer(folder))
+            lines += TrainerState.read(folder).disagreements(folder, manifest)
         except CheckpointError as error:
             lines.append(str(error).replace(f"{folder}/", ""))
     return lines

@@ -16,8 +16,9 @@ from typing import Any
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.base.files import lock_folder
-from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
+from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.commands import completion
 from llmtrain.commands.arguments import Parser
 from llmtrain.config.run import TrackingConfig
@@ -144,25 +145,25 @@ def table(scores: dict[str, dict[str, float]]) -> list[str]:
 def record(target: Target, scores: dict[str, dict[str, float]], about: dict[str, Any]) -> str:
     """Write the scores to the run's metrics and to W&B, at the checkpoint's step. Returns a summary."""
     assert target.run is not None and target.checkpoint is not None
-    trainer, now = read_trainer(target.checkpoint), time.time()
+    trainer, now = TrainerState.read(target.checkpoint), time.time()
     scored = {f"tasks/{task}/{metric}": value for task, metrics in scores.items() for metric, value in metrics.items()}
-    row = {"step": trainer["step"], **scored, "time_unix_s": now}
+    row = {"step": trainer.step, **scored, "time_unix_s": now}
     files = JsonLines(target.run / "metrics.jsonl"), JsonLines(target.run / "events.jsonl")
     files[0].write(row)
-    files[1].write({"time_unix_s": now, "kind": "tasks", "step": trainer["step"], **about})
+    files[1].write({"time_unix_s": now, "kind": "tasks", "step": trainer.step, **about})
     for file in files:
         file.close()
-    return f"{target.run / 'metrics.jsonl'}, step {trainer['step']}{_to_wandb(target.run, trainer, row)}"
+    return f"{target.run / 'metrics.jsonl'}, step {trainer.step}{_to_wandb(target.run, trainer, row)}"
 
 
-def _to_wandb(run: Path, trainer: dict[str, Any], row: dict[str, Any]) -> str:
+def _to_wandb(run: Path, trainer: TrainerState, row: dict[str, Any]) -> str:
     """Give W&B a row of an earlier step. Returns the end of a sentence about it."""
     try:
-        tracking = TrackingConfig(**trainer["run"]["tracking"])
-    except (KeyError, TypeError):  # a checkpoint that was converted
+        tracking = TrackingConfig(**trainer.section("tracking"))
+    except TypeError:
         return ""
-    run_id = trainer.get("wandb_id")
-    if tracking.wandb == "disabled" or not run_id:
+    run_id = trainer.wandb_id
+    if tracking.wandb == "disabled" or not run_id or not trainer.section("tracking"):
         return ""
     try:
         os.close(lock_folder(run))

@@ -23,8 +23,9 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.child import ending_with_parent
 from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped
 from llmtrain.base.files import lock_folder, refuse_if_in_use
-from llmtrain.checkpoint.format import complete_checkpoints, read_trainer, step_of
+from llmtrain.checkpoint.format import complete_checkpoints, step_of
 from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.commands.arguments import Parser
 from llmtrain.commands.replay_page import lines_for, page_of, worst_rows
 from llmtrain.config import plugins, strict_yaml
@@ -205,7 +206,7 @@ def _asked(args: argparse.Namespace) -> Asked:
     except (OSError, ValueError, LookupError, TypeError):
         environment, devices = {}, []
     after = [each for each in complete if (step_of(each) or 0) >= last]
-    _refuse_other_plugins(args, read_trainer(after[-1]) if after else environment)
+    _refuse_other_plugins(args, TrainerState.read(after[-1]).plugins if after else environment.get("plugins") or {})
     out = args.out or args.run.resolve().with_name(f"{args.run.resolve().name}-replay-{first}-{last}")
     changed = _changed(args, settings, first, last) if args.write or args.without or args.skip else None
     if changed is not None:
@@ -224,12 +225,12 @@ def _asked(args: argparse.Namespace) -> Asked:
 
 
 def _refuse_other_plugins(args: argparse.Namespace, saved: dict[str, Any]) -> None:
-    """Raises ConfigError. `saved`: the state that names the plugins of the steps."""
+    """Raises ConfigError. `saved`: hashes of the plugins of the steps."""
     if args.plugin:
         from llmtrain.config.plugin_import import use
 
         use(args.plugin)
-    if other := plugins.difference(saved.get("plugins") or {}, plugins.hashes() if args.plugin else {}):
+    if other := plugins.difference(saved, plugins.hashes() if args.plugin else {}):
         raise ConfigError(f"{args.run}: {other}; give the plugins as they were (--plugin FILE.py)")
 
 

@@ -24,7 +24,7 @@ from llmtrain.base.errors import DataError, UserError
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.data.stream.epoch import sequences_of_epoch
-from llmtrain.data.stream.loader import RECORD, AnswerBatch, Course, MicroBatch, UnpairedBatch, batches_of
+from llmtrain.data.stream.loader import AnswerBatch, Course, MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.parity.plain import rate_of_step
 from llmtrain.parity.small_run import Wanted
@@ -58,8 +58,7 @@ def compare_course(user: Wanted, worlds: Sequence[int]) -> tuple[list[str], bool
     resumes = near[:: 1 + len(near) // _RESUMES]
     for first in (0, *resumes):
         launch, index = _course(resolved), course.at(first).index
-        state = {"step": first, "sample_index": index, RECORD: course.record(first, index)}
-        launch.go_on(first, json.loads(json.dumps(state)))
+        launch.go_on(first, json.loads(json.dumps(course.record(first, index))))
         steps = sorted({first, *(s for s in near if s > first), *(() if first else range(0, end, 1 + end // _EACH))})
         told = zip(steps, _by_the_run(resolved, launch, steps), strict=True)
         found = (_other(got, _by_definition(plan, step, resolved.max_steps), step, first) for step, got in told)

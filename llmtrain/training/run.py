@@ -137,7 +137,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     setup.prove()
     environment = _write_files(setup, folder)
     experts = getattr(setup.engine.module, "routing", None) is not None
-    watch.describe(run_id=start.trainer.wandb_id, experts=experts)
+    watch.describe(run_id=start.run_id, experts=experts)
     tracker, session = _tracker(setup, start, folder, environment), setup.session(start.position.step)
     parts: list[Part] = []
     status: Status = "failed"
@@ -335,7 +335,7 @@ def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict
     return Tracker(
         folder.path,
         tracking=setup.run.tracking,
-        run_id=start.trainer.wandb_id,
+        run_id=start.run_id,
         config={"run": asdict(setup.run), "deepspeed": setup.resolved.deepspeed, "environment": environment}
         | {"parameters": setup.spec.facts.parameters},
         total_steps=setup.resolved.max_steps,

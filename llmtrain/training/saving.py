@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -100,8 +101,17 @@ class Saving(Part):
         self._report(self._saver.drain())
 
     def _trainer(self, position: Position) -> dict[str, Any]:
-        entries = {part.key: part.to_json() for part in self._parts if part.key}
-        return self._start.trainer.to_json(position, entries)
+        engine, course = self._setup.engine, self._setup.course
+        state = replace(
+            self._start.trainer,
+            **asdict(position),
+            loss_scale=engine.loss_scale(),
+            model_config=engine.module.config.to_dict(),  # stages change it
+            data_fingerprint=course.done(position.step).data.fingerprint,
+            data_stages=course.record(position.step, position.sample_index),
+            entries={part.key: part.to_json() for part in self._parts if part.key},
+        )
+        return state.to_json()
 
     def save(self, position: Position) -> None:
         """Begin a checkpoint. A failed save is reported and training continues."""

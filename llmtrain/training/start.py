@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.checkpoint.format import FrozenSource, complete_checkpoints, frozen_source, read_trainer
+from llmtrain.checkpoint.format import TRAINER, FrozenSource, complete_checkpoints, frozen_source
 from llmtrain.checkpoint.rundir import Candidates, CheckpointFolder, RunDirectory, origin
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.plugins import hashes
 from llmtrain.config.run import RunConfig
-from llmtrain.data.stream.loader import RECORD
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.storage.addresses import is_url
 from llmtrain.tracking.environment import new_run_id, versions
@@ -25,58 +24,10 @@ if TYPE_CHECKING:
     from llmtrain.training.setup import Setup
 
 
-class TrainerState:
-    """trainer.json: state that a resume needs next to the tensors, and settings that it compares."""
-
-    def __init__(self, setup: Setup) -> None:
-        """All ranks call it together."""
-        self._engine, self._course = setup.engine, setup.course
-        self.wandb_id = setup.ranks.first(new_run_id)
-        self.began_from: dict[str, Any] | None = None
-        """The checkpoint of another run that this one started from, see checkpoint/load.py."""
-        run, data, mix = setup.run, setup.data, setup.resolved.mix
-        self.settings: dict[str, Any] = {
-            "optimizer": run.optim.name,
-            "vocab_size": setup.spec.facts.vocab_size,
-            "epoch_sequences": setup.course.data[-1].sequences_per_epoch,
-            "plan": [
-                [stage.first_step, data.fingerprint, stage.rope, stage.batch.sequence_length]
-                for stage, data in zip(setup.course.stages, setup.course.data, strict=True)
-            ],
-            "orders": {data.fingerprint: data.order for data in setup.course.data if data.fingerprint != data.order},
-            "reference": setup.references,
-            "teacher": setup.teacher,
-            "teacher_config": setup.teacher_config,
-            "separator_id": data.separator_id,
-            "tokenizer_dir": str(data.tokenizer_dir.resolve()),  # to-hf may run anywhere
-            "tokenizer": data.manifests[0].tokenizer_fingerprint,
-            "sampling": _sampling(run.model.folder, data.tokenizer_dir),
-            "run": asdict(run),
-            "deepspeed": setup.resolved.deepspeed,
-            "versions": versions(),
-            "plugins": hashes(),
-            "layout": {**asdict(mix.degrees), "zero_stage": mix.zero_stage, **mix.moments},
-        }
-        """The entries that do not change during a launch."""
-
-    def to_json(self, position: Position, entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """`entries`: entries of the run's parts, by key."""
-        return {
-            **asdict(position),
-            "loss_scale": self._engine.loss_scale(),
-            "wandb_id": self.wandb_id,
-            "began_from": self.began_from,
-            "model_config": self._engine.module.config.to_dict(),  # stages change it
-            "data_fingerprint": self._course.done(position.step).data.fingerprint,
-            RECORD: self._course.record(position.step, position.sample_index),
-            **(entries or {}),
-            **self.settings,
-        }
-
-
 @dataclass(frozen=True, kw_only=True)
 class Start:
     trainer: TrainerState
+    """What stays the same during the launch; each save adds its position."""
     position: Position
     frozen: FrozenSource
     """Parameters that checkpoints name without their values."""
@@ -85,9 +36,15 @@ class Start:
     folder: Path | None
     """The checkpoint that the run resumes with all of its state."""
     kept: dict[str, Any]
-    """trainer.json of that one."""
+    """Its entries of the run's parts, by key."""
     lines: list[str]
     """To log."""
+
+    @property
+    def run_id(self) -> str:
+        """The same in every launch of a run."""
+        assert self.trainer.wandb_id is not None
+        return self.trainer.wandb_id
 
 
 def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder) -> Start:
@@ -101,8 +58,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
         with ranks.together():
             source = spec.initial_weights(run.train.seed, ranks.device)
         setup.refer_to(source)
-    trainer = TrainerState(setup)
-    now = json.loads(json.dumps(trainer.to_json(Position())))  # tuples become lists, as in the file
+    trainer = state_of(setup)
     if run.checkpoint.mirror is not None:
         from llmtrain.training.mirroring import look  # most runs have none
 
@@ -118,26 +74,56 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     from llmtrain.checkpoint.load import resume
 
     with ranks.together():
-        resumed = resume(setup.engine, run, candidates, checkpoints, now, ranks)
+        resumed = resume(setup.engine, run, candidates, checkpoints, trainer, ranks)
     frozen = resumed.frozen.only(spec.frozen)
     lines = [*resumed.lines, *_frozen_lines(frozen)]
-    trainer.began_from = resumed.began_from
+    trainer = replace(trainer, began_from=resumed.began_from)
     if resumed.weights_only:
         return Start(trainer=trainer, position=Position(), frozen=frozen, saved_step=None, folder=None, kept={},
                      lines=lines)  # fmt: skip
     saved = resumed.trainer  # made by other tools, it may lack what they do not know
-    if not trainer.settings["sampling"]:  # the folder may be gone by now
-        trainer.settings["sampling"] = saved.get("sampling") or {}
-    position = Position(**{key: saved.get(key) or 0 for key in asdict(Position())})
-    setup.course.go_on(position.step, saved)
-    position = replace(position, sample_index=setup.course.at(position.step).index,
-                       optimizer_step=setup.engine.optimizer_step())  # fmt: skip
+    if not trainer.sampling:  # the folder may be gone by now
+        trainer = replace(trainer, sampling=saved.sampling or {})
+    setup.course.go_on(saved.step, saved.record(setup.course.done(saved.step).data.fingerprint))
+    position = Position(step=saved.step, tokens=saved.tokens, sample_index=setup.course.at(saved.step).index,
+                        skipped_steps=saved.skipped_steps, optimizer_step=setup.engine.optimizer_step())  # fmt: skip
     heart.at_step(position.step)
     own = resumed.folder.parent == checkpoints.path
     if own:  # several runs may branch off another one's checkpoint
-        trainer.wandb_id = saved.get("wandb_id") or trainer.wandb_id
+        trainer = replace(trainer, wandb_id=saved.wandb_id or trainer.wandb_id)
     return Start(trainer=trainer, position=position, frozen=frozen, saved_step=position.step if own else None,
-                 folder=resumed.folder, kept=saved, lines=lines)  # fmt: skip
+                 folder=resumed.folder, kept=saved.entries, lines=lines)  # fmt: skip
+
+
+def state_of(setup: Setup) -> TrainerState:
+    """Return the state before the first step. All ranks call it together."""
+    run, data, mix, course = setup.run, setup.data, setup.resolved.mix, setup.course
+    state = TrainerState(
+        wandb_id=setup.ranks.first(new_run_id),
+        model_config=setup.engine.module.config.to_dict(),
+        data_fingerprint=course.done(0).data.fingerprint,
+        optimizer=run.optim.name,
+        vocab_size=setup.spec.facts.vocab_size,
+        epoch_sequences=course.data[-1].sequences_per_epoch,
+        plan=[
+            [stage.first_step, data.fingerprint, stage.rope, stage.batch.sequence_length]
+            for stage, data in zip(course.stages, course.data, strict=True)
+        ],
+        orders={data.fingerprint: data.order for data in course.data if data.fingerprint != data.order},
+        reference=setup.references,
+        teacher=setup.teacher,
+        teacher_config=setup.teacher_config,
+        separator_id=data.separator_id,
+        tokenizer_dir=str(data.tokenizer_dir.resolve()),  # to-hf may run anywhere
+        tokenizer=data.manifests[0].tokenizer_fingerprint,
+        sampling=_sampling(run.model.folder, data.tokenizer_dir),
+        run=asdict(run),
+        deepspeed=setup.resolved.deepspeed,
+        versions=versions(),
+        plugins=hashes(),
+        layout={**asdict(mix.degrees), "zero_stage": mix.zero_stage, **mix.moments},
+    )
+    return TrainerState.from_json(json.loads(json.dumps(state.to_json())), Path(TRAINER))  # tuples become lists
 
 
 def _sampling(folder: Path | None, tokenizer: Path) -> dict[str, Any]:
@@ -224,7 +210,7 @@ def _named(given: str) -> list[Path]:
 def _began_from(own: list[Path]) -> dict[str, Any] | None:
     for folder in own:
         try:
-            return read_trainer(folder).get("began_from")
+            return TrainerState.read(folder).began_from
         except CheckpointError:  # damaged; it will be said when it is looked at
             continue
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.losses.function import NEXT_TOKEN
 from llmtrain.engine.ranks.device import use_deterministic_kernels
@@ -114,7 +114,7 @@ def fp16_save(case: Case, folder: str, steps: int) -> tuple[Scaled, str, dict[st
 def fp16_load(case: Case, path: str, first: int) -> tuple[dict[str, float], Scaled]:
     allow_fp16()
     engine, ranks = make_engine(case)
-    trainer = json.loads((Path(path) / "trainer.json").read_text())
+    trainer = TrainerState.read(Path(path))
     load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
     loaded = engine.loss_scale()
     scaled = fp16_steps(case, engine, first, case.steps)

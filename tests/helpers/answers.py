@@ -80,13 +80,14 @@ def trained_answers(
     from there."""
     from llmtrain.checkpoint.load import load_checkpoint
     from llmtrain.checkpoint.reader import CheckpointReader
+    from llmtrain.checkpoint.trainer_state import TrainerState
     from llmtrain.engine.losses.named import loss_of
 
     engine, ranks = make_engine(case)
     resolved = resolved_run(case, ranks.world_size)
     if resumes:
         spoil(engine)
-        load_checkpoint(engine, CheckpointReader(next(Path(folder).glob("step-*"))), {}, ranks)
+        load_checkpoint(engine, CheckpointReader(next(Path(folder).glob("step-*"))), TrainerState(), ranks)
 
     def save(step: int) -> None:
         if step == 2 and folder and not resumes:

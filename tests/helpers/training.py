@@ -17,6 +17,7 @@ from llmtrain.checkpoint.format import NOWHERE, FrozenSource
 from llmtrain.checkpoint.load import Resumed, resume
 from llmtrain.checkpoint.rundir import RunDirectory, find_folder
 from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.reader import read_saved
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
@@ -132,8 +133,9 @@ def resume_from(engine: Any, run: RunConfig, folder: str, now: dict[str, Any], r
     """As a launch with this run folder does it."""
     where = RunDirectory(folder, run.checkpoint.dir)
     found = find_folder(where.checkpoints, ranks, own=run.checkpoint.dir is not None)
-    chosen, now = agreed_candidates(run, where, found, ranks), json.loads(json.dumps(now))
-    return resume(engine, run, chosen, found, now, ranks) if chosen else None
+    chosen = agreed_candidates(run, where, found, ranks)
+    state = TrainerState.from_json(json.loads(json.dumps({"step": 0, "tokens": 0, **now})), Path("now"))
+    return resume(engine, run, chosen, found, state, ranks) if chosen else None
 
 
 def case_data(case: Case) -> DataConfig:

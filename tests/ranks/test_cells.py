@@ -24,6 +24,7 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.adapter import plain_name
 from llmtrain.models.parameters import PREFIX, WEIGHTS
@@ -57,7 +58,7 @@ def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str |
     if checkpoint is None:
         setup.write(source)
     else:
-        trainer = json.loads((Path(checkpoint) / "trainer.json").read_text())
+        trainer = TrainerState.read(Path(checkpoint))
         load_checkpoint(engine, CheckpointReader(Path(checkpoint)), trainer, ranks)
     setup.prove()
     ema = ema_of(setup)

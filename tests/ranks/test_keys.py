@@ -8,7 +8,6 @@ there meet in all four ways, set and not set.
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import comb
@@ -23,6 +22,7 @@ from llmtrain.base.trees import lookup
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.deepspeed import keys as ds_keys
 from tests.helpers.config_workplace import merged
 from tests.helpers.families import FAMILIES
@@ -309,7 +309,7 @@ def prove(case: Case, folder: str) -> tuple[Trace, str]:
     path = save_checkpoint(engine, Path(folder), HALF, state, resolved_run(case, ranks.world_size), ranks)
     engine.close()
     engine, ranks = make_engine(case)
-    load_checkpoint(engine, CheckpointReader(path), json.loads((path / "trainer.json").read_text()), ranks)
+    load_checkpoint(engine, CheckpointReader(path), TrainerState.read(path), ranks)
     rest = train_steps(case, engine, ranks, HALF, END)
     trace = Trace(trace.losses + rest.losses, trace.norms + rest.norms, assembled(engine, ranks))
     engine.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.storage.tensorfile import numel
 from tests.helpers.training import LLAMA, Case, make_engine, resolved_run, save_checkpoint, view_of
 
@@ -42,7 +42,7 @@ def measured_load(case: Case, path: str) -> dict[str, int]:
     """Bytes: needed, read, the largest tensor, the peak of resident memory above what the engine takes."""
     engine, ranks = make_engine(case)
     live = engine.state()
-    trainer = json.loads((Path(path) / "trainer.json").read_text())
+    trainer = TrainerState.read(Path(path))
     # Once before it counts: zeros that were never written take no memory yet, nor does code that never ran.
     load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
     with torch.no_grad():

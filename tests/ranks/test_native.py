@@ -16,13 +16,14 @@ import yaml
 from deepspeed.utils import groups as deepspeed_groups
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.format import Manifest, read_trainer
+from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.native.from_deepspeed import Target, hf_names, import_deepspeed, read_names
 from llmtrain.checkpoint.native.saved_files import open_files
 from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies, add_unnamed
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from tests.helpers.checkpoints import flip
 from tests.helpers.deepspeed_peers import make_pipeline, make_plain, pipeline_steps, plain_steps
 from tests.helpers.processors import fp16
@@ -80,7 +81,7 @@ def resumed_by_us(case: Case, path: str) -> Trace:
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.data.add_(1.0)
-    load_checkpoint(engine, CheckpointReader(Path(path)), read_trainer(Path(path)), ranks)
+    load_checkpoint(engine, CheckpointReader(Path(path)), TrainerState.read(Path(path)), ranks)
     trace = train_steps(case, engine, ranks, HALF, END)
     engine.close()
     return trace
@@ -107,7 +108,7 @@ def test_resumes_bit_for_bit_as_deepspeed_does(pools, small_data, tmp_path, form
     scale = pools(2).run(saved_by_deepspeed, case, str(tmp_path / "theirs"))[0]
     want = pools(2).run(resumed_by_deepspeed, case, str(tmp_path / "theirs"))[0]
     path = imported(tmp_path / "theirs", tmp_path / "ours", case.model)
-    assert read_trainer(path)["loss_scale"] == scale
+    assert TrainerState.read(path).loss_scale == scale
     assert bool(scale) == (case.precision == "fp16")
     got = pools(2).run(resumed_by_us, case, str(path))[0]
     assert got.losses == want.losses  # the same numbers in the same engine
@@ -202,7 +203,7 @@ def test_universal_both_ways(pools, small_data, tmp_path, saved, loaded, one_gro
 
     again = imported(converted_by_deepspeed(theirs, tmp_path / "converted"), tmp_path / "again")
     assert Manifest.read(again).checksums() == Manifest.read(path).checksums()
-    assert read_trainer(again)["optimizer_step"] == HALF
+    assert TrainerState.read(again).optimizer_step == HALF
 
     export_universal(path, tmp_path / "universal")
     for file in (tmp_path / "universal").rglob("*.pt"):

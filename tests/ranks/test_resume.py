@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from tests.helpers.families import FAMILIES
 from tests.helpers.processors import on_device
 from tests.helpers.training import (
@@ -43,14 +44,13 @@ def save_in_the_middle(case: Case, folder: str) -> tuple[Trace, str]:
 
 def load_and_go_on(case: Case, path: str) -> Trace:
     """The second half from the checkpoint, in an engine with other initial weights."""
-    import json
 
     engine, ranks = make_engine(case)
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.data.add_(1.0)
     reader = CheckpointReader(Path(path))
-    load_checkpoint(engine, reader, json.loads((Path(path) / "trainer.json").read_text()), ranks)
+    load_checkpoint(engine, reader, TrainerState.read(Path(path)), ranks)
     trace = train_steps(case, engine, ranks, HALF, END)
     trace.parameters = assembled(engine, ranks)
     engine.close()
@@ -91,7 +91,7 @@ def test_same_layout_goes_on_bit_for_bit(pools, small_data, tmp_path, world_size
 def loaded_moments(case: Case, path: str) -> tuple[dict[str, dict[str, torch.Tensor]], set[torch.dtype]]:
     """The moments after loading, by kind, and how they are kept."""
     engine, ranks = make_engine(case)
-    load_checkpoint(engine, CheckpointReader(Path(path)), {}, ranks)
+    load_checkpoint(engine, CheckpointReader(Path(path)), TrainerState(), ranks)
     moments = {kind: assembled(engine, ranks, kind) for kind in ("exp_avg", "exp_avg_sq")}
     dtypes = {piece.dtype for piece in engine.state() if piece.kind != "param"}
     engine.close()

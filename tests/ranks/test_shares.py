@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.training.load_balance import LoadBalance
 from tests.helpers.preference import prepared_preferences
 from tests.helpers.training import (
@@ -75,9 +75,9 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
             for parameter in engine.module.parameters():
                 parameter.data.add_(1.0)
         path = Path(folder) / "checkpoints" / f"step-{steps.start:08d}"
-        trainer = json.loads((path / "trainer.json").read_text())
+        trainer = TrainerState.read(path)
         load_checkpoint(engine, CheckpointReader(path), trainer, ranks)
-        kept = trainer["shares"]
+        kept = trainer.entries["shares"]
     session = setup.session(steps.start)
     tracker: Any = SimpleNamespace(event=lambda *args, **kwargs: None)
     with setup.loader(steps.start * resolved.batch.global_batch) as loader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import DataConfig
 from llmtrain.config.stages import StageBatch, StageConfig
 from llmtrain.data.stream.train_data import TrainData
@@ -104,9 +104,9 @@ def trained(
     the steps `saves`."""
     first, saved = 0, dict[int, Path]()
     if checkpoint is not None:
-        state = json.loads((checkpoint / "trainer.json").read_text())
+        state = TrainerState.read(checkpoint)
         load_checkpoint(setup.engine, CheckpointReader(checkpoint), state, setup.ranks)
-        setup.course.go_on(first := state["step"], state)
+        setup.course.go_on(first := state.step, state.data_stages)
     session, trace, micros = setup.session(first), Trace([], []), list[int]()
     told: Any = SimpleNamespace(event=lambda *_, **__: None)
     launch: Any = SimpleNamespace(setup=setup, tracker=told, loader=SimpleNamespace(shares=None))

@@ -231,9 +231,9 @@ def shown_errors() -> Iterator[set[str]]:
 def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    from llmtrain.checkpoint.arithmetic import differences
-    from llmtrain.checkpoint.format import FrozenSource
+    from llmtrain.checkpoint.format import FrozenSource, differences
     from llmtrain.checkpoint.load import refuse_other_run
+    from llmtrain.checkpoint.trainer_state import TrainerState
     from llmtrain.config.load import parse
     from llmtrain.config.resolve import resolve
     from llmtrain.engine.ranks.device import check_device
@@ -252,13 +252,13 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
     error = next(e for e in shown_errors if "data_fingerprint" in e)
     there, here = re.findall(r"'(\w{32})'", error)
     saved, now = (
-        {
-            "step": 40,
-            "optimizer": "adamw",
-            "vocab_size": 1,
-            "data_fingerprint": data,
-            "run": {"data": {"sequence_length": length}},
-        }
+        TrainerState(
+            step=40,
+            optimizer="adamw",
+            vocab_size=1,
+            data_fingerprint=data,
+            run={"data": {"sequence_length": length}},
+        )
         for data, length in ((there, 256), (here, 512))
     )  # fmt: skip
     with pytest.raises(UserError) as refused:

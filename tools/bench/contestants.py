@@ -239,7 +239,7 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
         tracker = Tracker(
             folder.path,
             tracking=run.tracking,
-            run_id=start.trainer.wandb_id,
+            run_id=start.run_id,
             config={"run": asdict(run)},
             total_steps=resolved.max_steps,
             enabled=True,

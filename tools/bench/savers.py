@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from machine import write
 
-from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
     CheckpointConfig,
@@ -383,7 +383,7 @@ def resume_ours(task: Task, path: str) -> tuple[float, int]:
     """(seconds, bytes read) of loading our checkpoint into an engine of ZeRO 2."""
     engine, ranks, _ = make_engine(task, RESUMED)
     began_s, read = time.monotonic(), read_bytes()
-    load_checkpoint(engine, CheckpointReader(Path(path)), read_trainer(Path(path)), ranks)
+    load_checkpoint(engine, CheckpointReader(Path(path)), TrainerState.read(Path(path)), ranks)
     result = time.monotonic() - began_s, read_bytes() - read
     engine.close()
     return result

@@ -14,10 +14,10 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.files import cache_folder, lock_folder
 from llmtrain.base.redact import redact_text
-from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.hf.exporting import refuse_more
 from llmtrain.checkpoint.hf.folder_files import MARK, run_id
 from llmtrain.checkpoint.hf.proofs import Report
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.models.parameters import CONFIG
 from llmtrain.storage.object_store import Store, StoreError, problem_of
 
@@ -29,7 +29,7 @@ class ExportStore:
     def __init__(self, url: str, checkpoint: Path, asked_by: str) -> None:
         """Raises CheckpointError: the store cannot be used, or holds something else."""
         self._url, self._asked_by = redact_text(url), asked_by
-        self._run = run_id(checkpoint, read_trainer(checkpoint))
+        self._run = run_id(checkpoint, TrainerState.read(checkpoint))
         if found := problem_of(url, writes=True):
             raise self.wrong("; ".join(found))
         with self._told():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.durable import remove_tree, sync
-from llmtrain.checkpoint.format import EMA, MANIFEST, TRAINER, hash_file, problems, read_trainer
+from llmtrain.checkpoint.format import EMA, MANIFEST, TRAINER, hash_file, problems
 from llmtrain.checkpoint.hf.folder_files import (
     DTYPES,
     MARK,
@@ -51,6 +51,7 @@ from llmtrain.checkpoint.hf.proofs import (
 from llmtrain.checkpoint.hf.serving import prove_serving
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, A, B
@@ -67,14 +68,14 @@ _ROUNDING = 1e-4
 """Allowed difference of logits as a share of the largest: (W + s B A) x and Wx + s B A x have different rounding."""
 
 
-def adapter_of(reader: CheckpointReader, trainer: Mapping[str, Any]) -> AdapterConfig | None:
+def adapter_of(reader: CheckpointReader, trainer: TrainerState) -> AdapterConfig | None:
     """The adapter in the checkpoint, by its run's settings. Raises CheckpointError: trainer.json has none that fits."""
     if not any(name.endswith(A) for name in reader.order()):
         return None
     from llmtrain.models.adapter import scale
 
     try:
-        adapter = AdapterConfig(**trainer["run"]["adapter"])
+        adapter = AdapterConfig(**trainer.section("adapter"))
         ranks = {reader.shape(name)[0] for name in reader.order() if name.endswith(A)}
         if ranks != {adapter.r}:
             raise ValueError(f"adapter.r is {adapter.r}, its matrices have {sorted(ranks)}")
@@ -202,7 +203,7 @@ def write_peft(folder: Path, made: Export, adapter: AdapterConfig, dtype: str) -
 
     from llmtrain.models.adapter import aliases, lora_config, saved_names, saved_paths
 
-    layout, reader, report, model = made.layout, made.reader, made.report, made.trainer["run"].get("model", {})
+    layout, reader, report, model = made.layout, made.reader, made.report, made.trainer.section("model")
     saved = saved_names(layout.skeleton, adapter)
     merge, tensors = Merge(reader, adapter, DTYPE_OF[dtype], saved), {}
     for name in sorted(merge.trained):
@@ -276,7 +277,7 @@ def export_hf(
         raise CheckpointError(f"{checkpoint}: its run kept no moving average (section ema). Leave out --ema.")
     if wrong := problems(checkpoint, reader.manifest, [TRAINER]):
         raise CheckpointError(f"{checkpoint}: {wrong[0]}. Take another checkpoint.")
-    trainer = read_trainer(checkpoint)
+    trainer = TrainerState.read(checkpoint)
     report, adapter = Report(out), adapter_of(reader, trainer)
     target = _target(checkpoint, out, trainer, report)
     layout = layout_of(_model(checkpoint, trainer), trust_remote_code=trust_remote_code)
@@ -339,12 +340,13 @@ def _export_adapter(made: Export, adapter: AdapterConfig, dtype: str | None, tar
     with OutputFolder(target, {"to-hf": str(reader.folder.resolve()), "adapter": kind, "ema": str(ema)}) as folder:
         size = write_peft(folder.partial, made, adapter, kind)
         copy_beside(folder.partial, trainer, reader.folder, report)
-        write_mark(folder.partial, reader.folder, trainer, model_config=trainer["model_config"])
+        write_mark(folder.partial, reader.folder, trainer, model_config=trainer.model_config)
         from llmtrain.checkpoint.meaning import refuse_other_base
 
         try:
-            base = {key: trainer["run"].get("model", {}).get(key) for key in ("pretrained", "revision")}
-            refuse_other_base(folder.partial / MARK, load_config(ModelConfig(**base)))
+            base = trainer.section("model")
+            base_config = load_config(ModelConfig(pretrained=base.get("pretrained"), revision=base.get("revision")))
+            refuse_other_base(folder.partial / MARK, base_config)
         except ModelError as error:  # also: the base is not on this host
             log.warn(str(error).replace(str(folder.partial), str(report.path)))
         _finish(folder, made)
@@ -365,7 +367,7 @@ def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
         ) from error
 
 
-def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Report) -> Path:
+def _target(checkpoint: Path, out: Path, trainer: TrainerState, report: Report) -> Path:
     """`out`, or a neighbour that replaces an earlier export at `out` at the end, which the report says. Raises
     CheckpointError: `out` is something else, or has files that the export did not write."""
     if not out.exists():
@@ -412,10 +414,10 @@ def _replace(out: Path, new: Path) -> None:
     remove_tree(old)
 
 
-def _model(checkpoint: Path, trainer: Mapping[str, Any]) -> ModelConfig:
-    if not isinstance(trainer.get("model_config"), dict):
+def _model(checkpoint: Path, trainer: TrainerState) -> ModelConfig:
+    if trainer.model_config is None:
         raise CheckpointError(f"{checkpoint / TRAINER} does not record model_config, so no model can be written.")
-    config = {key: value for key, value in trainer["model_config"].items() if key != "use_cache"}  # off in training
+    config = {key: value for key, value in trainer.model_config.items() if key != "use_cache"}  # off in training
     if "auto_map" in config:  # the code is in the folder of the configuration that names it
         return ModelConfig(pretrained=str(checkpoint.parent.parent / SOURCE), attention="eager")
     return ModelConfig(config=config, attention="eager")
@@ -453,8 +455,8 @@ def _weight_files(made: Export, dtype: str | None, max_shard_bytes: int | None) 
     if dtype is None:
         dtypes |= reader.frozen_types()  # byte by byte from their source
     dtypes |= dict.fromkeys(layout.frozen, "F32")  # unchanged: transformers keeps router biases in fp32, too
-    if "source" in trainer:
-        given = as_described(layout, trainer["source"]["files"])
+    if trainer.source is not None:
+        given = as_described(layout, trainer.source["files"])
         if dtype is None:
             dtypes |= {given.parts[tensor].parameter: kind for tensor, kind in given.dtype_of().items()}
         if max_shard_bytes is None and all(dtypes[given.parts[t].parameter] == d for t, d in given.dtype_of().items()):

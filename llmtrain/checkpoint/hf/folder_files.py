@@ -27,6 +27,7 @@ from llmtrain.checkpoint.hf.serving import (
 )
 from llmtrain.checkpoint.output import JOURNAL
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.data import tokenizer_folder
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.score import gives_scores
@@ -151,28 +152,27 @@ _BESIDE_LIMIT = 256 << 20  # bytes; the largest tokenizers have 40 MB
 @dataclass(frozen=True, kw_only=True)
 class Export(Conversion):
     reader: CheckpointReader
-    trainer: Mapping[str, Any]
-    """Content of the checkpoint's trainer.json."""
+    trainer: TrainerState
 
 
-def run_id(checkpoint: Path, trainer: Mapping[str, Any]) -> str:
-    return str(trainer.get("wandb_id") or checkpoint.resolve().parent.parent)
+def run_id(checkpoint: Path, trainer: TrainerState) -> str:
+    return str(trainer.wandb_id or checkpoint.resolve().parent.parent)
 
 
 def write_others(folder: Path, made: Export, files: WeightFiles) -> None:
     layout, report, trainer, checkpoint = made.layout, made.report, made.trainer, made.reader.folder
-    imported = "source" in trainer
+    source = trainer.source
     beside = copy_beside(folder, trainer, checkpoint, report)
     as_they_came = layout.frozen | made.reader.frozen_types().keys()
     kinds = files.dtype_of().items()
     new = [kind for tensor, kind in kinds if files.parts[tensor].parameter not in as_they_came]
     dtype = _HF_DTYPES[(new or [kind for _, kind in kinds])[0]]
-    if imported:
-        _keep_config(folder / "config.json", trainer["source"], files, dtype)
+    if source is not None:
+        _keep_config(folder / "config.json", source, files, dtype)
     else:
         config = layout.skeleton.config
         config.dtype, config.architectures = dtype, [type(layout.skeleton).__name__]
-        ids, sampling = special_ids(beside, trainer.get("separator_id")), trainer.get("sampling", {})
+        ids, sampling = special_ids(beside, trainer.separator_id), trainer.sampling or {}
         pad_within(config, ids, report)
         if ids:
             configure(config, ids, ends_of(chat_folders(trainer)))
@@ -186,7 +186,7 @@ def write_others(folder: Path, made: Export, files: WeightFiles) -> None:
         for_older_readers(fields)
         (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     index = files.index(sum(map(numel, layout.shapes.values())))
-    same_files = imported and files.shards.keys() == trainer["source"]["files"].keys() and (folder / INDEX).is_file()
+    same_files = source is not None and files.shards.keys() == source["files"].keys() and (folder / INDEX).is_file()
     if index is None:
         (folder / INDEX).unlink(missing_ok=True)
     elif not same_files or _weight_map((folder / INDEX).read_bytes()) != _weight_map(index):
@@ -233,9 +233,9 @@ def for_older_readers(fields: dict[str, Any]) -> None:
             fields.setdefault(key, value)
 
 
-def copy_beside(folder: Path, trainer: Mapping[str, Any], checkpoint: Path, report: Report) -> Path | None:
+def copy_beside(folder: Path, trainer: TrainerState, checkpoint: Path, report: Report) -> Path | None:
     """Copy the tokenizer, or an imported folder's other files; returns their source. Raises CheckpointError."""
-    imported = "source" in trainer
+    imported = trainer.source is not None
     source = checkpoint.parent.parent / SOURCE if imported else tokenizer_here(trainer)
     if source is not None and source.is_dir():
         if not imported:
@@ -247,8 +247,8 @@ def copy_beside(folder: Path, trainer: Mapping[str, Any], checkpoint: Path, repo
     return source
 
 
-def _refuse_other_tokenizer(folder: Path, trainer: Mapping[str, Any]) -> None:
-    wanted = trainer.get("tokenizer")
+def _refuse_other_tokenizer(folder: Path, trainer: TrainerState) -> None:
+    wanted = trainer.tokenizer
     if wanted is not None and wanted != tokenizer_folder.fingerprint(folder):
         raise CheckpointError(
             f"{folder / 'tokenizer.json'} is not the one that the run was trained with: it was changed or is damaged. "
@@ -264,11 +264,11 @@ def copy_into(folder: Path, source: Path, file: Path) -> Path:
     return target
 
 
-def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any], **more: Any) -> None:
+def write_mark(folder: Path, checkpoint: Path, trainer: TrainerState, **more: Any) -> None:
     mark = {
         "run": run_id(checkpoint, trainer),
         "checkpoint": str(checkpoint.resolve()),
-        "step": trainer.get("step"),
+        "step": trainer.step,
         "manifest": hash_file(checkpoint / MANIFEST),
         "files": sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file() and f.name != JOURNAL),
         **more,

@@ -15,12 +15,13 @@ from torch import Tensor
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.durable import remove_tree, sync
-from llmtrain.checkpoint.format import MANIFEST, read_trainer, step_folder
+from llmtrain.checkpoint.format import MANIFEST, step_folder
 from llmtrain.checkpoint.hf.exporting import layout_of
 from llmtrain.checkpoint.hf.folder_files import DTYPES, SOURCE, beside_weights, copy_into, describe
 from llmtrain.checkpoint.hf.proofs import Check, Conversion, Report, check_extents, prove_logits, read_back
 from llmtrain.checkpoint.output import build_checkpoint, claim
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource, refuse_escape
@@ -130,9 +131,17 @@ def _write(
 ) -> Path:
     """Write the checkpoint, unless an earlier start of the same conversion finished it."""
     step = step_folder(partial / "checkpoints", 0)
-    trainer, changed = _trainer(source, layout, config)
-    trainer["tokenizer_dir"] = str((partial.with_name(partial.name.removesuffix(".tmp")) / SOURCE).absolute())
-    if (step / MANIFEST).is_file() and read_trainer(step) == json.loads(json.dumps(trainer)):
+    files, changed = describe(source)
+    described = _described(source, files, config)
+    settings = layout.skeleton.config
+    trainer = TrainerState(
+        vocab_size=settings.get_text_config().vocab_size,
+        separator_id=settings.eos_token_id,
+        tokenizer_dir=str((partial.with_name(partial.name.removesuffix(".tmp")) / SOURCE).absolute()),
+        model_config=settings.to_dict(),
+        entries={"weights_only": True, "source": described},
+    ).to_json()
+    if (step / MANIFEST).is_file() and TrainerState.read(step).to_json() == json.loads(json.dumps(trainer)):
         log.info(f"continuing {partial}: the checkpoint is finished")
     else:
         remove_tree(step)
@@ -144,8 +153,8 @@ def _write(
                 moments={},
                 read=lambda _, name, start, stop: source.read(name, start, stop).float(),
                 trainer=trainer,
-                layout={"made_by": _ASKED_BY, "precision": trainer["source"]["precision"]},
-                plan={_ASKED_BY: trainer["source"]["identity"]},
+                layout={"made_by": _ASKED_BY, "precision": described["precision"]},
+                plan={_ASKED_BY: described["identity"]},
                 advance=progress.advance,
                 read_again=False,  # `_prove` does, unless the check is off
             )
@@ -159,29 +168,18 @@ def _write(
     return step
 
 
-def _trainer(
-    source: SafetensorsSource, layout: FolderLayout, config: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    files, changed = describe(source)
+def _described(source: SafetensorsSource, files: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `to-hf` needs to write the folder again."""
     kinds = [kind for file in files.values() for kind in file["tensors"].values()]
     most = max(sorted(set(kinds)), key=kinds.count)
     stats = {file.path: os.stat(file.path) for file in source.file_of.values()}
-    settings = layout.skeleton.config
     return {
-        "weights_only": True,
-        "step": 0,
-        "tokens": 0,
-        "vocab_size": settings.get_text_config().vocab_size,
-        "separator_id": settings.eos_token_id,
-        "model_config": settings.to_dict(),
-        "source": {
-            "folder": str(source.folder.resolve()),
-            "identity": {str(path.resolve()): [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()},
-            "config": dict(config),
-            "files": files,
-            "precision": next(ours for ours, theirs in DTYPES.items() if theirs == most),
-        },
-    }, changed
+        "folder": str(source.folder.resolve()),
+        "identity": {str(path.resolve()): [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()},
+        "config": dict(config),
+        "files": files,
+        "precision": next(ours for ours, theirs in DTYPES.items() if theirs == most),
+    }
 
 
 def _keep(files: list[Path], folder: Path, kept: Path) -> None:

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.data import manifest as manifests
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenizer_folder import named_token
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _SETTINGS = "generation_config.json"
 
 
-def special_ids(tokenizer: Path | None, separator: int | None) -> dict[str, int | None]:
+def special_ids(tokenizer: Path | None, separator: int | list[int] | None) -> dict[str, Any]:
     """bos_token_id, eos_token_id and pad_token_id by the tokenizer's folder, else `separator`, which ended the
     documents of the training data; empty if neither is known."""
     try:
@@ -140,11 +141,11 @@ def generation_settings(config: Any, ids: dict[str, int | None], sampling: Mappi
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def chat_folders(trainer: Mapping[str, Any]) -> list[Path]:
+def chat_folders(trainer: TrainerState) -> list[Path]:
     tokenizer = tokenizer_here(trainer)
-    if tokenizer is None or "source" in trainer:
+    if tokenizer is None or trainer.source is not None:
         return []
-    data = trainer.get("run", {}).get("data", {})
+    data = trainer.section("data")
     # The first folder's place is known on every host.
     others = [folder for name in data.get("mixture") or {} if (folder := _here(name, data)) is not None]
     folders = {folder.resolve(): None for folder in (tokenizer.parent, *others)}
@@ -153,11 +154,11 @@ def chat_folders(trainer: Mapping[str, Any]) -> list[Path]:
     ]
 
 
-def tokenizer_here(trainer: Mapping[str, Any]) -> Path | None:
+def tokenizer_here(trainer: TrainerState) -> Path | None:
     """The folder of the run's tokenizer, fetched from its data's store if need be; None: not recorded."""
-    if not (named := trainer.get("tokenizer_dir")):
+    if not (named := trainer.tokenizer_dir):
         return None
-    data = trainer.get("run", {}).get("data", {})
+    data = trainer.section("data")
     url = next(iter(data.get("mixture") or {}), data.get("path")) or ""
     found = _here(url, data) if not Path(named).is_dir() and is_url(url) else None
     return Path(named) if found is None else found / "tokenizer"
@@ -203,7 +204,7 @@ class _Compared:
     ends: Counter[int] = field(default_factory=Counter)
 
 
-def prove_serving(folder: Path, trainer: Mapping[str, Any], report: Report) -> None:
+def prove_serving(folder: Path, trainer: TrainerState, report: Report) -> None:
     """Compare each data folder's sample with transformers' ids by the files of `folder`. Raises ProofError: other ids,
     or generation does not stop at an answer's end."""
     for data in chat_folders(trainer):

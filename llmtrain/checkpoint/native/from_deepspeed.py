@@ -32,6 +32,7 @@ from llmtrain.checkpoint.native.state import (
 )
 from llmtrain.checkpoint.native.universal import add_universal
 from llmtrain.checkpoint.output import build_checkpoint
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.parameters import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.skeleton import decoder_layers, load_config, skeleton
@@ -345,7 +346,7 @@ def import_deepspeed(
             shapes=target.shapes,
             moments=moments,
             read=reader.read,
-            trainer=trainer,
+            trainer=trainer.to_json(),
             layout=layout,
             plan={
                 "from": [[str(file.path), file.bytes, file.path.stat().st_mtime_ns] for file in files.all()],
@@ -485,31 +486,24 @@ def _stage(files: Files) -> int:
     return stage if type(stage) is int and 0 <= stage <= 3 else 0
 
 
-def _trainer(source: _Import, step: int, config: Path) -> dict[str, Any]:
-    """Content of trainer.json. Facts that DeepSpeed does not record are None; tokens count from here."""
+def _trainer(source: _Import, step: int, config: Path) -> TrainerState:
+    """Facts that DeepSpeed does not record are None; tokens count from here."""
     state, folder = source.files.state, config if config.is_dir() else config.parent
     fields = source.target.model.config.to_dict()
     samples = state.get("global_samples")
-    return {
-        "step": step,
-        "tokens": 0,
-        "sample_index": samples if type(samples) is int and samples >= 0 else 0,
-        "skipped_steps": state.get("skipped_steps") or 0,
-        "optimizer_step": source.state.step() if source.kinds else 0,
-        "loss_scale": _loss_scale(source),
-        "wandb_id": None,
-        "optimizer": "adamw" if source.kinds else None,
-        "vocab_size": source.target.model.config.get_text_config().vocab_size,
-        "data_fingerprint": None,
-        "separator_id": fields.get("eos_token_id") if isinstance(fields.get("eos_token_id"), int) else None,
-        "tokenizer_dir": str(folder.resolve()) if any(folder.glob("tokenizer*.json")) else None,
-        "model_config": fields,
-        "run": None,
-        "deepspeed": None,
-        "versions": None,
-        "layout": None,
-        "imported": {"from": str(source.files.folder.resolve()), "deepspeed": _version(state)},
-    }
+    return TrainerState(
+        step=step,
+        sample_index=samples if type(samples) is int and samples >= 0 else 0,
+        skipped_steps=state.get("skipped_steps") or 0,
+        optimizer_step=source.state.step() if source.kinds else 0,
+        loss_scale=_loss_scale(source),
+        model_config=fields,
+        optimizer="adamw" if source.kinds else None,
+        vocab_size=source.target.model.config.get_text_config().vocab_size,
+        separator_id=fields.get("eos_token_id") if isinstance(fields.get("eos_token_id"), int) else None,
+        tokenizer_dir=str(folder.resolve()) if any(folder.glob("tokenizer*.json")) else None,
+        entries={"imported": {"from": str(source.files.folder.resolve()), "deepspeed": _version(state)}},
+    )
 
 
 def _version(state: dict[str, Any]) -> str | None:
@@ -530,14 +524,14 @@ def _loss_scale(source: _Import) -> dict[str, float]:
 
 
 def _report(
-    reader: _Reader, path: Path, layout: dict[str, Any], trainer: dict[str, Any], optimizer: list[str]
+    reader: _Reader, path: Path, layout: dict[str, Any], trainer: TrainerState, optimizer: list[str]
 ) -> list[str]:
     source, files, shapes = reader.source, reader.source.files, reader.source.target.shapes
     form = "universal" if files.universal else f"ZeRO {layout['zero_stage']} x {layout['world_size']} ranks"
     stages = f", {len(files.models)} pipeline stages" if files.layers else ""
     lines = [
-        f"{files.folder}: {form}{stages}, {layout['precision']}, step {trainer['step']}, "
-        f"optimizer step {trainer['optimizer_step']}, DeepSpeed {trainer['imported']['deepspeed']}",
+        f"{files.folder}: {form}{stages}, {layout['precision']}, step {trainer.step}, "
+        f"optimizer step {trainer.optimizer_step}, DeepSpeed {_version(files.state)}",
         f"{len(files.all())} files read completely, their CRC32s agree",
         f"{len(shapes)} tensors, {units.count(sum(map(numel, shapes.values())))} parameters: keys and shapes are those "
         f"of {type(source.target.model).__name__}",

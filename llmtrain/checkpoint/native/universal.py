@@ -13,12 +13,13 @@ from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.log import Progress
 from llmtrain.checkpoint.durable import DurableFile, write_durably
-from llmtrain.checkpoint.format import OUTER, read_trainer, step_of
+from llmtrain.checkpoint.format import OUTER, step_of
 from llmtrain.checkpoint.native.pickles import PickleFile, write_pickle
 from llmtrain.checkpoint.native.saved_files import Files
 from llmtrain.checkpoint.native.state import MOMENTS, Span, State
 from llmtrain.checkpoint.output import OutputFolder
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.tensorfile import numel
@@ -60,7 +61,7 @@ def add_universal(state: State, files: Files, kinds: tuple[str, ...]) -> None:
 def export_universal(checkpoint: Path, out: Path) -> list[str]:
     """Write `out` for DeepSpeed 0.19.8 with "load_universal": true, at any ZeRO stage; checksums are compared. Returns
     a report's lines. Raises CheckpointError: it is damaged, has no Adam moments or a frozen tensor, or `out` exists."""
-    reader, trainer = CheckpointReader(checkpoint), read_trainer(checkpoint)
+    reader, trainer = CheckpointReader(checkpoint), TrainerState.read(checkpoint)
     kinds = (PARAM, *MOMENTS)
     if {kind for kind in reader.kinds() if not kind.startswith(OUTER)} != set(kinds):
         raise CheckpointError(
@@ -78,9 +79,10 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
             raise CheckpointError(
                 f"{checkpoint}: {name!r} cannot be the name of a folder, as the universal format has it."
             )
-    tag = f"step-{step_of(checkpoint) or trainer['step']:08d}"
+    tag = f"step-{step_of(checkpoint) or trainer.step:08d}"
     sums, names = reader.manifest.checksums(), reader.order()
-    count = torch.tensor(float(trainer["optimizer_step"]))
+    applied = trainer.step if trainer.optimizer_step is None else trainer.optimizer_step
+    count = torch.tensor(float(applied))
     total = 4 * sum(numel(reader.shape(name)) for name in names) * len(kinds)
     with OutputFolder(out, {"universal": str(checkpoint.resolve()), "sums": sorted(sums.values())}) as folder:
         folder.need(total + 4096 * (8 * len(names) + 8))
@@ -111,7 +113,7 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
         write_durably(folder.partial / "latest_universal", tag)
         folder.commit()
     return [
-        f"{checkpoint}: step {trainer['step']}, optimizer step {trainer['optimizer_step']}",
+        f"{checkpoint}: step {trainer.step}, optimizer step {applied}",
         f"{len(sums)} tensors of {len(names)} parameters ({units.size(total)}): all agree with the manifest, "
         "and again when read back",
         f'wrote {out}; load it with "checkpoint": {{"load_universal": true}} and load_checkpoint("{out}")',
@@ -138,15 +140,15 @@ def _whole(reader: CheckpointReader, kind: str, name: str, sums: dict[tuple[str,
     return values.reshape(shape)
 
 
-def _model_state(reader: CheckpointReader, trainer: dict[str, Any]) -> dict[str, Any]:
-    step = trainer["step"]
+def _model_state(reader: CheckpointReader, trainer: TrainerState) -> dict[str, Any]:
+    step = trainer.step
     return {
         "module": None,
         "param_shapes": [{name: torch.Size(reader.shape(name)) for name in reader.order()}],
         "lr_scheduler": {"last_batch_iteration": step - 1, "last_epoch": step},
         "global_steps": step,
-        "global_samples": trainer["sample_index"],
-        "skipped_steps": trainer["skipped_steps"],
+        "global_samples": trainer.sample_index,
+        "skipped_steps": trainer.skipped_steps,
         **_PARALLEL,
         "ds_config": {},
         "ds_version": _VERSION,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window
 
 __all__ = [
-    "RECORD",
     "AnswerBatch",
     "Course",
     "MicroBatch",
@@ -44,8 +43,6 @@ _POLL_S = 0.05
 _BEAT_S, _WARN_S = 1.0, 10.0
 _FETCHED = 64
 """Sequences per request to a store during an evaluation."""
-RECORD = "data_stages"
-"""Entry of trainer.json: the stages trained so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +90,8 @@ class Course:
         stage = self.stages.number(step)
         self._ahead[self._sharing[stage][0]] += index - self._index(stage, step)
 
-    def go_on(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint. `saved`: its trainer.json; without a data record, assume this run's data."""
-        record = [dict(entry) for entry in saved.get(RECORD) or ()]
-        if not record and step:
-            data = (saved.get("run") or {}).get("data") or {}
-            folders = {data["path"]: 1.0} if data.get("path") else data.get("mixture") or {}
-            fingerprint = saved.get("data_fingerprint") or self.done(step).data.fingerprint
-            record = [{"stage": 0, "from_step": 0, "folders": folders, "fingerprint": fingerprint,
-                       "next": saved.get("sample_index") or 0}]  # fmt: skip
+    def go_on(self, step: int, record: list[dict[str, Any]]) -> None:
+        """Continue from a checkpoint, which holds the `record` of its step."""
         left = {entry["fingerprint"]: entry["next"] for entry in record}
         for first in {sharing[0] for sharing in self._sharing}:
             planned = self.stages.sequences(step, self._sharing[first])

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint import output
 from llmtrain.checkpoint.durable import DurableFile
-from llmtrain.checkpoint.format import MANIFEST, Manifest, complete_checkpoints, read_trainer
+from llmtrain.checkpoint.format import MANIFEST, Manifest, complete_checkpoints
 from llmtrain.checkpoint.hf import exporting
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.storage.tensorfile import TensorFile
 from tests.helpers.checkpoints import (
     LLAMA,
@@ -52,8 +53,8 @@ def test_average_is_the_mean(run: Path, tmp_path: Path, say: Say) -> None:
         each = [tensors(seed)["param", name].double() for seed in (100, 200, 300)]
         want = (torch.stack(each).sum(0) / 3).float().reshape(-1)
         assert torch.equal(reader.read(name, 0, want.numel()), want) and reader.shape(name) == shape
-    trainer = read_trainer(made)
-    assert trainer["weights_only"] is True and trainer["step"] == 300 and len(trainer["averaged"]) == 3
+    trainer = TrainerState.read(made)
+    assert trainer.entries["weights_only"] is True and trainer.step == 300 and len(trainer.entries["averaged"]) == 3
     assert say("verify", tmp_path / "mean")[0] == 0
     assert "average, fp32, weights only" in say("ls", tmp_path / "mean")[1]
 

@@ -24,11 +24,12 @@ from safetensors.torch import load_file, save_file
 
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.arithmetic import diff
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.listing import prune, rows, table
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import looks_good
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.checkpoint.verify import verify
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.skeleton import load_config
@@ -217,7 +218,7 @@ def look(folder: Path, intact: Path) -> tuple[list[str], dict[tuple[str, str], t
     wrong = verify(folder)
     assert all(line and line.isprintable() for line in wrong), wrong
     looks_good(folder)
-    attempt(log, read_trainer, folder)
+    attempt(log, TrainerState.read, folder)
     attempt(log, diff, intact, folder)
     attempt(log, prune, folder.parent.parent, 1, True)
     reader = attempt(log, CheckpointReader, folder)

@@ -21,8 +21,9 @@ import torch
 
 from llmtrain import cli
 from llmtrain.base.errors import CheckpointError, UserError
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 from tests.helpers.checkpoints import SHAPES, resign, sign, write_checkpoint
 
@@ -81,7 +82,7 @@ def everything_refuses(run: Path, out: Path, say: Say, told: str) -> None:
         for kind, name in reader.tensors():
             reader.read_kind(kind, name, 0, 1 if name == "model.norm.weight" else 64)
             reader.read_kind(kind, name, 4, 8)
-            read_trainer(folder_of(run))
+            TrainerState.read(folder_of(run))
     intact = write_checkpoint(out / "intact", 5, seed=1)
     for words in (["diff", intact, run], ["average", intact, run, out / "made"], ["to-hf", run, out / "made"]):
         code, text = say(*words)
@@ -124,7 +125,7 @@ def test_something_that_is_no_file(run: Path, tmp_path: Path, say: Say, file: st
     with pytest.raises(CheckpointError):
         reader = CheckpointReader(folder_of(run))
         reader.check(RANK)
-        read_trainer(folder_of(run))
+        TrainerState.read(folder_of(run))
     assert "damaged" in say("ls", run)[1]
 
 

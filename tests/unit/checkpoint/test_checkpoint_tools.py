@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,11 @@ import pytest
 
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint import retain, save
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints, read_trainer
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints
 from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, layout_words
 from llmtrain.checkpoint.retain import Best, keep_newest, outdated, pin, pinned, pins_of
 from llmtrain.checkpoint.save import will_lack
+from llmtrain.checkpoint.trainer_state import TrainerState
 from tests.helpers.checkpoints import SHAPES, at, flip, resign, tensors, write_checkpoint
 from tests.helpers.prepared import write_prepared
 
@@ -149,8 +151,8 @@ def test_verify_compares_the_steps(run: Path, say: Say) -> None:
     at(run, 300).rename(at(run, 999))
     code, out, _ = say("verify", at(run, 999))
     assert code == 1 and "manifest.json is of step 300, the folder of step 999" in out
-    trainer = read_trainer(at(run, 200))
-    (at(run, 200) / TRAINER).write_text(json.dumps({**trainer, "step": 7}))
+    trainer = replace(TrainerState.read(at(run, 200)), step=7)
+    (at(run, 200) / TRAINER).write_text(json.dumps(trainer.to_json()))
     resign(at(run, 200))
     code, out, _ = say("verify", at(run, 200))
     assert code == 1 and "trainer.json is of step 7, manifest.json of step 200" in out

@@ -9,6 +9,7 @@ import pytest
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.load import refuse_other_run
 from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import RunConfig
 from llmtrain.training.start import candidates_of
 from tests.helpers.checkpoints import write_checkpoint
@@ -109,6 +110,10 @@ def test_the_folder_of_a_run_means_the_newest_that_is_in_it(tmp_path: Path) -> N
 
 def test_a_reference_is_told_by_its_weights_and_not_by_the_number_of_sets():
     """Checkpoints once held a hash for each set of a mixture."""
-    refuse_other_run({"reference": ["w", "w"]}, {"reference": ["w"]}, Path("step-1"))
+
+    def state(*hashes: str) -> TrainerState:
+        return TrainerState.from_json({"step": 1, "tokens": 0, "reference": [*hashes]}, Path("trainer.json"))
+
+    refuse_other_run(state("w", "w"), state("w"), Path("step-1"))
     with pytest.raises(CheckpointError, match="compared with another model than so far"):
-        refuse_other_run({"reference": ["v", "v"]}, {"reference": ["w"]}, Path("step-1"))
+        refuse_other_run(state("v", "v"), state("w"), Path("step-1"))

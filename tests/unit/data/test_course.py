@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.stages import Batch, DataConfig, StageBatch, StageConfig, stages_of
 from llmtrain.data.stream.loader import Course
 from llmtrain.optim.schedules import Constant
@@ -42,11 +43,10 @@ def reads(found: Course, first: int, last: int = len(READS)) -> list[tuple[str, 
     return [(each.data.fingerprint, each.index) for each in map(found.at, range(first, last))]
 
 
-def saved(found: Course, step: int) -> dict[str, Any]:
-    """trainer.json of a checkpoint of that step."""
-    index = found.at(step).index
-    state = {"step": step, "sample_index": index, "data_stages": found.record(step, index)}
-    return json.loads(json.dumps({**state, "data_fingerprint": found.done(step).data.fingerprint}))
+def saved(found: Course, step: int) -> list[dict[str, Any]]:
+    """As a checkpoint of that step has it."""
+    made: list[dict[str, Any]] = json.loads(json.dumps(found.record(step, found.at(step).index)))
+    return made
 
 
 def test_data_begins_at_its_first_sequence_and_goes_on_where_it_was_left() -> None:
@@ -96,9 +96,9 @@ def test_other_data_is_a_further_stage() -> None:
 
 def test_checkpoints_of_runs_without_stages_go_on() -> None:
     """Those of versions before: one integer, and the fingerprint; an imported one does not tell even that."""
-    for told in ({"data_fingerprint": "a"}, {}):
+    for told in ("a", None):
         found = course()
-        found.go_on(1, {"step": 1, "sample_index": 40, **told})
+        found.go_on(1, TrainerState(step=1, sample_index=40, data_fingerprint=told).record("a"))
         assert reads(found, 1, 4) == [("a", 40), ("a", 44), ("b", 0)]
 
 

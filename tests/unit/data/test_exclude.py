@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.load import refuse_other_run
+from llmtrain.checkpoint.load import refuse_other_run, with_names_of
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.stages import Batch, DataConfig, Stage, StageConfig, Stages, data_of
 from llmtrain.data.stream.loader import Course, StepBatch, TrainLoader
 from llmtrain.data.stream.train_data import TrainData
@@ -131,19 +131,19 @@ def test_stages_with_the_same_data_leave_out_the_same_sequences() -> None:
 
 def test_a_checkpoint_continues_the_order_with_other_exclusions(folders: list[str]) -> None:
     plain = DataConfig(path=folders[0], sequence_length=T)
-    prints, saved = [], {"step": 5, "data_stages": course_of(plain).record(5, 20)}
-    saved["data_fingerprint"], orders = saved["data_stages"][0]["fingerprint"], dict[str, str]()
+    prints, record = [], course_of(plain).record(5, 20)
+    saved = TrainerState(step=5, data_stages=record, data_fingerprint=record[0]["fingerprint"])
     for exclude in ((7,), (7, 30), None):
         course = course_of(replace(plain, exclude=exclude))
         data = course.data[0]
-        state = json.loads(json.dumps({**saved, "orders": orders}))
-        orders = {data.fingerprint: data.order}
-        refuse_other_run(state, {"data_fingerprint": data.fingerprint, "orders": orders}, Path("step-5"))
-        course.go_on(5, state)
+        now = TrainerState(data_fingerprint=data.fingerprint, orders={data.fingerprint: data.order})
+        refuse_other_run(saved, now, Path("step-5"))
+        course.go_on(5, with_names_of(now, saved).data_stages)
         assert course.at(5).index == 20 and course.first_number == 0
-        saved = {"step": 5, "data_stages": course.record(6, 24), "data_fingerprint": data.fingerprint}
-        assert saved["data_stages"][-1].get("exclude") == (None if exclude is None else [*exclude])
-        saved["data_stages"][-1]["next"] = 20
+        record = course.record(6, 24)
+        assert record[-1].get("exclude") == (None if exclude is None else [*exclude])
+        record[-1]["next"] = 20
+        saved = replace(now, step=5, data_stages=record)
         prints.append(course.data[0].fingerprint)
     assert len({*prints}) == 3 and prints[2] == TrainData(plain).fingerprint == TrainData(plain).order
 
@@ -159,10 +159,10 @@ def test_a_checkpoint_continues_the_order_with_other_exclusions(folders: list[st
     ],
 )
 def test_a_run_keeps_its_exclusions_and_a_branch_may_have_others(now: Any, own: bool, message: str) -> None:
-    def state(**data: Any) -> dict[str, Any]:
+    def state(**data: Any) -> TrainerState:
         name = "b" if "path" in data else f"a{data['exclude'][0]}"
-        return {"step": 5, "run": {"data": data}, "data_fingerprint": name,
-                "orders": {} if name == "b" else {name: "a"}}  # fmt: skip
+        return TrainerState(step=5, run={"data": data}, data_fingerprint=name,
+                            orders={} if name == "b" else {name: "a"})  # fmt: skip
 
     if not message:
         assert refuse_other_run(state(exclude=[3]), state(**now), Path("step-5"), own=own) == []

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from llmtrain.checkpoint.retain import Best
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import StopEarly
 from llmtrain.training.reporting import BestSteps, Patience
 
@@ -44,7 +45,7 @@ def test_an_evaluation_without_the_figure_is_none_of_the_best() -> None:
     for step, figures in enumerate([{LOSS: 9.0}, {"eval/rare": 0.1, LOSS: 8.0}, {LOSS: 7.0}, {}]):
         best.take(step, figures)
     assert [step in best for step in range(4)] == [False, True, False, False]
-    there = {"step": 4, "evaluation": {"step": 4, "figures": {LOSS: 7.0}}}
+    there = TrainerState(step=4, entries={"evaluation": {"step": 4, "figures": {LOSS: 7.0}}})
     assert Best(metric="eval/rare", keep=2, mode="max").figure(there) is None
 
 

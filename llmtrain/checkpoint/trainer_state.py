@@ -1,0 +1,196 @@
+"""trainer.json: the state of a run that a resume needs next to the tensors, and the settings that it compares."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from llmtrain.base import untrusted
+from llmtrain.base.errors import CheckpointError
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, differences, natural, read_file, step_of
+
+_SETTINGS = ("run", "deepspeed", "model_config", "versions", "layout")
+_WORDS = {int: "a number", str: "text", dict: "a map", list: "a list"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """None and empty values are not recorded: a conversion knows fewer than a run."""
+
+    step: int = 0
+    tokens: int = 0
+    """Training tokens read by all ranks."""
+    sample_index: int = 0
+    """Global index of the next sequence."""
+    skipped_steps: int = 0
+    optimizer_step: int | None = None
+    """Updates that the optimizer has applied; None: as many as steps."""
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+    wandb_id: str | None = None
+    began_from: dict[str, Any] | None = None
+    """The checkpoint of another run that this one started from: `origin`, and its folder."""
+    model_config: dict[str, Any] | None = None
+    """config.json of the model, which stages change."""
+    data_fingerprint: str | None = None
+    data_stages: list[dict[str, Any]] = field(default_factory=list)
+    """The stages trained so far: `Course.record`."""
+    entries: dict[str, Any] = field(default_factory=dict)
+    """Entries of the run's parts, by key, and of conversions."""
+    optimizer: str | None = None
+    vocab_size: int | None = None
+    epoch_sequences: int | None = None
+    plan: list[list[Any]] = field(default_factory=list)
+    """(first step, fingerprint, fields of the rope, tokens of a sequence) of each stage."""
+    orders: dict[str, str] = field(default_factory=dict)
+    """Fingerprints of data with exclusions -> fingerprint of its order without them."""
+    reference: list[str] | None = None
+    """Hashes of the reference's weights."""
+    teacher: str | None = None
+    teacher_config: dict[str, Any] | None = None
+    separator_id: int | list[int] | None = None
+    tokenizer_dir: str | None = None
+    tokenizer: str | None = None
+    """Fingerprint of the tokenizer."""
+    sampling: dict[str, Any] | None = None
+    """The base model's defaults of generation."""
+    run: dict[str, Any] | None = None
+    """The configuration."""
+    deepspeed: dict[str, Any] | None = None
+    versions: dict[str, Any] | None = None
+    plugins: dict[str, Any] = field(default_factory=dict)
+    """Hashes of the plugins' files."""
+    layout: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> TrainerState:
+        """Raises CheckpointError."""
+        path = folder / TRAINER
+        try:
+            content = read_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}. Take another checkpoint.") from error
+        return cls.parse(content, path)
+
+    @classmethod
+    def parse(cls, content: bytes, file: Path) -> TrainerState:
+        """`file`: named in messages. Raises CheckpointError."""
+        try:
+            tree = untrusted.loads(content, infinite=True)
+        except ValueError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}. Take another checkpoint.") from error
+        return cls.from_json(tree, file)
+
+    @classmethod
+    def from_json(cls, tree: Any, file: Path) -> TrainerState:
+        """`file`: named in messages. Raises CheckpointError."""
+        if not isinstance(tree, dict):
+            raise _wrong(file, "its content", tree, "a map")
+        for key in ("step", "tokens"):
+            try:
+                natural(tree.get(key))
+            except ValueError:
+                raise _wrong(file, key, tree.get(key), "a whole number, 0 or more") from None
+        kinds = _kinds()
+        known = {key: value for key, value in tree.items() if key in kinds and value is not None}
+        for key, value in known.items():
+            if not any(_fits(value, kind) for kind in kinds[key]):
+                names = [_WORDS[get_origin(kind) or kind] for kind in kinds[key] if kind is not type(None)]
+                raise _wrong(file, key, value, " or ".join(names))
+        if "reference" in known:  # until 26 November 2026 one for each set of a mixture
+            known["reference"] = sorted(set(known["reference"]))
+        return cls(**known, entries={key: value for key, value in tree.items() if key not in kinds})
+
+    def to_json(self) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            tree |= value if each.name == "entries" else {each.name: value}
+        return tree
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A section of the configuration; empty: not recorded."""
+        found = (self.run or {}).get(name)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def source(self) -> dict[str, Any] | None:
+        """The Hugging Face folder that `from-hf` made the checkpoint of."""
+        return self.entries.get("source")
+
+    @property
+    def order(self) -> str | None:
+        """Fingerprint of the order of the data's sequences, which exclusions leave as it is."""
+        return self.data_fingerprint and self.orders.get(self.data_fingerprint, self.data_fingerprint)
+
+    def record(self, fingerprint: str) -> list[dict[str, Any]]:
+        """`data_stages`; a checkpoint without them is assumed to be of the data of `fingerprint`, if it names none."""
+        if self.data_stages or not self.step:
+            return self.data_stages
+        data = self.section("data")
+        folders = {data["path"]: 1.0} if data.get("path") else data.get("mixture") or {}
+        return [{"stage": 0, "from_step": 0, "folders": folders, "fingerprint": self.data_fingerprint or fingerprint,
+                 "next": self.sample_index}]  # fmt: skip
+
+    def differences(self, other: TrainerState, keys: Sequence[str] = _SETTINGS) -> list[str]:
+        """Lines `key: self -> other` of the settings that both record."""
+        lines = []
+        for key in sorted(keys):
+            there, here = getattr(self, key), getattr(other, key)
+            if there is None or here is None:
+                continue
+            if key == "run":
+                there, here = _in_todays_form(there), _in_todays_form(here)
+            lines += differences({key: there}, {key: here})
+        return lines
+
+    def disagreements(self, folder: Path, manifest: Manifest) -> list[str]:
+        """Each mismatch of step among the folder's name, the manifest and trainer.json."""
+        found = []
+        named = step_of(folder)
+        if named is not None and named != manifest.step:
+            found.append(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
+        if self.step != manifest.step:
+            found.append(f"{TRAINER} is of step {self.step}, {MANIFEST} of step {manifest.step}")
+        return found
+
+
+@cache
+def _kinds() -> dict[str, tuple[Any, ...]]:
+    """The types of each key."""
+    hints = get_type_hints(TrainerState)
+    del hints["entries"]
+    return {key: get_args(kind) if isinstance(kind, UnionType) else (kind,) for key, kind in hints.items()}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """`kind`: a type, or a list or map with a type of its elements."""
+    of = [each for each in get_args(kind) if each is not Any]
+    if get_origin(kind) is list:
+        return type(value) is list and (not of or all(_fits(each, of[0]) for each in value))
+    return type(value) is (get_origin(kind) or kind)
+
+
+def _wrong(file: Path, key: str, value: Any, rule: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: {key} is {value!r:.100}, where the state of a run has {rule}. The file was changed or is damaged: "
+        "take another checkpoint."
+    )
+
+
+def _in_todays_form(run: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the fields that a checkpoint of other tools may lack."""
+    from llmtrain.config.reader import read_saved  # many processes read the state alone
+    from llmtrain.config.run import FaultConfig
+    from llmtrain.config.stages import DataConfig
+
+    run = dict(run)
+    for section, cls in (("fault", FaultConfig), ("data", DataConfig)):
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # other tools made it
+            run[section] = json.loads(json.dumps(asdict(read_saved(cls, run[section]))))
+    return run
