@@ -23,7 +23,7 @@ from llmtrain.commands.arguments import Parser
 from llmtrain.config.reader import read_saved
 from llmtrain.config.stages import DataConfig
 from llmtrain.config.topology import Degrees
-from llmtrain.data.manifest import SPLITS, Manifest, Split, template_notes
+from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.origins import Origin
 from llmtrain.data.shards import PreparedSet, TokenStream
 from llmtrain.data.stream.order import rows_of
@@ -93,11 +93,12 @@ def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> 
     start, length = int(lengths[:index].sum()), int(lengths[index])
     ids, counted = stream.read(start, length), stream.counted(start, length)
     assert counted is not None
-    chat = data.manifest.chat or {}
-    side = (" (chosen)", " (rejected)")[index % 2] if chat.get("pairs") else ""
-    if chat.get("unpaired"):
+    chat = data.manifest.chat
+    assert chat is not None
+    side = (" (chosen)", " (rejected)")[index % 2] if chat.pairs else ""
+    if chat.unpaired:
         side = " (desired)" if stream.judged()["desirable"][index] else " (not desired)"
-    if chat.get("choices"):
+    if chat.choices:
         entries = stream.choices()[: index + 1]
         side = f" (question {int(entries['first'].sum()) - 1}{', the answer' if entries['right'][index] else ''})"
     heading = f"row {index} of {split}{side}: {length} tokens, {int(counted.sum())} counted"
@@ -385,8 +386,7 @@ def main(argv: list[str]) -> int:
     last = min(args.index + max(1, args.rows), data.manifest.documents[split])
     show = shown_text if chat is None else shown_row
     rows = [show(data, encoder, split, index) for index in range(args.index, max(last, args.index + 1))]
-    notes = [] if chat is None else template_notes(chat)
-    for line in notes:
+    for line in [] if chat is None else chat.notes():
         print(untrusted.shown(line))
     for row in rows:
         _print(row, marks=chat is not None)

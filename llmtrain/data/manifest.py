@@ -6,7 +6,7 @@ It is written last. A folder without it is not prepared, even if it holds other 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,54 @@ def origins_path(shard: Path) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatFigures:
+    """Figures of conversations, one per row (a document). No separator is between rows."""
+
+    counted: dict[str, int] = field(default_factory=dict)
+    """Counted tokens per split."""
+    longest: int
+    """Tokens of the longest row, or pair."""
+    too_long: int = 0
+    """Rows that were cut or split."""
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens that end an answer."""
+    pairs: bool = False
+    """Rows 2i and 2i + 1 are a chosen and a rejected answer."""
+    unpaired: bool = False
+    """Each row is an answer that was judged alone."""
+    prompts: bool = False
+    """Each row is the input before an answer, and no token is counted."""
+    choices: bool = False
+    """Each row is a question with one of its choices."""
+    moment: str | None = None
+    """The time that the template was given, if it writes the date."""
+    unread: tuple[str, ...] = ()
+    """Fields with text that no form reads."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the template for all records."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For manifest.json, which has the last five only where they say something."""
+        rare = ("prompts", "choices", "moment", "unread", "chat_template_kwargs")
+        return {key: value for key, value in asdict(self).items() if value or key not in rare}
+
+    def notes(self) -> list[str]:
+        """List the template's date, its variables, and the fields that the preparation left out."""
+        notes = []
+        if self.moment is not None:
+            notes.append(
+                f"the template writes the date: {self.moment.replace('T', ' ')}, of the preparation, is in every prompt"
+            )
+        if self.chat_template_kwargs:
+            notes.append(f"chat_template_kwargs {json.dumps(self.chat_template_kwargs)}")
+        if self.unread:
+            names = ", ".join(map(untrusted.shown, self.unread))
+            rule = "put text that the model is to see into messages or documents, and remove the other fields"
+            notes.append(f"nothing reads {names} of the records: {rule}")
+        return notes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Contents of a prepared folder. Token counts include the separators."""
 
@@ -87,13 +135,13 @@ class Manifest:
     """Options of `llmtrain prepare`."""
     shards: dict[str, tuple[Shard, ...]]
     """Shards per split, in order."""
-    chat: dict[str, Any] | None = None
-    """Figures of conversations, one per row (a document): `counted` tokens per split, tokens of the `longest` row, the
-    `stop_tokens` that end an answer. No separator is between rows. `pairs`: rows 2i and 2i + 1 are a chosen and a
-    rejected answer, and `longest` is their sum. `unpaired`: each row is an answer that was judged alone. `prompts`:
-    each row is the input before an answer, and no token is counted. `choices`: each row is a question with one of its
-    choices. `moment`: the time that the template was given, if it writes the date. `chat_template_kwargs`: variables of
-    the template for all records."""
+    chat: ChatFigures | None = None
+    """None: the documents are texts."""
+
+    @property
+    def choices(self) -> bool:
+        """True if it holds multiple-choice questions."""
+        return self.chat is not None and self.chat.choices
 
     @property
     def doubled(self) -> bool:
@@ -112,26 +160,12 @@ def data_fingerprint(
     return xxhash.xxh3_128_hexdigest(json.dumps([VERSION, parts, listed]).encode())
 
 
-def template_notes(chat: dict[str, Any]) -> list[str]:
-    """List the template's date, its variables, and the fields that the preparation left out."""
-    notes = []
-    if (moment := chat.get("moment")) is not None:
-        notes.append(
-            f"the template writes the date: {moment.replace('T', ' ')}, of the preparation, is in every prompt"
-        )
-    if variables := chat.get("chat_template_kwargs"):
-        notes.append(f"chat_template_kwargs {json.dumps(variables)}")
-    if unread := chat.get("unread"):
-        names = ", ".join(map(untrusted.shown, unread))
-        rule = "put text that the model is to see into messages or documents, and remove the other fields"
-        notes.append(f"nothing reads {names} of the records: {rule}")
-    return notes
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     values = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     if not manifest.first_tokens:
         del values["first_tokens"]  # most tokenizers put none there
+    if manifest.chat is not None:
+        values["chat"] = manifest.chat.as_dict()
     replace_file(folder / NAME, json.dumps(values, indent=1).encode() + b"\n")
 
 
@@ -160,7 +194,9 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
         listed = values.pop("shards")
         shards = {split: tuple(map(_shard, listed[split])) for split in SPLITS}
         first = tuple(values.pop("first_tokens", ()))
-        manifest = Manifest(shards=shards, first_tokens=first, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
+        chat = values.pop("chat", None)
+        chat = None if chat is None else ChatFigures(**chat)
+        manifest = Manifest(shards=shards, first_tokens=first, chat=chat, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
         numbers = (manifest.vocab_size, manifest.separator_id, manifest.rejected, *first)
         if any(type(number) is not int for number in numbers):
             raise ValueError("a number in it is no whole number")
@@ -168,7 +204,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
             raise ValueError("its source and its settings are no sections")
         if manifest.tokens != {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}:
             raise ValueError("its tokens do not fit its shards")
-        if manifest.chat is not None and type(manifest.chat["longest"]) is not int:
+        if chat is not None and type(chat.longest) is not int:
             raise ValueError("its longest row is no whole number")
         if any(bool(shard.rows) != (manifest.chat is not None) for split in SPLITS for shard in shards[split]):
             raise ValueError("some of its shards are of conversations, and some are not")

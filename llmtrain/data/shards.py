@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.manifest import NAME, SPLITS, URL, Shard, Split, origins_path, read_manifest
+from llmtrain.data.manifest import NAME, SPLITS, URL, ChatFigures, Shard, Split, origins_path, read_manifest
 from llmtrain.storage.addresses import is_url
 
 if TYPE_CHECKING:
@@ -34,10 +34,11 @@ CHOICE = np.dtype([("first", "u1"), ("right", "u1"), ("characters", "<u4"), ("by
 """Entry for a row of multiple choice: whether it begins a question, whether it is the answer, sizes of the choice."""
 
 
-def entry_of(chat: dict[str, Any] | None) -> np.dtype | None:
+def entry_of(chat: ChatFigures | None) -> np.dtype | None:
     """Type of the entries at the end of a row file. `chat`: the manifest's section."""
-    chat = chat or {}
-    return JUDGED if chat.get("unpaired") else CHOICE if chat.get("choices") else None
+    if chat is None:
+        return None
+    return JUDGED if chat.unpaired else CHOICE if chat.choices else None
 
 
 def rows_path(shard: Path) -> Path:

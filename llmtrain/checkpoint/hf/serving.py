@@ -150,7 +150,9 @@ def chat_folders(trainer: TrainerState) -> list[Path]:
     others = [folder for name in data.get("mixture") or {} if (folder := _here(name, data)) is not None]
     folders = {folder.resolve(): None for folder in (tokenizer.parent, *others)}
     return [
-        folder for folder in folders if (folder / manifests.NAME).is_file() and (_chat(folder) or {}).get("stop_tokens")
+        folder
+        for folder in folders
+        if (folder / manifests.NAME).is_file() and (chat := _chat(folder)) is not None and chat.stop_tokens
     ]
 
 
@@ -174,7 +176,7 @@ def _here(name: str, data: Mapping[str, Any]) -> Path | None:
         return None
 
 
-def _chat(folder: Path) -> dict[str, Any] | None:
+def _chat(folder: Path) -> manifests.ChatFigures | None:
     try:
         return manifests.read_manifest(folder).chat
     except DataError:
@@ -188,7 +190,8 @@ def ends_of(folders: list[Path]) -> list[int]:
     found: dict[int, None] = {}
     for folder in folders:
         read = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-        ids = map(read.token_to_id, (_chat(folder) or {}).get("stop_tokens", ()))
+        chat = _chat(folder)
+        ids = map(read.token_to_id, chat.stop_tokens if chat is not None else ())
         found |= {number: None for number in ids if number is not None}
     return list(found)
 
@@ -220,12 +223,12 @@ def prove_serving(folder: Path, trainer: TrainerState, report: Report) -> None:
             report.add("serving", f"not compared: {found.spelled} that spell control tokens, which rows hold as text")
         if found.joined:
             report.add("serving", f"{found.joined} answers join their prompt in a token; of these the prompts only")
-        chat = _chat(data) or {}
-        if (moment := chat.get("moment")) is not None:
+        chat = _chat(data)
+        if chat is not None and chat.moment is not None:
             report.add(
-                "serving", f"the template writes the date: compared as of {moment[:10]}, when {data} was prepared"
+                "serving", f"the template writes the date: compared as of {chat.moment[:10]}, when {data} was prepared"
             )
-        if variables := chat.get("chat_template_kwargs"):
+        if chat is not None and (variables := chat.chat_template_kwargs):
             report.add("serving", f"give a server chat_template_kwargs {json.dumps(variables)}, as {data} was")
         _check_ends(folder, found.ends, report)
 
@@ -242,9 +245,10 @@ def _compare(folder: Path, data: Path) -> _Compared:
     except Exception as error:
         raise ProofError(f"transformers cannot load the tokenizer of {folder}: {error}. Nothing was kept.") from error
     prepared, found = PreparedSet(data), _Compared()
-    chat = prepared.manifest.chat or {}
-    template = rendering.Template(tokenizer, moment=chat.get("moment"), variables=chat.get("chat_template_kwargs"))
-    stops = {tokenizer.convert_tokens_to_ids(token) for token in chat["stop_tokens"]}
+    chat = prepared.manifest.chat
+    assert chat is not None
+    template = rendering.Template(tokenizer, moment=chat.moment, variables=chat.chat_template_kwargs)
+    stops = {tokenizer.convert_tokens_to_ids(token) for token in chat.stop_tokens}
     control = [token.content for token in tokenizer.added_tokens_decoder.values()]
     stream = prepared.split("train")
     lengths = stream.row_lengths()
@@ -277,13 +281,14 @@ def _turns(record: str, prepared: PreparedSet) -> Iterator[tuple[Conversation, i
     """Conversations of a record, each with a learnt message."""
     from llmtrain.data.chat.conversation import conversation, preference, unpaired
 
-    chat, settings = prepared.manifest.chat or {}, prepared.manifest.settings
+    chat, settings = prepared.manifest.chat, prepared.manifest.settings
+    assert chat is not None
     name = settings["field"] if settings["field"] != "text" else "messages"
     talks: tuple[Conversation, ...]
-    if chat.get("pairs"):
+    if chat.pairs:
         talks = preference(record, name)
     else:
-        talks = (unpaired(record, name)[0],) if chat.get("unpaired") else (conversation(record, name),)
+        talks = (unpaired(record, name)[0],) if chat.unpaired else (conversation(record, name),)
     for talk in talks:
         for turn in talk.turns[-1:] if settings["count"] == "last" else talk.turns:
             yield talk, turn

@@ -12,8 +12,8 @@ import functools
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -496,20 +496,21 @@ class Kept:
     rows: int
 
 
-def kept(text: str, rows: list[Row], first: int) -> dict[str, Any] | None:
+def kept(text: str, rows: list[Row], first: int) -> Kept | None:
     """The sample's entry for a record with rows from `first` on; None if the record or a row was too long."""
     if len(text) > _LONGEST or not all(row.whole for row in rows):
         return None
-    return {"record": text, "row": first, "rows": len(rows)}
+    return Kept(text, first, len(rows))
 
 
-def write_sample(folder: Path, records: list[dict[str, Any]]) -> None:
-    found: list[dict[str, Any]] = []
+def write_sample(folder: Path, samples: Iterable[tuple[Sequence[Kept], int]]) -> None:
+    """`samples`: the kept records of each shard, with its number of rows."""
+    found: list[Kept] = []
     before = 0
-    for record in records:
-        found += [{**entry, "row": entry["row"] + before} for entry in record.get("sample", [])]
-        before += (record["shards"]["train"] or {"documents": 0})["documents"]
-    lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in found[:CONVERSATIONS])
+    for kept_there, rows in samples:
+        found += [replace(entry, row=entry.row + before) for entry in kept_there]
+        before += rows
+    lines = (json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in found[:CONVERSATIONS])
     replace_file(folder / NAME, "".join(lines).encode())
 
 

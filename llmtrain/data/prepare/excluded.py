@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from llmtrain.base.errors import DataError
 from llmtrain.data.prepare.sources import SourceFile, Unit
@@ -41,9 +40,8 @@ def marked(work: list[Unit], wanted: Iterable[tuple[str, int]], before: Mapping[
         for place, piece in enumerate(unit.pieces))) for unit in work]  # fmt: skip
 
 
-def refuse_unmatched(wanted: Mapping[tuple[str, int], str], records: Iterable[dict[str, Any]]) -> None:
-    """Raise DataError if a line of LIST has left out no document. `records`: of the units."""
-    gone = {(file, number) for record in records for file, number in record.get("excluded", ())}
+def refuse_unmatched(wanted: Mapping[tuple[str, int], str], gone: Collection[tuple[str, int]]) -> None:
+    """Raise DataError if a line of LIST has left out no document. `gone`: (file, record) of those left out."""
     for file, number in wanted.keys() - gone:
         raise DataError(f"{wanted[file, number]}: {file}:{number} is no document of --source; lines count from 1, rows "
                         "from 0. Correct the line, or remove it")  # fmt: skip

@@ -33,7 +33,7 @@ from llmtrain.cluster.launch.slurm import hosts_of
 from llmtrain.data.prepare import out_folder
 from llmtrain.data.prepare.out_folder import PLAN
 from llmtrain.data.prepare.sources import Unit
-from llmtrain.data.prepare.worker import WorkerSettings
+from llmtrain.data.prepare.worker import UnitRecord, WorkerSettings
 from llmtrain.storage.addresses import is_url
 
 _MODULE = "llmtrain.data.prepare.pools"
@@ -223,7 +223,7 @@ def run_units(
     settings: WorkerSettings,
     places: Sequence[Place],
     on_progress: Callable[[Unit, int], None],
-    on_done: Callable[[Unit, dict[str, Any]], None],
+    on_done: Callable[[Unit, UnitRecord], None],
 ) -> None:
     """Process the units at these places. An exception, Ctrl-C included, leaves no worker running.
 
@@ -286,7 +286,7 @@ def _handle(
     running: _Running,
     waiting: list[Unit],
     on_progress: Callable[[Unit, int], None],
-    on_done: Callable[[Unit, dict[str, Any]], None],
+    on_done: Callable[[Unit, UnitRecord], None],
     lose: Callable[[_Running, Lost], None],
 ) -> None:
     try:
@@ -310,7 +310,7 @@ def _handle(
         else:
             del running.under_way[unit.index]
             running.give(waiting)  # first: the worker computes while the parent keeps its books
-            on_done(unit, message["done"])
+            on_done(unit, UnitRecord.from_dict(message["done"]))
 
 
 if __name__ == "__main__":

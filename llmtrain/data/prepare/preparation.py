@@ -33,7 +33,7 @@ from llmtrain.data import tokenize, tokenizer_folder
 from llmtrain.data.chat.conversation import RefusedError
 from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
 from llmtrain.data.chat.encoder import NAME as SAMPLE
-from llmtrain.data.manifest import SPLITS, Manifest, Shard, origins_path
+from llmtrain.data.manifest import SPLITS, ChatFigures, Manifest, Shard, origins_path
 from llmtrain.data.prepare import out_folder, plugin_source, pools, sources, token_corpora
 from llmtrain.data.prepare.excluded import listed, marked, refuse_unmatched
 from llmtrain.data.prepare.out_folder import HELD_OUT, PLAN, REJECTED, UNFINISHED, OutFolder
@@ -49,7 +49,7 @@ from llmtrain.data.prepare.sources import (
     stat_fingerprint,
     unit_bytes_for,
 )
-from llmtrain.data.prepare.worker import WorkerSettings, hashes_name, record_name, write_held_out
+from llmtrain.data.prepare.worker import UnitRecord, WorkerSettings, hashes_name, record_name, write_held_out
 from llmtrain.data.shards import TokenStream, rows_path
 
 
@@ -110,7 +110,9 @@ def prepare(settings: PrepareSettings) -> Manifest:
         finally:  # it shows the reason for an empty split
             _write_rejected(out, _rejected(work, _by_unit(work, records)))
         if settings.format in CHAT_FORMATS:
-            write_sample(out.here, records)
+            trained = [(record, record.shards["train"]) for record in records]
+            write_sample(out.here, ((record.chat.sample if record.chat else (), shard.documents if shard else 0)
+                                    for record, shard in trained))  # fmt: skip
             out.show(SAMPLE)
         manifests.write_manifest(out.here, manifest)
         out.refuse_taken(_bytes_of_shards(manifest))
@@ -217,7 +219,7 @@ def _sample(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> Iter
     Raises DataError at its end for too many bad records: better now than after the training.
     """
     share = _BPE_SAMPLE_BYTES // len(work)
-    rejected: dict[int, dict[str, Any]] = {unit.index: {"rejected": []} for unit in work}
+    records = {unit.index: UnitRecord(unit=unit.index) for unit in work}
     count = 0
     for unit in work:
         used = 0
@@ -226,12 +228,12 @@ def _sample(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> Iter
                 used += len(item.data)
                 yield item.text
             else:
-                rejected[unit.index]["rejected"].append(item.as_dict())
+                records[unit.index].rejected.append(item)
                 count += 1
             if used >= share or count > settings.max_rejected + _LISTED:
                 break
     if count > settings.max_rejected:
-        raise _too_many(settings, out, work, rejected)
+        raise _too_many(settings, out, work, records)
 
 
 def _records(settings: PrepareSettings, unit: Unit) -> Iterator[Document | Rejection]:
@@ -242,7 +244,7 @@ def _records(settings: PrepareSettings, unit: Unit) -> Iterator[Document | Rejec
 # --- the shards -----------------------------------------------------------------------------------
 
 
-def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: str) -> list[dict[str, Any]]:
+def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: str) -> list[UnitRecord]:
     """Process unfinished units; returns the records of all units, in order."""
     encoder = tokenize.Encoder(out.here / "tokenizer")
     dtype = _dtype(work, encoder)
@@ -275,13 +277,13 @@ def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: st
     )
     progress = Progress(sum(unit.bytes for unit in work), sum(unit.bytes for unit in work if unit.index in records))
 
-    rejected = sum(len(record["rejected"]) for record in records.values())
+    rejected = sum(len(record.rejected) for record in records.values())
 
-    def keep(unit: Unit, record: dict[str, Any]) -> None:
+    def keep(unit: Unit, record: UnitRecord) -> None:
         nonlocal rejected
         records[unit.index] = record
         progress.finish(unit)
-        rejected += len(record["rejected"])
+        rejected += len(record.rejected)
         if rejected > settings.max_rejected:
             raise _too_many(settings, out, work, records)
 
@@ -314,31 +316,29 @@ def _dtype(work: list[Unit], encoder: tokenize.Encoder) -> np.dtype:
     return encoder.dtype
 
 
-def _record(out: OutFolder, unit: Unit) -> dict[str, Any] | None:
+def _record(out: OutFolder, unit: Unit) -> UnitRecord | None:
     path = out.here / record_name(unit.index)
-    return json.loads(path.read_bytes()) if path.exists() else None
+    return UnitRecord.from_dict(json.loads(path.read_bytes())) if path.exists() else None
 
 
-def _is_there(record: dict[str, Any], sizes: dict[str, int], item_size: int) -> bool:
+def _is_there(record: UnitRecord, sizes: dict[str, int], item_size: int) -> bool:
     """True if all shards of a unit exist with their full size. `sizes`: of existing files."""
-    for entry in filter(None, record["shards"].values()):
-        shard = Path(entry["file"])
-        if sizes.get(shard.name) != entry.get("bytes", entry["tokens"] * item_size):
+    for shard in filter(None, record.shards.values()):
+        path = Path(shard.file)
+        if sizes.get(path.name) != (shard.tokens * item_size if shard.bytes is None else shard.bytes):
             return False
-        if origins_path(shard).name not in sizes or ("rows" in entry and rows_path(shard).name not in sizes):
+        if origins_path(path).name not in sizes or (shard.rows and rows_path(path).name not in sizes):
             return False
     return True
 
 
-def _too_many(
-    settings: PrepareSettings, out: OutFolder, work: list[Unit], records: dict[int, dict[str, Any]]
-) -> DataError:
+def _too_many(settings: PrepareSettings, out: OutFolder, work: list[Unit], records: dict[int, UnitRecord]) -> DataError:
     """List the rejected records of finished units; returns the error that names the first."""
     rejected = _rejected(work, records)
     _write_rejected(out, rejected)
     reasons: dict[str, list[str]] = {}
     for entry in rejected:
-        reasons.setdefault(entry["reason"], []).append(_place(entry))
+        reasons.setdefault(entry.reason, []).append(entry.place)
     shown = ""
     for reason, places in list(reasons.items())[:5]:
         more = f" and {units.counted(len(places) - 1, 'other record')}" if len(places) > 1 else ""
@@ -351,27 +351,22 @@ def _too_many(
     )
 
 
-def _place(entry: dict[str, Any]) -> str:
-    unit = next(unit for unit in ("line", "row", "token") if unit in entry)
-    return f"{entry['file']}, {unit} {entry[unit]}"
-
-
-def _rejected(work: list[Unit], records: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+def _rejected(work: list[Unit], records: dict[int, UnitRecord]) -> list[Rejection]:
     """The rejected records of finished units, with their lines in their files."""
-    some = [unit for unit in work if records.get(unit.index, {}).get("rejected")]
+    some = [unit for unit in work if unit.index in records and records[unit.index].rejected]
     before = _lines_before(work, records, {unit.index for unit in some})
-    found: list[dict[str, Any]] = []
+    found: list[Rejection] = []
     for unit in some:
         lines = {unit.pieces[0].label: before.get(unit.index, 0)}
-        for entry in records[unit.index]["rejected"]:
-            moved = {"line": entry["line"] + lines.get(entry["file"], 0)} if "line" in entry else {}
-            found.append({**entry, **moved})
+        for entry in records[unit.index].rejected:
+            moved = lines.get(entry.file, 0) if entry.unit == "line" else 0
+            found.append(replace(entry, number=entry.number + moved))
     return found
 
 
-def _write_rejected(out: OutFolder, rejected: list[dict[str, Any]]) -> None:
+def _write_rejected(out: OutFolder, rejected: list[Rejection]) -> None:
     if rejected:
-        replace_file(out.here / REJECTED, "".join(json.dumps(entry) + "\n" for entry in rejected).encode())
+        replace_file(out.here / REJECTED, "".join(json.dumps(entry.as_dict()) + "\n" for entry in rejected).encode())
         out.show(REJECTED)
     elif (out.here / REJECTED).exists():
         out.remove([REJECTED])
@@ -385,7 +380,7 @@ def _manifest(
     files: list[list[SourceFile]],
     work: list[Unit],
     plan: dict[str, Any],
-    records: list[dict[str, Any]],
+    records: list[UnitRecord],
     out: OutFolder,
     wanted: Mapping[tuple[str, int], str],
     first: tuple[int, ...],
@@ -400,21 +395,21 @@ def _manifest(
     ]
     shards: dict[str, tuple[Shard, ...]] = {
         split: tuple(
-            Shard(**record["shards"][split], continues=name, records_before=before)
+            replace(shard, continues=name, records_before=before)
             for record, (name, before) in zip(records, continued, strict=True)
-            if record["shards"][split]
+            if (shard := record.shards[split]) is not None
         )
         for split in SPLITS
     }
     tokens: dict[str, int] = {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}
     documents: dict[str, int] = {split: sum(shard.documents for shard in shards[split]) for split in SPLITS}
     try:
-        refuse_unmatched(wanted, records)
-        lowest = min((record.get("lowest_draw", 1.0) for record in records), default=1.0)
-        _check_splits(settings, tokens, documents, lowest, sum(len(record["rejected"]) for record in records))
+        refuse_unmatched(wanted, {each for record in records for each in record.excluded})
+        lowest = min((record.lowest_draw for record in records), default=1.0)
+        _check_splits(settings, tokens, documents, lowest, sum(len(record.rejected) for record in records))
         learns = settings.chat is not None and not settings.chat.prompts and not settings.chat.choices
         for split in SPLITS if learns else ():
-            if documents[split] and not any(record["chat"][split]["counted"] for record in records):
+            if documents[split] and not any(record.chat.counted[split] for record in records if record.chat):
                 given = settings.sources if split == "train" else settings.validation_sources or settings.sources
                 raise DataError(f"--source {' '.join(given)}: no token of its {split} rows is counted, so there is "
                                 "nothing to learn or to measure; give records with counted tokens")  # fmt: skip
@@ -432,8 +427,8 @@ def _manifest(
         first_tokens=first,
         tokens=tokens,
         documents=documents,
-        rejected=sum(len(record["rejected"]) for record in records),
-        cut=sum(record.get("cut", 0) for record in records),
+        rejected=sum(len(record.rejected) for record in records),
+        cut=sum(record.cut for record in records),
         tokenizer_fingerprint=tokenizer,
         data_fingerprint=manifests.data_fingerprint(
             dtype, encoder.vocab_size, encoder.separator_id, tokenizer, shards, first
@@ -445,15 +440,15 @@ def _manifest(
         },
         settings=plan["settings"],
         shards=shards,
-        chat=None if settings.chat is None else _chat(settings.chat, records, plan["moment"]),
+        chat=None if settings.chat is None else _chat_figures(settings.chat, records, plan["moment"]),
     )
 
 
-def _by_unit(work: list[Unit], records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _by_unit(work: list[Unit], records: list[UnitRecord]) -> dict[int, UnitRecord]:
     return {unit.index: record for unit, record in zip(work, records, strict=True)}
 
 
-def _lines_before(work: list[Unit], records: dict[int, dict[str, Any]], wanted: set[int]) -> dict[int, int]:
+def _lines_before(work: list[Unit], records: dict[int, UnitRecord], wanted: set[int]) -> dict[int, int]:
     """Map each wanted unit whose first file continues from an earlier unit to that file's number of earlier lines."""
     found: dict[int, int] = {}
     lines, unread = 0, list[Piece]()
@@ -465,31 +460,28 @@ def _lines_before(work: list[Unit], records: dict[int, dict[str, Any]], wanted: 
             found[unit.index] = lines
         if not (goes_on and first is last):
             lines, unread = 0, []
-        if (known := records.get(unit.index, {}).get("lines")) is not None:
+        if unit.index in records and (known := records[unit.index].lines) is not None:
             lines += known
         elif last.kind == "jsonl" and not last.compressed:
             unread.append(last)
     return found
 
 
-def _chat(options: ChatOptions, records: list[dict[str, Any]], moment: str) -> dict[str, Any]:
-    return {
-        "counted": {split: sum(record["chat"][split]["counted"] for record in records) for split in SPLITS},
-        "longest": max(record["chat"][split]["longest"] for record in records for split in SPLITS),
-        "too_long": sum(record["too_long"] for record in records),
-        "stop_tokens": list(options.stop_tokens),
-        "pairs": options.pairs,
-        "unpaired": options.labelled,
-        **({"prompts": True} if options.prompts else {}),
-        **({"choices": True} if options.choices else {}),
-        **({"moment": moment} if any(record.get("dated") for record in records) else {}),
-        **(
-            {"unread": unread}
-            if (unread := sorted({name for each in records for name in each.get("unread", ())}))
-            else {}
-        ),
-        **({"chat_template_kwargs": options.variables} if options.variables else {}),
-    }
+def _chat_figures(options: ChatOptions, records: list[UnitRecord], moment: str) -> ChatFigures:
+    parts = [record.chat for record in records if record.chat is not None]
+    return ChatFigures(
+        counted={split: sum(part.counted[split] for part in parts) for split in SPLITS},
+        longest=max(part.longest[split] for part in parts for split in SPLITS),
+        too_long=sum(part.too_long for part in parts),
+        stop_tokens=options.stop_tokens,
+        pairs=options.pairs,
+        unpaired=options.labelled,
+        prompts=options.prompts,
+        choices=options.choices,
+        moment=moment if any(part.dated for part in parts) else None,
+        unread=tuple(sorted({name for part in parts for name in part.unread})),
+        chat_template_kwargs=options.variables or None,
+    )
 
 
 def _check_splits(
@@ -518,8 +510,8 @@ def _check_splits(
     )
 
 
-def _left_out(records: list[dict[str, Any]]) -> str:
-    count = sum(record.get("left_out", 0) for record in records)
+def _left_out(records: list[UnitRecord]) -> str:
+    count = sum(record.left_out for record in records)
     return f"{_documents(count)} of --source left out: also in --validation-source" if count else ""
 
 
@@ -529,12 +521,12 @@ def _documents(number: int) -> str:
 
 def _summary(out: OutFolder, manifest: Manifest, elapsed_s: float) -> str:
     total = sum(manifest.tokens.values())
-    if (manifest.chat or {}).get("choices"):
+    if manifest.chat is not None and manifest.chat.choices:
         shards = manifest.shards["validation"]
         out.bring(rows_path(Path(shard.file)).name for shard in shards)
         entries = TokenStream(out.here, shards, np.dtype(manifest.dtype)).choices()
         asked = f"{units.counted(int(entries['first'].sum()), 'question')}, {units.counted(len(entries), 'choice')}"
-        longest, took = (manifest.chat or {})["longest"], units.duration(elapsed_s)
+        longest, took = manifest.chat.longest, units.duration(elapsed_s)
         rejected = f"{manifest.rejected} rejected"
         return f"{out.name}: {asked}, {units.count(total)} tokens, longest row {longest}; {rejected}, {took}"
     splits = "; ".join(
@@ -548,12 +540,12 @@ def _summary(out: OutFolder, manifest: Manifest, elapsed_s: float) -> str:
         held = sum(shard.tokens for shard in in_place) * (2 if manifest.dtype == "uint16" else 4)
         cut += f"; {units.size(held)} used in place"
     if manifest.chat is not None:
-        what = "pair" if manifest.chat["pairs"] else "row"
-        counted, done = sum(manifest.chat["counted"].values()), manifest.settings.get("too_long")
+        what = "pair" if manifest.chat.pairs else "row"
+        counted, done = sum(manifest.chat.counted.values()), manifest.settings.get("too_long")
         cut = f"; {units.count(counted)} tokens counted ({counted / total:.1%})"
-        cut += f", longest {what} {manifest.chat['longest']}"
-        cut += f", {manifest.chat['too_long']} too long: {done}" if manifest.chat["too_long"] else ""
-        cut += "".join(f"; {note}" for note in manifests.template_notes(manifest.chat))
+        cut += f", longest {what} {manifest.chat.longest}"
+        cut += f", {manifest.chat.too_long} too long: {done}" if manifest.chat.too_long else ""
+        cut += "".join(f"; {note}" for note in manifest.chat.notes())
     return (
         f"{out.name}: {splits}{cut}; vocabulary {manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} "
         f"rejected, {units.duration(elapsed_s)}"

@@ -50,8 +50,17 @@ class Rejection:
     def as_dict(self) -> dict[str, Any]:
         return {"file": self.file, self.unit: self.number, "reason": self.reason}
 
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Rejection:
+        [unit] = values.keys() - {"file", "reason"}
+        return Rejection(values["file"], unit, values[unit], values["reason"])
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}"
+
     def __str__(self) -> str:
-        return f"{self.file}, {self.unit} {self.number}: {self.reason}"
+        return f"{self.place}: {self.reason}"
 
 
 @dataclass(slots=True)

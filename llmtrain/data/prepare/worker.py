@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from dataclasses import field as of_dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ from llmtrain.base.child import Parent
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.base.files import replace_file
 from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row, kept
-from llmtrain.data.manifest import SPLITS, Split
+from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Kept, Row, kept
+from llmtrain.data.manifest import SPLITS, Shard, Split
 from llmtrain.data.origins import write_origins
 from llmtrain.data.prepare import out_folder, plugin_source, token_corpora
 from llmtrain.data.prepare.out_folder import HELD_OUT, UNFINISHED
@@ -78,6 +78,62 @@ class WorkerSettings:
     def from_dict(values: dict[str, Any]) -> WorkerSettings:
         chat = values["chat"]
         return WorkerSettings(**{**values, "chat": None if chat is None else ChatOptions(**chat)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOfUnit:
+    """What a unit adds to the manifest's figures of conversations."""
+
+    counted: dict[Split, int]
+    """Counted tokens."""
+    longest: dict[Split, int]
+    """Tokens of the longest row, or pair."""
+    too_long: int
+    dated: bool
+    unread: list[str]
+    sample: list[Kept]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRecord:
+    """What a finished unit leaves for the manifest: its file in `unfinished/`."""
+
+    unit: int
+    shards: dict[Split, Shard | None] = field(default_factory=dict)
+    """None: no document is in the split."""
+    lines: int | None = None
+    """Lines that begin in the unit's last piece; None: they were not all read."""
+    rejected: list[Rejection] = field(default_factory=list)
+    cut: int = 0
+    left_out: int = 0
+    excluded: list[tuple[str, int]] = field(default_factory=list)
+    lowest_draw: float = 1.0
+    chat: ChatOfUnit | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        values = asdict(self)
+        values["shards"] = {split: shard and {key: value for key, value in asdict(shard).items() if value}
+                            for split, shard in self.shards.items()}  # fmt: skip
+        values["rejected"] = [rejection.as_dict() for rejection in self.rejected]
+        if (chat := values.pop("chat")) is not None:
+            counted, longest = chat.pop("counted"), chat.pop("longest")
+            values |= {"chat": {s: {"counted": counted[s], "longest": longest[s]} for s in SPLITS}, **chat}
+        return values
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> UnitRecord:
+        values = dict(values)
+        if (chat := values.pop("chat", None)) is not None:
+            values["chat"] = ChatOfUnit(
+                counted={split: chat[split]["counted"] for split in SPLITS},
+                longest={split: chat[split]["longest"] for split in SPLITS},
+                sample=[Kept(**entry) for entry in values.pop("sample")],
+                **{key: values.pop(key) for key in ("too_long", "dated", "unread")},
+            )
+        values["shards"] = {split: entry and Shard(**entry) for split, entry in values["shards"].items()}
+        values["rejected"] = list(map(Rejection.from_dict, values["rejected"]))
+        values["excluded"] = list(map(tuple, values["excluded"]))
+        return UnitRecord(**values)
 
 
 def record_name(index: int) -> str:
@@ -159,13 +215,17 @@ class _ShardWriter:
         self._digest.update(data)
         self.tokens += len(block)
 
-    def of_chat(self) -> dict[str, int]:
-        """The manifest's figures: counted tokens, and tokens of the longest row or pair."""
+    def counted(self) -> int:
+        """Counted tokens."""
+        return sum(int(row.sum()) for row in self._counted)
+
+    def longest(self) -> int:
+        """Tokens of the longest row or pair."""
         together = 2 if self._chat is not None and self._chat.pairs else 1
         lengths = np.array(self._lengths, dtype=np.int64).reshape(-1, together).sum(1)
-        return {"counted": sum(int(row.sum()) for row in self._counted), "longest": int(lengths.max(initial=0))}
+        return int(lengths.max(initial=0))
 
-    def commit(self, files: list[str]) -> dict[str, Any] | None:
+    def commit(self, files: list[str]) -> Shard | None:
         """The shard's manifest entry; None (and no file) without documents. `files`: of the unit's pieces."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
@@ -173,21 +233,17 @@ class _ShardWriter:
         if not self.documents:
             self._partial.unlink()
             return None
-        entry = {
-            "file": self.path.name,
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "xxh3": self._digest.hexdigest(),
-        }
+        of_rows = ""
         if self._chat is not None:
             data = np.array(self._lengths, dtype="<u4").tobytes() + np.packbits(np.concatenate(self._counted)).tobytes()
             data += b"".join(part.tobytes() for part in self._entries)
             replace_file(rows_path(self.path), data)
-            entry["rows"] = xxhash.xxh3_64_hexdigest(data)
+            of_rows = xxhash.xxh3_64_hexdigest(data)
         places, records = np.array(self._origins, dtype=np.int64).T
-        entry["origins"] = write_origins(self.path, np.array(self._lengths), files, places, records)
+        origins = write_origins(self.path, np.array(self._lengths), files, places, records)
         self._partial.replace(self.path)
-        return entry
+        return Shard(file=self.path.name, tokens=self.tokens, documents=self.documents, xxh3=self._digest.hexdigest(),
+                     rows=of_rows, origins=origins)  # fmt: skip
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):  # the disk is full: buffered data cannot be written, and is not needed
@@ -213,11 +269,11 @@ class _Written:
     """Documents for training that are also in --validation-source."""
     hashes: bytearray = field(default_factory=bytearray)
     """Hashes of a validation unit's documents, 16 bytes each."""
-    sample: list[dict[str, Any]] = field(default_factory=list)
+    sample: list[Kept] = field(default_factory=list)
     """`kept` for the first conversations."""
     lowest_draw: float = 1.0
     """The smallest validation fraction that would hold out one complete document."""
-    in_place: dict[Split, dict[str, Any] | None] | None = None
+    in_place: dict[Split, Shard | None] | None = None
     """Manifest entries of shards that are parts of the source itself; None: the writers have the shards."""
 
     def sides(self, text: str, data: bytes) -> list[tuple[Split, str]]:
@@ -244,7 +300,7 @@ def process_unit(
     settings: WorkerSettings,
     encoder: AnyEncoder,
     progress: Callable[[int], None],
-) -> dict[str, Any]:
+) -> UnitRecord:
     """Write the shards and the record of `unit`; return the record. A unit with too many rejected records is not read
     to its end and leaves no file. `progress` gets bytes of text done.
 
@@ -266,25 +322,31 @@ def process_unit(
         files = [piece.origin for piece in unit.pieces]
         order = {piece.label: place for place, piece in enumerate(unit.pieces)}
         written.rejected.sort(key=lambda rejection: (order[rejection.file], rejection.number))
-        record = {
-            "unit": unit.index,
-            "shards": written.in_place or {split: writers[split].commit(files) for split in SPLITS},
-            "lines": written.lines.count if whole else None,
-            "rejected": [rejection.as_dict() for rejection in written.rejected],
-            "cut": written.cut,
-            "left_out": written.left_out,
-            "excluded": written.excluded,
-            "lowest_draw": written.lowest_draw,
-        }
+        shards = written.in_place or {split: writers[split].commit(files) for split in SPLITS}
+        chat = None
         if settings.chat is not None and not isinstance(encoder, Encoder):
-            record["chat"] = {split: writers[split].of_chat() for split in SPLITS}
-            record["too_long"] = encoder.too_long - too_long
-            record["dated"] = encoder.dated
-            record["unread"] = sorted(encoder.unread)
-            record["sample"] = written.sample
+            chat = ChatOfUnit(
+                counted={split: writers[split].counted() for split in SPLITS},
+                longest={split: writers[split].longest() for split in SPLITS},
+                too_long=encoder.too_long - too_long,
+                dated=encoder.dated,
+                unread=sorted(encoder.unread),
+                sample=written.sample,
+            )
+        record = UnitRecord(
+            unit=unit.index,
+            shards=shards,
+            lines=written.lines.count if whole else None,
+            rejected=written.rejected,
+            cut=written.cut,
+            left_out=written.left_out,
+            excluded=written.excluded,
+            lowest_draw=written.lowest_draw,
+            chat=chat,
+        )
         if unit.validation:
             replace_file(own / hashes_name(unit.index), bytes(written.hashes))
-        replace_file(own / record_name(unit.index), json.dumps(record).encode())
+        replace_file(own / record_name(unit.index), json.dumps(record.as_dict()).encode())
         if whole:
             folder.take(own)
         return record
@@ -417,7 +479,7 @@ def _write_tokens(written: _Written, place: int, encoder: TokenEncoder) -> None:
 
 def _as_they_lie(
     unit: Unit, ids: np.ndarray, borders: np.ndarray, held: int, begin: int, out: Path, *, link: bool
-) -> dict[Split, dict[str, Any] | None]:
+) -> dict[Split, Shard | None]:
     """A one-piece unit's manifest entries, each with a link to the piece's file, or a copy if `link` is False.
 
     `borders`: of the documents, in tokens of the file, where `ids` begin at the first. `held`: number of documents for
@@ -425,7 +487,7 @@ def _as_they_lie(
     """
     piece, documents = unit.pieces[0], len(borders) - 1
     parts: dict[Split, tuple[int, int]] = {"train": (0, documents - held), "validation": (documents - held, documents)}
-    entries: dict[Split, dict[str, Any] | None] = {}
+    entries: dict[Split, Shard | None] = {}
     for split, (low, high) in parts.items():
         first, last = (borders[[low, high]] - borders[0]).tolist()
         path = out / f"{split}-{unit.index:05d}.bin"
@@ -434,22 +496,23 @@ def _as_they_lie(
         if high > low:
             nothing = np.zeros(high - low, np.int64)
             origins = write_origins(path, np.diff(borders[low : high + 1]), [piece.origin], nothing, borders[low:high])
+            size = None
             if not link:
                 with open(path, "wb") as stream:
                     ids[first:last].tofile(stream)
                     os.fsync(stream.fileno())
-                place = {}
             else:
                 path.symlink_to(piece.path)
-                place = {"begin": begin + first * ids.dtype.itemsize, "bytes": os.path.getsize(piece.path)}
-            entries[split] = {
-                "file": path.name,
-                "tokens": last - first,
-                "documents": high - low,
-                "xxh3": xxhash.xxh3_64_hexdigest(ids[first:last].data),
-                "origins": origins,
-                **place,
-            }
+                size = os.path.getsize(piece.path)
+            entries[split] = Shard(
+                file=path.name,
+                tokens=last - first,
+                documents=high - low,
+                xxh3=xxhash.xxh3_64_hexdigest(ids[first:last].data),
+                origins=origins,
+                begin=begin + first * ids.dtype.itemsize if link else 0,
+                bytes=size,
+            )
     return entries
 
 
@@ -478,7 +541,7 @@ def main() -> None:
             def tell(what: str, value: Any, index: int = unit.index) -> None:
                 parent.tell({"unit": index, what: value})
 
-            tell("done", process_unit(unit, settings, encoder, partial(tell, "progress")))
+            tell("done", process_unit(unit, settings, encoder, partial(tell, "progress")).as_dict())
     except UserError as error:
         parent.tell({"error": str(error)})
 

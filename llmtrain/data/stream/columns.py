@@ -53,7 +53,7 @@ class Reference:
 
 
 def numbers(manifest: Manifest, split: Split) -> int:
-    return manifest.documents[split] * (2 if (manifest.chat or {}).get("unpaired") else 1)
+    return manifest.documents[split] * (2 if manifest.chat is not None and manifest.chat.unpaired else 1)
 
 
 def write_reference(folder: PreparedSet, weights: str, precision: str, columns: Mapping[Split, np.ndarray],

@@ -11,6 +11,7 @@ import numpy as np
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
+from llmtrain.data.manifest import ChatFigures
 from llmtrain.data.shards import TokenStream
 from llmtrain.data.stream.windows import IGNORED, Window
 
@@ -224,5 +225,5 @@ class Unpaired(Conversations):
         )
 
 
-def kind_of(chat: dict[str, Any]) -> type[Conversations]:
-    return Preferences if chat.get("pairs") else Unpaired if chat.get("unpaired") else Conversations
+def kind_of(chat: ChatFigures) -> type[Conversations]:
+    return Preferences if chat.pairs else Unpaired if chat.unpaired else Conversations

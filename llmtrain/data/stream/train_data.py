@@ -339,12 +339,12 @@ def _open_member(folder: str, config: DataConfig) -> _Member:
         from llmtrain.data.stream.rows import kind_of
 
         kind = kind_of(chat)
-    if chat is not None and chat.get("prompts"):
+    if chat is not None and chat.prompts:
         raise DataError(
             f"{folder} holds prompts, without counted tokens, so there is nothing to learn; they are for objectives "
             "that generate answers. Prepare conversations, with --format chat"
         )
-    if chat is not None and chat.get("choices"):
+    if chat is not None and chat.choices:
         raise DataError(
             f"{folder} holds multiple-choice questions, which measure a model and train none; name it in eval.choices"
         )
@@ -353,10 +353,10 @@ def _open_member(folder: str, config: DataConfig) -> _Member:
             f"data.isolate_documents is false, and {folder} holds conversations: those that share a sequence would "
             "read each other; set data.isolate_documents to true"
         )
-    if chat is not None and chat["longest"] > config.sequence_length:
-        what = "pair" if chat.get("pairs") else "row"
+    if chat is not None and chat.longest > config.sequence_length:
+        what = "pair" if chat.pairs else "row"
         raise DataError(
-            f"data.sequence_length {config.sequence_length}: the longest {what} of {folder} has {chat['longest']} "
+            f"data.sequence_length {config.sequence_length}: the longest {what} of {folder} has {chat.longest} "
             f"tokens, and none is cut here; raise it, or prepare the data with --max-tokens {config.sequence_length}"
         )
     separator_id = prepared.manifest.separator_id
@@ -395,7 +395,7 @@ class Prompts:
                     f"train.sample_prompts {text[:40]!r}: has {len(each)} tokens; it needs 1 or more, and with "
                     f"train.sample_tokens {tokens} at most data.sequence_length {data.sequence_length}"
                 )
-        stops = [token for manifest in data.manifests for token in (manifest.chat or {}).get("stop_tokens", ())]
+        stops = [token for each in data.manifests if each.chat for token in each.chat.stop_tokens]
         ends = {data.separator_id, *(number for token in stops if (number := encoder.id_of(token)) is not None)}
         return cls(encoder=encoder, texts=list(texts), ids=ids, ends=ends, tokens=tokens)
 

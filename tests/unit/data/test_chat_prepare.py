@@ -98,9 +98,9 @@ def test_every_record_is_there_or_named(place: Path, prepared: Path) -> None:
     found = rows_of(data, "train") + rows_of(data, "validation")
     assert sorted(found) == sorted(wanted) and len(data.manifest.shards["train"]) > 2
     assert data.manifest.chat is not None
-    assert sum(data.manifest.chat["counted"].values()) == sum(sum(counted) for _, counted in wanted)
-    assert data.manifest.chat["longest"] == max(len(ids) for ids, _ in wanted)
-    assert data.manifest.chat["stop_tokens"] == ["<|im_end|>"]
+    assert sum(data.manifest.chat.counted.values()) == sum(sum(counted) for _, counted in wanted)
+    assert data.manifest.chat.longest == max(len(ids) for ids, _ in wanted)
+    assert data.manifest.chat.stop_tokens == ("<|im_end|>",)
     lines = (prepared / "rejected.jsonl").read_text().splitlines()
     rejected = sorted(map(json.loads, lines), key=lambda entry: entry["line"])
     assert [(entry["file"], entry["line"]) for entry in rejected] == [("talks.jsonl", 7), ("talks.jsonl", 11)]
@@ -129,7 +129,7 @@ def test_fields_that_nothing_reads_are_told_once(place: Path, capsys: pytest.Cap
     assert prepare(place, "unread.jsonl", "unread", "--validation-fraction", "0") == 0
     told = "nothing reads context of the records: put text that the model is to see into messages or documents"
     assert capsys.readouterr().out.count(told) == 1
-    assert PreparedSet(place / "unread").manifest.chat["unread"] == ["context"]
+    assert PreparedSet(place / "unread").manifest.chat.unread == ("context",)  # type: ignore[union-attr]
 
 
 def test_where_nothing_is_left_the_reasons_are(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +185,7 @@ def test_an_epoch_holds_every_row_whole_and_once(place: Path, prepared: Path) ->
 def test_training_refuses_what_would_leak_or_be_cut(prepared: Path) -> None:
     with pytest.raises(DataError, match=r"holds conversations.*set data.isolate_documents to true"):
         TrainData(config(prepared, isolate_documents=False))
-    longest = PreparedSet(prepared).manifest.chat["longest"]  # type: ignore[index]
+    longest = PreparedSet(prepared).manifest.chat.longest  # type: ignore[union-attr]
     with pytest.raises(DataError, match=f"has {longest} tokens, and none is cut here.*--max-tokens {longest - 1}"):
         TrainData(config(prepared, sequence_length=longest - 1))
     assert TrainData(config(prepared, sequence_length=longest)).sequences_per_epoch > 0
@@ -303,7 +303,7 @@ def test_a_date_in_the_template_is_kept_and_told(tmp_path: Path, capsys: pytest.
     assert told(tmp_path, records, "out", model, *chat) == 0
     manifest = PreparedSet(tmp_path / "out").manifest.chat
     assert manifest is not None
-    moment = manifest["moment"]
+    moment = str(manifest.moment)
     said = f"the template writes the date: {moment.replace('T', ' ')}, of the preparation, is in every prompt"
     assert said in capsys.readouterr().out
     assert f"Today: {moment[:10]}" in data_text(tmp_path / "out", rows_of(PreparedSet(tmp_path / "out"), "train")[0])
@@ -311,7 +311,9 @@ def test_a_date_in_the_template_is_kept_and_told(tmp_path: Path, capsys: pytest.
     assert said in " ".join(capsys.readouterr().out.split())
     plain = write_tokenizer(tmp_path / "plain", KINDS["chatml"])
     assert told(tmp_path, records, "plain-out", plain, *chat) == 0
-    assert "moment" not in (PreparedSet(tmp_path / "plain-out").manifest.chat or {})
+    assert (
+        json.loads((tmp_path / "plain-out/manifest.json").read_text())["chat"].keys().isdisjoint({"moment", "choices"})
+    )
 
 
 def test_a_continued_preparation_keeps_the_date_of_its_beginning(tmp_path: Path) -> None:

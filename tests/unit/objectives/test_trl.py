@@ -53,7 +53,7 @@ def models() -> tuple[Any, Any]:
 def batch_of(folder: str, models: tuple[Any, Any]) -> tuple[AnswerBatch, dict[int, float], Plain]:
     """(our first micro-batch, the reference's log-probabilities, rows)"""
     prepared = PreparedSet(folder)
-    judged = bool((prepared.manifest.chat or {})["unpaired"])
+    judged = prepared.manifest.chat is not None and prepared.manifest.chat.unpaired
     plain = Plain(models[1], folder)
     if judged:
         plain.mismatched(list(range(len(plain.rows))))
