@@ -89,7 +89,7 @@ def resume(
             notes: list[str] = []
             if not weights_only:
                 notes = refuse_other_run(saved, here, candidate, own=own, other_data=new_data)
-                saved = with_names_of(here, saved)
+                saved = saved.with_names_of(here)
             with contextlib.closing(reader):
                 load_checkpoint(engine, reader, saved, ranks, weights_only=weights_only)
         except DamagedCheckpoint as error:
@@ -452,17 +452,6 @@ def refuse_other_run(
     if saved.data_fingerprint is None:
         return [f"{folder} does not name its data: this run's data is assumed, from sequence {saved.sample_index} on"]
     return []
-
-
-def with_names_of(now: TrainerState, saved: TrainerState) -> TrainerState:
-    """Return `saved` with this run's fingerprints, which its exclusions change, of data that goes on in its order."""
-    if saved.order != now.order:
-        return saved
-    named = {order: name for name, order in now.orders.items()}
-    orders = [entry.get("order") or entry["fingerprint"] for entry in saved.data_stages]
-    record = [{**entry, "fingerprint": named.get(order, order)}
-              for entry, order in zip(saved.data_stages, orders, strict=True)]  # fmt: skip
-    return replace(saved, data_fingerprint=now.data_fingerprint, data_stages=record)
 
 
 def compare_checksums(

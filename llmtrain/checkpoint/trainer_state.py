@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -127,6 +127,16 @@ class TrainerState:
     def order(self) -> str | None:
         """Fingerprint of the order of the data's sequences, which exclusions leave as it is."""
         return self.data_fingerprint and self.orders.get(self.data_fingerprint, self.data_fingerprint)
+
+    def with_names_of(self, now: TrainerState) -> TrainerState:
+        """Return it with this run's fingerprints, which exclusions change, of data that goes on in the same order."""
+        if self.order != now.order:
+            return self
+        named, record = {order: name for name, order in now.orders.items()}, []
+        for entry in self.data_stages:
+            order = entry.get("order") or entry["fingerprint"]
+            record.append({**entry, "fingerprint": named.get(order, order)})
+        return replace(self, data_fingerprint=now.data_fingerprint, data_stages=record)
 
     def record(self, fingerprint: str) -> list[dict[str, Any]]:
         """`data_stages`; a checkpoint without them is assumed to be of the data of `fingerprint`, if it names none."""

@@ -67,7 +67,7 @@ class ChatFigures:
     """Tokens of the longest row, or pair."""
     too_long: int = 0
     """Rows that were cut or split."""
-    stop_tokens: tuple[str, ...] = ()
+    stop_tokens: list[str] = field(default_factory=list)
     """Tokens that end an answer."""
     pairs: bool = False
     """Rows 2i and 2i + 1 are a chosen and a rejected answer."""
@@ -79,7 +79,7 @@ class ChatFigures:
     """Each row is a question with one of its choices."""
     moment: str | None = None
     """The time that the template was given, if it writes the date."""
-    unread: tuple[str, ...] = ()
+    unread: list[str] = field(default_factory=list)
     """Fields with text that no form reads."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template for all records."""
@@ -137,11 +137,6 @@ class Manifest:
     """Shards per split, in order."""
     chat: ChatFigures | None = None
     """None: the documents are texts."""
-
-    @property
-    def choices(self) -> bool:
-        """True if it holds multiple-choice questions."""
-        return self.chat is not None and self.chat.choices
 
     @property
     def doubled(self) -> bool:

@@ -12,8 +12,9 @@ import functools
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -503,13 +504,13 @@ def kept(text: str, rows: list[Row], first: int) -> Kept | None:
     return Kept(text, first, len(rows))
 
 
-def write_sample(folder: Path, samples: Iterable[tuple[Sequence[Kept], int]]) -> None:
-    """`samples`: the kept records of each shard, with its number of rows."""
-    found: list[Kept] = []
-    before = 0
-    for kept_there, rows in samples:
-        found += [replace(entry, row=entry.row + before) for entry in kept_there]
-        before += rows
+def write_sample(folder: Path, samples: list[list[Kept]], rows: list[int]) -> None:
+    """`samples`, `rows`: the kept records and the number of rows of each shard for training."""
+    found = [
+        replace(entry, row=entry.row + before)
+        for sample, before in zip(samples, accumulate(rows, initial=0), strict=False)
+        for entry in sample
+    ]
     lines = (json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in found[:CONVERSATIONS])
     replace_file(folder / NAME, "".join(lines).encode())
 

@@ -110,9 +110,9 @@ def prepare(settings: PrepareSettings) -> Manifest:
         finally:  # it shows the reason for an empty split
             _write_rejected(out, _rejected(work, _by_unit(work, records)))
         if settings.format in CHAT_FORMATS:
-            trained = [(record, record.shards["train"]) for record in records]
-            write_sample(out.here, ((record.chat.sample if record.chat else (), shard.documents if shard else 0)
-                                    for record, shard in trained))  # fmt: skip
+            trained = [record.shards["train"] for record in records]
+            samples = [record.sample for record in records]
+            write_sample(out.here, samples, [0 if shard is None else shard.documents for shard in trained])
             out.show(SAMPLE)
         manifests.write_manifest(out.here, manifest)
         out.refuse_taken(_bytes_of_shards(manifest))
@@ -409,7 +409,7 @@ def _manifest(
         _check_splits(settings, tokens, documents, lowest, sum(len(record.rejected) for record in records))
         learns = settings.chat is not None and not settings.chat.prompts and not settings.chat.choices
         for split in SPLITS if learns else ():
-            if documents[split] and not any(record.chat.counted[split] for record in records if record.chat):
+            if documents[split] and not any(record.chat[split].counted for record in records if record.chat):
                 given = settings.sources if split == "train" else settings.validation_sources or settings.sources
                 raise DataError(f"--source {' '.join(given)}: no token of its {split} rows is counted, so there is "
                                 "nothing to learn or to measure; give records with counted tokens")  # fmt: skip
@@ -468,18 +468,18 @@ def _lines_before(work: list[Unit], records: dict[int, UnitRecord], wanted: set[
 
 
 def _chat_figures(options: ChatOptions, records: list[UnitRecord], moment: str) -> ChatFigures:
-    parts = [record.chat for record in records if record.chat is not None]
+    figures = [record.chat for record in records if record.chat is not None]
     return ChatFigures(
-        counted={split: sum(part.counted[split] for part in parts) for split in SPLITS},
-        longest=max(part.longest[split] for part in parts for split in SPLITS),
-        too_long=sum(part.too_long for part in parts),
-        stop_tokens=options.stop_tokens,
+        counted={split: sum(each[split].counted for each in figures) for split in SPLITS},
+        longest=max(each[split].longest for each in figures for split in SPLITS),
+        too_long=sum(record.too_long for record in records),
+        stop_tokens=list(options.stop_tokens),
         pairs=options.pairs,
         unpaired=options.labelled,
         prompts=options.prompts,
         choices=options.choices,
-        moment=moment if any(part.dated for part in parts) else None,
-        unread=tuple(sorted({name for part in parts for name in part.unread})),
+        moment=moment if any(record.dated for record in records) else None,
+        unread=sorted({name for record in records for name in record.unread}),
         chat_template_kwargs=options.variables or None,
     )
 

@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from dataclasses import field as of_dataclass
 from functools import partial
 from pathlib import Path
@@ -81,17 +81,13 @@ class WorkerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOfUnit:
-    """What a unit adds to the manifest's figures of conversations."""
+class RowFigures:
+    """Of a shard's rows."""
 
-    counted: dict[Split, int]
+    counted: int
     """Counted tokens."""
-    longest: dict[Split, int]
-    """Tokens of the longest row, or pair."""
-    too_long: int
-    dated: bool
-    unread: list[str]
-    sample: list[Kept]
+    longest: int
+    """Tokens of the longest row or pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,32 +104,34 @@ class UnitRecord:
     left_out: int = 0
     excluded: list[tuple[str, int]] = field(default_factory=list)
     lowest_draw: float = 1.0
-    chat: ChatOfUnit | None = None
+    chat: dict[Split, RowFigures] | None = None
+    """None: the documents are texts, to which the entries below do not apply."""
+    too_long: int = 0
+    dated: bool = False
+    unread: list[str] = field(default_factory=list)
+    sample: list[Kept] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         values = asdict(self)
-        values["shards"] = {split: shard and {key: value for key, value in asdict(shard).items() if value}
-                            for split, shard in self.shards.items()}  # fmt: skip
+        for split, shard in values["shards"].items():
+            values["shards"][split] = shard and {key: value for key, value in shard.items() if value}
         values["rejected"] = [rejection.as_dict() for rejection in self.rejected]
-        if (chat := values.pop("chat")) is not None:
-            counted, longest = chat.pop("counted"), chat.pop("longest")
-            values |= {"chat": {s: {"counted": counted[s], "longest": longest[s]} for s in SPLITS}, **chat}
+        if self.chat is None:
+            for key in ("chat", "too_long", "dated", "unread", "sample"):
+                del values[key]
         return values
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> UnitRecord:
-        values = dict(values)
-        if (chat := values.pop("chat", None)) is not None:
-            values["chat"] = ChatOfUnit(
-                counted={split: chat[split]["counted"] for split in SPLITS},
-                longest={split: chat[split]["longest"] for split in SPLITS},
-                sample=[Kept(**entry) for entry in values.pop("sample")],
-                **{key: values.pop(key) for key in ("too_long", "dated", "unread")},
-            )
-        values["shards"] = {split: entry and Shard(**entry) for split, entry in values["shards"].items()}
-        values["rejected"] = list(map(Rejection.from_dict, values["rejected"]))
-        values["excluded"] = list(map(tuple, values["excluded"]))
-        return UnitRecord(**values)
+        chat = values.get("chat")
+        typed = {
+            "shards": {split: entry and Shard(**entry) for split, entry in values["shards"].items()},
+            "rejected": [Rejection.from_dict(entry) for entry in values["rejected"]],
+            "excluded": [(file, record) for file, record in values.get("excluded", ())],
+            "chat": chat and {split: RowFigures(**figures) for split, figures in chat.items()},
+            "sample": [Kept(**entry) for entry in values.get("sample", ())],
+        }
+        return UnitRecord(**{**values, **typed})
 
 
 def record_name(index: int) -> str:
@@ -215,15 +213,11 @@ class _ShardWriter:
         self._digest.update(data)
         self.tokens += len(block)
 
-    def counted(self) -> int:
-        """Counted tokens."""
-        return sum(int(row.sum()) for row in self._counted)
-
-    def longest(self) -> int:
-        """Tokens of the longest row or pair."""
+    def figures(self) -> RowFigures:
         together = 2 if self._chat is not None and self._chat.pairs else 1
         lengths = np.array(self._lengths, dtype=np.int64).reshape(-1, together).sum(1)
-        return int(lengths.max(initial=0))
+        counted = sum(int(row.sum()) for row in self._counted)
+        return RowFigures(counted=counted, longest=int(lengths.max(initial=0)))
 
     def commit(self, files: list[str]) -> Shard | None:
         """The shard's manifest entry; None (and no file) without documents. `files`: of the unit's pieces."""
@@ -322,28 +316,25 @@ def process_unit(
         files = [piece.origin for piece in unit.pieces]
         order = {piece.label: place for place, piece in enumerate(unit.pieces)}
         written.rejected.sort(key=lambda rejection: (order[rejection.file], rejection.number))
-        shards = written.in_place or {split: writers[split].commit(files) for split in SPLITS}
-        chat = None
-        if settings.chat is not None and not isinstance(encoder, Encoder):
-            chat = ChatOfUnit(
-                counted={split: writers[split].counted() for split in SPLITS},
-                longest={split: writers[split].longest() for split in SPLITS},
-                too_long=encoder.too_long - too_long,
-                dated=encoder.dated,
-                unread=sorted(encoder.unread),
-                sample=written.sample,
-            )
         record = UnitRecord(
             unit=unit.index,
-            shards=shards,
+            shards=written.in_place or {split: writers[split].commit(files) for split in SPLITS},
             lines=written.lines.count if whole else None,
             rejected=written.rejected,
             cut=written.cut,
             left_out=written.left_out,
             excluded=written.excluded,
             lowest_draw=written.lowest_draw,
-            chat=chat,
         )
+        if settings.chat is not None and not isinstance(encoder, Encoder):
+            record = replace(
+                record,
+                chat={split: writers[split].figures() for split in SPLITS},
+                too_long=encoder.too_long - too_long,
+                dated=encoder.dated,
+                unread=sorted(encoder.unread),
+                sample=written.sample,
+            )
         if unit.validation:
             replace_file(own / hashes_name(unit.index), bytes(written.hashes))
         replace_file(own / record_name(unit.index), json.dumps(record.as_dict()).encode())

@@ -39,7 +39,8 @@ class ChoiceSet:
         Raises DataError when the folder holds other data, or a choice alone is too long.
         """
         self.prepared = PreparedSet(folder, cache)
-        if not self.prepared.manifest.choices:
+        chat = self.prepared.manifest.chat
+        if chat is None or not chat.choices:
             raise DataError(
                 f"{folder}: holds no multiple-choice questions; prepare them with --format choices, or name a folder "
                 "of texts or conversations in eval.sets"

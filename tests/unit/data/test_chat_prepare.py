@@ -100,7 +100,7 @@ def test_every_record_is_there_or_named(place: Path, prepared: Path) -> None:
     assert data.manifest.chat is not None
     assert sum(data.manifest.chat.counted.values()) == sum(sum(counted) for _, counted in wanted)
     assert data.manifest.chat.longest == max(len(ids) for ids, _ in wanted)
-    assert data.manifest.chat.stop_tokens == ("<|im_end|>",)
+    assert data.manifest.chat.stop_tokens == ["<|im_end|>"]
     lines = (prepared / "rejected.jsonl").read_text().splitlines()
     rejected = sorted(map(json.loads, lines), key=lambda entry: entry["line"])
     assert [(entry["file"], entry["line"]) for entry in rejected] == [("talks.jsonl", 7), ("talks.jsonl", 11)]
@@ -129,7 +129,7 @@ def test_fields_that_nothing_reads_are_told_once(place: Path, capsys: pytest.Cap
     assert prepare(place, "unread.jsonl", "unread", "--validation-fraction", "0") == 0
     told = "nothing reads context of the records: put text that the model is to see into messages or documents"
     assert capsys.readouterr().out.count(told) == 1
-    assert PreparedSet(place / "unread").manifest.chat.unread == ("context",)  # type: ignore[union-attr]
+    assert PreparedSet(place / "unread").manifest.chat.unread == ["context"]  # type: ignore[union-attr]
 
 
 def test_where_nothing_is_left_the_reasons_are(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

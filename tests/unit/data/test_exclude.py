@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.load import refuse_other_run, with_names_of
+from llmtrain.checkpoint.load import refuse_other_run
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.stages import Batch, DataConfig, Stage, StageConfig, Stages, data_of
 from llmtrain.data.stream.loader import Course, StepBatch, TrainLoader
@@ -138,7 +138,7 @@ def test_a_checkpoint_continues_the_order_with_other_exclusions(folders: list[st
         data = course.data[0]
         now = TrainerState(data_fingerprint=data.fingerprint, orders={data.fingerprint: data.order})
         refuse_other_run(saved, now, Path("step-5"))
-        course.go_on(5, with_names_of(now, saved).data_stages)
+        course.go_on(5, saved.with_names_of(now).data_stages)
         assert course.at(5).index == 20 and course.first_number == 0
         record = course.record(6, 24)
         assert record[-1].get("exclude") == (None if exclude is None else [*exclude])
