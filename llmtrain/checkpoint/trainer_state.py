@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, differences, natural, read_file, step_of
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, differences, read_file, step_of
 
 _SETTINGS = ("run", "deepspeed", "model_config", "versions", "layout")
 _WORDS = {int: "a number", str: "text", dict: "a map", list: "a list"}
@@ -72,10 +72,9 @@ class TrainerState:
         """Raises CheckpointError."""
         path = folder / TRAINER
         try:
-            content = read_file(path)
+            return cls.parse(read_file(path), path)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}. Take another checkpoint.") from error
-        return cls.parse(content, path)
 
     @classmethod
     def parse(cls, content: bytes, file: Path) -> TrainerState:
@@ -92,10 +91,8 @@ class TrainerState:
         if not isinstance(tree, dict):
             raise _wrong(file, "its content", tree, "a map")
         for key in ("step", "tokens"):
-            try:
-                natural(tree.get(key))
-            except ValueError:
-                raise _wrong(file, key, tree.get(key), "a whole number, 0 or more") from None
+            if type(number := tree.get(key)) is not int or not 0 <= number < 2**63:
+                raise _wrong(file, key, number, "a whole number, 0 or more")
         kinds = _kinds()
         known = {key: value for key, value in tree.items() if key in kinds and value is not None}
         for key, value in known.items():
@@ -121,7 +118,8 @@ class TrainerState:
     @property
     def source(self) -> dict[str, Any] | None:
         """The Hugging Face folder that `from-hf` made the checkpoint of."""
-        return self.entries.get("source")
+        found = self.entries.get("source")
+        return found if isinstance(found, dict) else None
 
     @property
     def order(self) -> str | None:

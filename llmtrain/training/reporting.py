@@ -98,8 +98,8 @@ class Evaluation(Part):
         finite = {key: value for key, value in figures.items() if math.isfinite(value)}  # JSON has no others
         return {"step": step, "figures": finite, **early}
 
-    def restore(self, kept: dict[str, Any], folder: Path) -> None:
-        if self._patience is not None and (early := kept.get("stop_early")):
+    def restore(self, kept: Any, folder: Path) -> None:
+        if self._patience is not None and isinstance(kept, dict) and (early := kept.get("stop_early")):
             self._patience.restore(early)
             self.ended = self._patience.reason
 
