@@ -25,8 +25,10 @@ import pytest
 from llmtrain import cli
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
+from llmtrain.data.manifest import SPLITS, Shard, Split
 from llmtrain.data.prepare import pools
 from llmtrain.data.prepare.sources import Unit
+from llmtrain.data.prepare.worker import UnitRecord
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder, as_ids, dtype_for
 from llmtrain.data.tokenizer_folder import fingerprint
@@ -112,11 +114,11 @@ def test_the_books_of_many_units_cost_little(reference: Path, tmp_path: Path, mo
 
     def run_units(given: list[Unit], *more: Any) -> None:
         for unit in given:
-            shards = {
-                split: {"file": f"{split}-{unit.index:05d}.bin", "tokens": 9, "documents": 2, "xxh3": "0" * 16}
-                for split in ("train", "validation")
+            shards: dict[Split, Shard | None] = {
+                split: Shard(file=f"{split}-{unit.index:05d}.bin", tokens=9, documents=2, xxh3="0" * 16)
+                for split in SPLITS
             }
-            more[-1](unit, {"shards": shards, "rejected": [], "content": "0", "lines": 1})
+            more[-1](unit, UnitRecord(unit=unit.index, shards=shards, lines=1))
 
     monkeypatch.setattr(pools, "run_units", run_units)
     began = time.process_time()

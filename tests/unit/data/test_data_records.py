@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +15,7 @@ from llmtrain.base.errors import DataError
 from llmtrain.data.prepare.preparation import _rejected
 from llmtrain.data.prepare.records import Document, Lines, Rejection, read_piece
 from llmtrain.data.prepare.sources import find_files, plan_units
+from llmtrain.data.prepare.worker import UnitRecord
 
 LIMIT = 1000
 UNIT = 1 << 20
@@ -68,14 +68,14 @@ def test_a_cut_jsonl_gives_each_line_once_and_its_true_number(tmp_path: Path, un
     texts, _ = read(path, unit_bytes)
     assert texts == [text for i, text in enumerate(GOOD[:60]) if i not in (17, 41)]
     work = plan_units(find_files([str(path)], "auto"), unit_bytes)
-    records: dict[int, Any] = {}
+    records: dict[int, UnitRecord] = {}
     for unit in work:
         lines = Lines()
         items = [item for piece in unit.pieces for item in read_piece(piece, "text", LIMIT, lines)]
-        bad = [item.as_dict() for item in items if isinstance(item, Rejection)]
-        known = {"lines": lines.count} if unit.index % 3 else {}  # else not all are done, and some are counted now
-        records[unit.index] = {"rejected": bad, **known}
-    assert [entry["line"] for entry in _rejected(work, records)] == [18, 42]
+        bad = [item for item in items if isinstance(item, Rejection)]
+        known = lines.count if unit.index % 3 else None  # else not all are done, and some are counted now
+        records[unit.index] = UnitRecord(unit=unit.index, rejected=bad, lines=known)
+    assert [entry.number for entry in _rejected(work, records)] == [18, 42]
 
 
 @pytest.mark.parametrize(
