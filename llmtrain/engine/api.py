@@ -76,8 +76,16 @@ class Update:
     """The caller has left the update out."""
 
 
-GradientCopy = dict[tuple[int, int], Tensor]
-"""This rank's pieces of a gradient, by the tensor that has them and their place in it."""
+@dataclass(frozen=True, kw_only=True)
+class GradientPiece:
+    """A piece of one parameter's gradient. Its memory is used again after the call that gets it."""
+
+    name: str
+    """Hugging Face name of the parameter."""
+    region: Region
+    """Elements of the flat Hugging Face tensor."""
+    values: Tensor
+    """[region.numel]."""
 
 
 class Engine(Protocol):
@@ -124,31 +132,26 @@ class Engine(Protocol):
         """
         ...
 
-    def gradient_norm(
+    def gradients(
         self,
         micros: Sequence[MicroBatch],
         weight: int,
+        take: Callable[[GradientPiece], None],
         objective: LossFunction = NEXT_TOKEN,
         *,
-        copy_into: GradientCopy | None = None,
-        times: GradientCopy | None = None,
-    ) -> tuple[float, float]:
-        """Return the norm of a loss's gradient and its product with another one, and drop the gradient.
+        alone: bool = False,
+    ) -> list[Tensor]:
+        """Compute a gradient that no update follows. It is kept nowhere: `take` gets one piece after another.
 
         Args:
             micros, objective: as in `forward_backward`; a rank with no share gives rows without a counted label.
             weight: divisor of the loss.
-            copy_into: gets the gradient's fp32 pieces, 4 bytes a parameter over all ranks.
-            times: such pieces of an earlier call, for the product; None: the gradient itself.
+            take: gets each element on one rank, before clipping; nothing on all ranks if the gradient is not finite.
+            alone: give the gradient of each micro-batch on this data-parallel rank alone instead, times fp16's loss
+                scale: complete parameters, as the backward pass computes them. ZeRO 0 to 2, without a pipeline.
 
-        (inf, nan): it is not finite.
+        Returns: sums of the objective for each micro-batch, as `forward_backward`.
         """
-        ...
-
-    def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Tensor:
-        """Compute the gradient of each trained parameter on this data-parallel rank alone, times fp16's loss scale, for
-        the parameters' hooks; it is kept nowhere. ZeRO 0 to 2, without a pipeline. `weight`: divisor of the loss.
-        Returns the micro-batch's sums [figures]."""
         ...
 
     def evaluate(

@@ -278,3 +278,17 @@ class Routing:
         sum_over_ranks(numbers)
         tokens_LE = numbers[:-1].long().reshape(self.layers, self.experts)
         return RoutingFigures(aux_loss=float(numbers[-1]) / (passes or torch.nan), tokens_LE=tokens_LE.tolist())
+
+
+@contextlib.contextmanager
+def unwatched(module: nn.Module) -> Iterator[None]:
+    """A context in which the routers of a rank's module are not watched: no balancing loss, no counts."""
+    routing = getattr(module, "routing", None)
+    if routing is None:
+        yield
+        return
+    module.routing = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.routing = routing

@@ -7,9 +7,9 @@ replicas (replica_check.py) sees nothing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import subprocess
+import zlib
 from collections import Counter
 
 import torch
@@ -22,9 +22,11 @@ from llmtrain.base.rank import messages
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.data.stream.windows import IGNORED
+from llmtrain.engine.api import GradientPiece
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.ranks.device import device_id
 from llmtrain.models import compiler
+from llmtrain.models.experts import unwatched
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.replica_check import Difference, ReplicaCheck, Replicas, ReplicasDiffer, tensor_hash
 from llmtrain.training.step import Position, is_due, seed_step
@@ -135,13 +137,11 @@ class Recheck(Part):
         """Return a hash of each sequence's loss and gradient, int64 [sequences, 2]; with a bound their sums, fp64
         [sequences, 2, _BUCKETS]. The random numbers of the run stay."""
         objective, device = self._launch.session.objective, self._ranks.device
-        trained = [parameter for parameter in self._engine.module.parameters() if parameter.requires_grad]
         found = [torch.zeros((0, 2) if self._bound is None else (0, 2, _BUCKETS), dtype=torch.int64)]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             stack.enter_context(compiler.uncompiled())
-            for number, parameter in enumerate(trained):
-                stack.enter_context(parameter.register_hook(functools.partial(self._take, number)))
+            stack.enter_context(unwatched(self._engine.module))  # its counts are of steps
             if isinstance(objective, LooksAhead):
                 objective.look(micros, self._engine.evaluate)
             for micro in micros:
@@ -149,16 +149,15 @@ class Recheck(Part):
                 # A divisor of a step's size: fp16 would overflow.
                 weight = max(1, objective.weight(micro)) * self._data * len(micros)
                 self._parts = []
-                # A head that goes wrong after its logits gives a wrong loss alone.
-                loss = self._reduced(self._engine.own_gradient(micro, weight, objective)[:1])
+                (sums,) = self._engine.gradients([micro], weight, self._take, objective, alone=True)
+                loss = self._reduced(sums[:1])  # a head that goes wrong after its logits gives a wrong loss alone
                 found.append(torch.stack([loss, torch.stack(self._parts).sum(0)]).unsqueeze(0).cpu())
                 heart.beat()
         return torch.cat(found)
 
-    def _take(self, number: int, gradient: Tensor) -> Tensor:
-        """Reduce a parameter's gradient as soon as it is computed: a complete one would take memory."""
-        self._parts.append(self._reduced(gradient, 2 * number + 1))
-        return gradient.new_zeros(()).expand_as(gradient)
+    def _take(self, piece: GradientPiece) -> None:
+        number = zlib.crc32(repr((piece.name, piece.region)).encode())
+        self._parts.append(self._reduced(piece.values, 2 * number + 1))
 
     def _reduced(self, values: Tensor, factor: int = 1) -> Tensor:
         """Return `factor` x a hash; with a bound, sums of the values."""

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,24 @@ from torch import Tensor, nn
 from llmtrain.base import untrusted
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.engine.api import GradientCopy
+from llmtrain.engine.api import Engine, GradientPiece
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
+from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models import compiler
+from llmtrain.models.experts import unwatched
 from llmtrain.models.head import Head
 from llmtrain.models.structure.small_copy import tensors_of
 from llmtrain.optim.optimizers import norm_of
+from llmtrain.storage.region import Region
 from llmtrain.tracking.local import to_json
 from llmtrain.tracking.steps import LOOKS, REPLAYED
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Request
+
+_AT_ONCE = 2**24
+"""Elements of a gradient that are widened to float64 at a time."""
+GradientCopy = dict[tuple[str, Region], Tensor]
+"""This rank's pieces of a gradient, in fp32, by their place."""
 
 
 class Collected:
@@ -90,14 +98,13 @@ class Replay(Part):
         weight = int(self._ranks.sum(torch.tensor([counted], dtype=torch.float64))[0])
         if not weight:
             return {"rows": [], "largest": {}, "norm": math.nan}
-        scale = engine.loss_scale()
         norm, largest, whole = math.nan, dict[str, list[Tensor]](), GradientCopy()
         if self._has_gradients:
             if isinstance(objective, LooksAhead):
                 objective.look(batch.micro_batches, engine.evaluate)
             session.seed()
             with compiler.uncompiled(), largest_values(engine.module.hf) as largest:
-                norm, _ = engine.gradient_norm(batch.micro_batches, weight, objective, copy_into=whole)
+                norm, _ = gradient_norm(engine, self._ranks, batch.micro_batches, weight, objective, copy_into=whole)
         rows = range(batch.first_index, batch.first_index + batch.sequences)
         mine = [index for micro in batch.micro_batches for index in micro.sample_indices]
         losses = self._losses(rows, mine, objective)
@@ -112,11 +119,11 @@ class Replay(Part):
                 break
             micro = loader.row(self._step, row["sequence"] if row["sequence"] in mine else None)
             session.seed()
-            row["norm"], product = engine.gradient_norm([micro], weight, objective, times=whole)
+            with unwatched(engine.module):  # the balancing loss of experts belongs to a batch, not to its rows
+                row["norm"], product = gradient_norm(engine, self._ranks, [micro], weight, objective, times=whole)
             row["share"] = product / (norm * norm or math.nan)
             self._largest = sorted([*self._largest, row["loss"]], reverse=True)
         whole.clear()  # the step that follows has no room for it
-        engine.set_loss_scale(scale)
         engine.routing()  # what was looked at is not of the step
         merged: dict[str, Any] = {}
         for share in self._ranks.gather({name: list(map(float, values)) for name, values in largest.items()}):
@@ -141,6 +148,44 @@ class Replay(Part):
                 table[index - rows.start, 1] = objective.weight(micros[place])
         found: list[list[float]] = self._ranks.sum(table).tolist()
         return found
+
+
+def gradient_norm(
+    engine: Engine,
+    ranks: Ranks,
+    micros: Sequence[MicroBatch],
+    weight: int,
+    objective: LossFunction,
+    *,
+    copy_into: GradientCopy | None = None,
+    times: GradientCopy | None = None,
+) -> tuple[float, float]:
+    """Return the norm of a loss's gradient and its product with another one. All ranks call it.
+
+    Args:
+        micros, weight, objective: as in `Engine.gradients`.
+        copy_into: gets the gradient's pieces, 4 bytes a parameter over all ranks.
+        times: such pieces of an earlier call, for the product; None: the gradient itself.
+
+    (inf, nan): it is not finite.
+    """
+    # Square of the gradient and its product with the other one, on the device; pieces.
+    sums, taken = torch.zeros(2, dtype=torch.float64, device=ranks.device), 0
+
+    def look(piece: GradientPiece) -> None:
+        nonlocal taken
+        taken += 1
+        place = piece.name, piece.region
+        if copy_into is not None:
+            copy_into[place] = piece.values.to(torch.float32, copy=True)
+        other = (times or {}).get(place, piece.values)  # none of a gradient that overflowed
+        for part, other_part in zip(piece.values.split(_AT_ONCE), other.split(_AT_ONCE), strict=True):
+            sums[0] += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+            sums[1] += (part.double() * other_part).sum()
+
+    engine.gradients(micros, weight, look, objective)
+    found = ranks.sum(torch.cat([sums.cpu(), torch.tensor([taken], dtype=torch.float64)]))
+    return (math.sqrt(found[0]), float(found[1])) if found[2] else (math.inf, math.nan)
 
 
 @contextlib.contextmanager

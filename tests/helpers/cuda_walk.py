@@ -111,7 +111,7 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
     from llmtrain.models.transformers_private import without_memory
     from llmtrain.plan import rehearsal
     from llmtrain.training.recheck import Recheck
-    from llmtrain.training.replay import largest_values
+    from llmtrain.training.replay import GradientCopy, gradient_norm, largest_values
     from tests.helpers import fake_cuda
 
     folder.mkdir()
@@ -144,10 +144,10 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
         with ledger, contextlib.closing(setup.loader()) as loader:
             batch = next(loader)
             weight = sum(map(objective.weight, batch.micro_batches))
-            copy: dict[tuple[int, int], Any] = {}
+            copy = GradientCopy()
             with largest_values(engine.module.hf):
-                norm, _ = engine.gradient_norm(batch.micro_batches, weight, objective, copy_into=copy)
-            engine.gradient_norm([loader.row(1, 0)], weight, objective, times=copy)
+                norm, _ = gradient_norm(engine, ranks, batch.micro_batches, weight, objective, copy_into=copy)
+            gradient_norm(engine, ranks, [loader.row(1, 0)], weight, objective, times=copy)
             copy.clear()
             found["norm"] = norm
             if form.get("recheck"):

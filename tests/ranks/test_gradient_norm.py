@@ -1,4 +1,4 @@
-"""The gradient norms of single rows by `Engine.gradient_norm`, against plain PyTorch, one row at a time."""
+"""The gradient norms of single rows by `Engine.gradients`, against plain PyTorch, one row at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.data.stream.loader import MicroBatch, StepBatch
-from llmtrain.engine.api import GradientCopy
-from llmtrain.engine.deepspeed import engine as deepspeed_engine
+from llmtrain.engine.losses.function import NEXT_TOKEN
+from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.models.experts import unwatched
 from llmtrain.models.loss import IGNORE
+from llmtrain.training import replay
+from llmtrain.training.replay import GradientCopy, gradient_norm
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import Case, case_degrees, make_engine, one_step, plain_model, view_of
 
@@ -49,48 +52,51 @@ class Widened(TorchDispatchMode):
         return made
 
 
-def looked(engine: Any, mine: list[int]) -> tuple[list[float], list[float]]:
+def looked(engine: Any, ranks: Ranks, mine: list[int]) -> tuple[list[float], list[float]]:
     """(norms of the batch and of each row, shares of the rows), with pieces of 1,000 elements: the embedding of a large
     model, widened as a whole, took more memory than the step that follows leaves."""
-    with patch.object(deepspeed_engine, "_AT_ONCE", 1000), Widened() as widened:
-        found = _looked(engine, mine)
+    with patch.object(replay, "_AT_ONCE", 1000), Widened() as widened:
+        found = _looked(engine, ranks, mine)
     assert 1 < widened.most <= 1000
     return found
 
 
-def _looked(engine: Any, mine: list[int]) -> tuple[list[float], list[float]]:
+def _looked(engine: Any, ranks: Ranks, mine: list[int]) -> tuple[list[float], list[float]]:
     copy = GradientCopy()
-    whole, own = engine.gradient_norm([row(index) for index in mine], WEIGHT, copy_into=copy)
+    micros = [row(index) for index in mine]
+    whole, own = gradient_norm(engine, ranks, micros, WEIGHT, NEXT_TOKEN, copy_into=copy)
     assert own == pytest.approx(whole * whole)
     norms, shares = [whole], []
     for index in range(ROWS):
-        norm, product = engine.gradient_norm([row(index) if index in mine else empty()], WEIGHT, times=copy)
+        micro = row(index) if index in mine else empty()
+        with unwatched(engine.module):
+            norm, product = gradient_norm(engine, ranks, [micro], WEIGHT, NEXT_TOKEN, times=copy)
         norms.append(norm)
         shares.append(product / whole**2)
     return norms, shares
 
 
-def made(case: Case) -> tuple[Any, list[int]]:
-    """(engine, rows of this rank)."""
+def made(case: Case) -> tuple[Any, Ranks, list[int]]:
+    """(engine, ranks, rows of this rank)."""
     engine, ranks = make_engine(case)
     degrees = case_degrees(case, ranks.world_size)
-    return engine, list(range(degrees.place(ranks.rank).data, ROWS, degrees.data))
+    return engine, ranks, list(range(degrees.place(ranks.rank).data, ROWS, degrees.data))
 
 
 def first_weights(case: Case) -> tuple[list[float], list[float]]:
-    engine, mine = made(case)
-    found = looked(engine, mine)
+    engine, ranks, mine = made(case)
+    found = looked(engine, ranks, mine)
     engine.close()
     return found
 
 
 def measured(case: Case) -> tuple[list[float], list[float], bool, float]:
     """After a step: (norms, shares, True if looking changes no state, norm of the next step)."""
-    engine, mine = made(case)
+    engine, ranks, mine = made(case)
     batch = StepBatch(micro_batches=[row(index) for index in mine], first_index=0, sequences=ROWS)
     one_step(engine, batch, WEIGHT)  # so that there are moments
     before = [view_of(piece).clone() for piece in engine.state()]
-    norms, shares = looked(engine, mine)
+    norms, shares = looked(engine, ranks, mine)
     same = all(torch.equal(view_of(piece), kept) for piece, kept in zip(engine.state(), before, strict=True))
     _, update = one_step(engine, batch, WEIGHT)
     engine.close()

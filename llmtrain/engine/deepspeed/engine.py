@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from llmtrain.base.errors import ModelError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
-from llmtrain.engine.api import ForwardCopy, GradientCopy, StateTensor, Update
+from llmtrain.engine.api import ForwardCopy, GradientPiece, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State, Zero3State, Zero12State
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction, NextTokenLoss
 from llmtrain.engine.ranks.ranks import Ranks
@@ -29,6 +28,7 @@ from llmtrain.models.head import Head
 from llmtrain.models.language import LanguageModel, compare_losses
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.parameters import LocalParameter
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import layer_configs
 
@@ -72,8 +72,6 @@ def without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-_AT_ONCE = 2**24
-"""Elements of a gradient that are widened to float64 at a time."""
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Fields of the loss scaler; their existence depends on fp16.loss_scale."""
 
@@ -148,8 +146,6 @@ class ZeroEngine:
         self.partitions_parameters = self._state.partitions_parameters
         self._must_look = self.partitions_parameters
         """True until a check has shown that ZeRO 3 takes every gradient."""
-        self._rows_alone = False
-        """The balancing loss of the experts is left out: it belongs to a batch, not to its rows."""
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
@@ -182,7 +178,7 @@ class ZeroEngine:
             sums = self._sums(micro, objective)
             part = sums[0] / weight()
             # The parts of the balancing loss add up over the ranks, and each micro-batch has its own.
-            if self.module.balance is not None and not self._rows_alone:
+            if self.module.balance is not None:
                 part = part + self.module.balance / engine.gradient_accumulation_steps()
             heart.phase("backward")
             engine.backward(part * equal_shares)
@@ -236,61 +232,58 @@ class ZeroEngine:
                     stack.enter_context(_stepping_only_if(base, steps))
             yield
 
-    def gradient_norm(
+    def gradients(
         self,
         micros: Sequence[MicroBatch],
         weight: int,
+        take: Callable[[GradientPiece], None],
         objective: LossFunction = NEXT_TOKEN,
         *,
-        copy_into: GradientCopy | None = None,
-        times: GradientCopy | None = None,
-    ) -> tuple[float, float]:
-        own: dict[int, list[slice]] = {}
+        alone: bool = False,
+    ) -> list[Tensor]:
+        if alone:
+            return [self._own_gradient(micro, weight, take, objective) for micro in micros]
+        own: dict[int, list[tuple[StateTensor, slice]]] = {}
         for home in self._state.homes():
             whole = home.flat.detach().reshape(-1).narrow(0, home.offset, home.numel)
-            part = home.tensor("gradient", whole).own
-            own.setdefault(id(home.flat), []).append(slice(home.offset + part.start, home.offset + part.stop))
-        # Square of the gradient and its product with the other one, on the device; whether it is finite.
-        sums, looked = torch.zeros(2, dtype=torch.float64, device=self.device), False
+            piece = home.tensor("gradient", whole)
+            place = slice(home.offset + piece.own.start, home.offset + piece.own.stop)
+            own.setdefault(id(home.flat), []).append((piece, place))
 
         def look(base: Any) -> bool:
-            nonlocal looked
-            looked = True
             for flat in (flat for group in base.param_groups for flat in group["params"] if flat.grad is not None):
-                for place in own.get(id(flat), ()):
-                    piece = flat.grad.detach().reshape(-1)[place]
-                    if copy_into is not None:
-                        copy_into[id(flat), place.start] = piece.to(torch.float32, copy=True)
-                    other = (times or {}).get((id(flat), place.start), piece)  # none of a gradient that overflowed
-                    for part, other_part in zip(piece.split(_AT_ONCE), other.split(_AT_ONCE), strict=True):
-                        sums[0] += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-                        sums[1] += (part.double() * other_part).sum()
+                for piece, place in own.get(id(flat), ()):
+                    values = flat.grad.detach().reshape(-1)[place]
+                    take(GradientPiece(name=piece.name, region=piece.own_region, values=values))
             return False
 
         optimizer, scale = self.deepspeed.optimizer, self.loss_scale()
-        self._rows_alone = copy_into is None
-        self.forward_backward(micros, lambda: weight, objective)
-        self._rows_alone = False
+        sums = self.forward_backward(micros, lambda: weight, objective)
         clip, optimizer.clip_grad = optimizer.clip_grad, 0.0
         with self._only_if(look):
             self._optimizer_step()
         optimizer.clip_grad = clip
         self.set_loss_scale(scale)
-        found = self._ranks.sum(torch.cat([sums.cpu(), torch.tensor([looked], dtype=torch.float64)]))
-        return (math.sqrt(found[0]), float(found[1])) if found[2] else (math.inf, math.nan)
+        return sums
 
-    def own_gradient(self, micro: MicroBatch, weight: int, objective: LossFunction) -> Tensor:
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        routing, self.module.routing = self.module.routing, None  # its counts are of steps
-        try:
-            with self._attention([micro]):
-                # Of the module: DeepSpeed's forward pass would make the backward pass its own.
-                sums = self._sums(micro, objective, self.module)
-                loss = sums[0] / weight * self.loss_scale().get("cur_scale", 1.0)
-                torch.autograd.grad(loss, trained, allow_unused=True)
-                return sums.detach()
-        finally:
-            self.module.routing = routing
+    def _own_gradient(
+        self, micro: MicroBatch, weight: int, take: Callable[[GradientPiece], None], objective: LossFunction
+    ) -> Tensor:
+        trained = [held for held in self._state.local_parameters() if held.trains]
+
+        def took(held: LocalParameter, gradient: Tensor) -> Tensor:
+            take(GradientPiece(name=held.name, region=held.region, values=gradient.reshape(-1)))
+            return gradient.new_zeros(()).expand_as(gradient)  # the complete ones would take memory
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._attention([micro]))
+            for held in trained:
+                stack.enter_context(held.parameter.register_hook(functools.partial(took, held)))
+            # Of the module: DeepSpeed's forward pass would make the backward pass its own.
+            sums = self._sums(micro, objective, self.module)
+            loss = sums[0] / weight * self.loss_scale().get("cur_scale", 1.0)
+            torch.autograd.grad(loss, [held.parameter for held in trained], allow_unused=True)
+            return sums.detach()
 
     @contextlib.contextmanager
     def _scale_of_the_gradients(self) -> Iterator[None]:
