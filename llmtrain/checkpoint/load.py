@@ -36,7 +36,7 @@ from llmtrain.config import plugins
 from llmtrain.config.problems import show
 from llmtrain.config.reader import saved_stages
 from llmtrain.config.run import RunConfig
-from llmtrain.engine.api import Engine, StateTensor
+from llmtrain.engine.api import Counters, Engine, StateTensor
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_rounding, prove_masters
 from llmtrain.models.rope import turned
@@ -257,9 +257,8 @@ def load_checkpoint(
         own = next((problem for problem in found if isinstance(problem, FrozenSourceError | ConfigError)), None)
         raise own or DamagedCheckpoint("; ".join(dict.fromkeys(map(str, found))))
     if not weights_only:
-        applied = trainer.optimizer_step
-        engine.set_optimizer_step(reader.manifest.step if applied is None else applied)
-        engine.set_loss_scale(trainer.loss_scale)
+        step = reader.manifest.step if trainer.optimizer_step is None else trainer.optimizer_step
+        engine.set_counters(Counters(optimizer_step=step, loss_scale=trainer.loss_scale))
     engine.refresh()
     prove_masters(engine, ranks)
     sums = reader.manifest.checksums()

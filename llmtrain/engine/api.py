@@ -16,7 +16,6 @@ from torch import Tensor
 
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
-from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.language import LanguageModel
 from llmtrain.storage.region import Region
 
@@ -88,8 +87,18 @@ class GradientPiece:
     """[region.numel]."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What the optimizer counts beside its moments."""
+
+    optimizer_step: Tensor | int
+    """Applied updates, without skipped ones, as in the bias correction. Reading a tensor waits for the device."""
+    loss_scale: dict[str, float]
+    """Numbers of fp16's dynamic loss scaler; empty in other precisions."""
+
+
 class Engine(Protocol):
-    """One rank's engine. All ranks call every method together, except for `state`, `copies`, `refresh` and counters.
+    """One rank's engine. All ranks call every method together, except for `state`, `copies`, `refresh` and `counters`.
 
     The forward pass reads copies of the parameters (`copies`), the optimizer keeps fp32 masters and moments (`state`).
     """
@@ -160,33 +169,12 @@ class Engine(Protocol):
         """Return (the objective's figures, their weight) over all ranks, each with an equal number of micro-batches."""
         ...
 
-    def means(self, sums: Tensor, weight: int) -> list[float]:
-        """Return means over all ranks of `sums` [figures], for the global batch's weight. Waits for the device."""
-        ...
-
-    def routing(self) -> RoutingFigures | None:
-        """Return router statistics of a mixture of experts since the last call; None without experts."""
-        ...
-
-    def check_head(self, inputs: Tensor) -> None:
-        """Prove on `inputs` [1, T] that the loss equals the loss of transformers' logits. Raises ModelError."""
-        ...
-
-    def check_isolation(self, inputs: Tensor) -> None:
-        """Prove on `inputs` [1, T], as two documents, that they are isolated. Raises ModelError."""
-        ...
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the full shape of every parameter on any rank, by Hugging Face name."""
         ...
 
     def state(self) -> list[StateTensor]:
         """Return all pieces on this rank, in a fixed order. Moments exist before the first step."""
-        ...
-
-    def held(self) -> Iterator[tuple[str, bool, Tensor]]:
-        """Yield all that this rank keeps between steps: (weights, masters, moments, gradients or buckets; in host
-        memory; tensor)."""
         ...
 
     def copies(self) -> Iterator[ForwardCopy]:
@@ -204,20 +192,12 @@ class Engine(Protocol):
         """Copy the (rounded) fp32 masters into the parameters of the forward pass."""
         ...
 
-    def optimizer_step(self) -> int:
-        """Return the applied optimizer steps, without skipped ones, as in the optimizer's bias correction."""
+    def counters(self) -> Counters:
+        """Return what the optimizer counts."""
         ...
 
-    def set_optimizer_step(self, step: int) -> None:
-        """Set every step counter of the optimizer."""
-        ...
-
-    def loss_scale(self) -> dict[str, float]:
-        """Return the dynamic loss scaler's numbers (fp16); empty in other precisions."""
-        ...
-
-    def set_loss_scale(self, numbers: dict[str, float]) -> None:
-        """Restore the numbers of `loss_scale`."""
+    def set_counters(self, counters: Counters) -> None:
+        """Restore the numbers of `counters`."""
         ...
 
     def close(self) -> None:

@@ -281,13 +281,9 @@ class Routing:
 
 
 @contextlib.contextmanager
-def unwatched(module: nn.Module) -> Iterator[None]:
+def unwatched(module: Any) -> Iterator[None]:
     """A context in which the routers of a rank's module are not watched: no balancing loss, no counts."""
-    routing = getattr(module, "routing", None)
-    if routing is None:
-        yield
-        return
-    module.routing = None  # type: ignore[assignment]
+    routing, module.routing = module.routing, None
     try:
         yield
     finally:

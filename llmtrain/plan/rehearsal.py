@@ -28,7 +28,7 @@ from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.api import Engine
-from llmtrain.engine.deepspeed.rehearsed import RehearsedRanks, make_room_for_messages, rehearsed_ranks
+from llmtrain.engine.deepspeed.rehearsed import RehearsedRanks, held, make_room_for_messages, rehearsed_ranks
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.engine.ranks.ranks import Ranks
@@ -242,7 +242,7 @@ def walk(
     walked = 0
     with ledger:
         watching = list(ledger.watch(setup.engine.module))
-        ledger.mark(setup.engine.held())
+        ledger.mark(held(setup.engine))
         session = setup.session()
         ema = None if setup.run.ema.decay is None else Ema(setup)
         # A source on a disk keeps the frozen parameters; the first save and all later ones take the same memory.
@@ -264,7 +264,7 @@ def walk(
                 batch = replace(batch, micro_batches=batch.micro_batches[:most])
                 walked = len(batch.micro_batches)
                 session.step(batch)
-                ledger.mark(setup.engine.held())
+                ledger.mark(held(setup.engine))
         step = ledger.work.of_step(micro_batches, walked, before if pipeline > 1 else walked)
         heart.phase("save")
         for piece, copy in zip_longest(pieces, copies):

@@ -124,7 +124,7 @@ class Replay(Part):
             row["share"] = product / (norm * norm or math.nan)
             self._largest = sorted([*self._largest, row["loss"]], reverse=True)
         whole.clear()  # the step that follows has no room for it
-        engine.routing()  # what was looked at is not of the step
+        session.routing()  # what was looked at is not of the step
         merged: dict[str, Any] = {}
         for share in self._ranks.gather({name: list(map(float, values)) for name, values in largest.items()}):
             for name, values in share.items():

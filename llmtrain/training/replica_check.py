@@ -260,7 +260,7 @@ class ReplicaCheck(Part):
     def _facts(self, position: Mapping[str, int], batch: StepBatch, lr_factor: float) -> dict[str, Any]:
         """Facts that are the same on all ranks."""
         share = self._ranks.rank // self._degrees.tensor  # as the loop seeds a step
-        seeds = [torch.initial_seed()]
+        counters, seeds = self._engine.counters(), [torch.initial_seed()]
         if self._ranks.device.type == "cuda":
             seeds.append(torch.cuda.initial_seed())
         return {
@@ -268,8 +268,8 @@ class ReplicaCheck(Part):
             "first sample of the step": batch.first_index,
             "random seed of the step": [(seed - share) % 2**64 for seed in seeds],
             "learning-rate factor of the step": lr_factor,
-            "steps of the optimizer": self._engine.optimizer_step(),
-            "loss scale": self._engine.loss_scale(),
+            "steps of the optimizer": int(counters.optimizer_step),
+            "loss scale": counters.loss_scale,
             **self._constant,
         }
 

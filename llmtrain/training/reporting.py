@@ -310,8 +310,8 @@ class Logging(Part):
             self._log(done)
 
     def _log(self, done: Done) -> None:
-        engine = self._setup.engine
-        norm, scale, routing = done.update.grad_norm, engine.loss_scale().get("cur_scale"), engine.routing()
+        scale = self._setup.engine.counters().loss_scale.get("cur_scale")
+        norm, routing = done.update.grad_norm, self._launch.session.routing()
         read, data = done.batch.first_index + done.batch.sequences, self._setup.course.data[done.batch.stage]
         epoch = read / data.sequences_per_epoch
         if self._setup.resolved.max_steps is None and epoch > USEFUL_EPOCHS and self._setup.ranks.rank == 0:

@@ -136,7 +136,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     start = resume_or_start(setup, folder, checkpoints)
     setup.prove()
     environment = _write_files(setup, folder)
-    experts = getattr(setup.engine.module, "routing", None) is not None
+    experts = setup.engine.module.routing is not None
     watch.describe(run_id=start.run_id, experts=experts)
     tracker, session = _tracker(setup, start, folder, environment), setup.session(start.position.step)
     parts: list[Part] = []

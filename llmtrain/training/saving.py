@@ -105,7 +105,7 @@ class Saving(Part):
         state = replace(
             self._start.trainer,
             **asdict(position),
-            loss_scale=engine.loss_scale(),
+            loss_scale=engine.counters().loss_scale,
             model_config=engine.module.config.to_dict(),  # stages change it
             data_fingerprint=course.done(position.step).data.fingerprint,
             data_stages=course.record(position.step, position.sample_index),

@@ -6,6 +6,7 @@ A run, a parity check, `llmtrain reference` and the tests all use `Setup`, so a 
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
+from llmtrain.engine.loss_check import check_head, check_isolation
 from llmtrain.engine.losses.function import LossFunction, NextTokenLoss
 from llmtrain.engine.losses.named import loss_of, with_reference
 from llmtrain.engine.losses.with_metrics import with_metrics
@@ -167,7 +169,8 @@ class Setup:
 
             prove_alike(self.run.objective, self.ranks)
         row = torch.from_numpy(self.data.sequence(0)[0])
-        prove_loss(self.engine, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
+        prove_loss(self.engine, row, self.ranks, shared_by=self.resolved.degrees.sequence,
+                   isolate_documents=self.run.data.isolate_documents)  # fmt: skip
         of_tokens = isinstance(self.objective, NextTokenLoss)
         if self.began_with is None or (of_tokens and self.run.adapter.r is None):
             return
@@ -371,19 +374,22 @@ def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callabl
     return base
 
 
-def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:
+def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, shared_by: int, isolate_documents: bool) -> None:
     """Prove on the first tokens of `row` [T] that our loss equals the loss of the model's own logits and, if asked,
-    that documents are isolated. Raises AgreedError, on all ranks."""
-    few = row[:_PROVED_TOKENS].unsqueeze(0)
+    that documents are isolated. `shared_by`: ranks that share a row. Raises AgreedError, on all ranks."""
+
+    def few(unit: int) -> Tensor:
+        return row[: min(len(row), _PROVED_TOKENS) // unit * unit].unsqueeze(0)
+
     # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
     failures = contextlib.nullcontext() if engine.stages else _failures_in_transformers()
     with ranks.together(), failures, compiler.uncompiled():
-        engine.check_head(few)
+        check_head(engine, few(shared_by))
         if isolate_documents:
             from llmtrain.models.fp8 import without_fp8
 
             with without_fp8(engine.module):  # one scale of all tokens would be seen by both documents
-                engine.check_isolation(few[:, : few.shape[1] // 2 * 2])
+                check_isolation(engine, few(math.lcm(2, shared_by)))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from llmtrain.engine.api import Engine, Update
 from llmtrain.engine.losses.function import NEXT_TOKEN, LooksAhead, LossFunction
 from llmtrain.engine.losses.with_metrics import quotients
 from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.models.experts import RoutingFigures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ class Session:
         self.engine, self.objective = engine, objective
         self.step_number = step
         self.rate, self._seed, self._agree = rate, seed, Agree(ranks)
-        self._leads = degrees.place(ranks.rank).leads
+        self._ranks, self._place = ranks, degrees.place(ranks.rank)
         self._seeded_as = ranks.rank // degrees.tensor
         self.measured: Callable[[Sequence[MicroBatch]], AbstractContextManager[None]] = lambda _: nullcontext()
         """A context around the forward and backward passes of these micro-batches."""
@@ -158,7 +159,7 @@ class Session:
             with heart.during("reference"):
                 self.objective.look(batch.micro_batches, self.engine.evaluate)
         counted = sum(map(self.objective.weight, batch.micro_batches))
-        agreement = self._agree.start(counted if self._leads else 0, request)
+        agreement = self._agree.start(counted if self._place.leads else 0, request)
         self.seed()
         lr_factor = self.rate(self.step_number)
         if not counted and not agreement().weight:  # nowhere: momentum alone would move the weights
@@ -182,8 +183,16 @@ class Session:
 
     def figures(self, step: Step) -> dict[str, float]:
         """Return the objective's figures over the global batch. Waits for the device."""
-        means = self.engine.means(torch.stack(step.sums).sum(0), step.agreed.weight)
+        # The ranks of a tensor-parallel group have the same sums.
+        mine = torch.stack(step.sums).sum(0).double().cpu() * (self._place.tensor == 0)
+        means = [each / (step.agreed.weight or torch.nan) for each in self._ranks.sum(mine).tolist()]
         return quotients(dict(zip(self.objective.figures, means, strict=True)))
+
+    def routing(self) -> RoutingFigures | None:
+        """Return the statistics of a mixture's routers since the last call; None without experts. Waits for the
+        device."""
+        routing = self.engine.module.routing
+        return None if routing is None else routing.take(self._ranks.sum, counts=self._place.tensor == 0)
 
 
 def is_due(every: int | None, steps: range) -> bool:

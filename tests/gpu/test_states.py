@@ -18,7 +18,7 @@ from llmtrain.engine.ranks.device import use_deterministic_kernels
 from llmtrain.engine.weights import _sum_on
 from llmtrain.storage.checksum import checksum, checksum_part
 from llmtrain.storage.region import Region
-from tests.helpers.training import Case, Trace, batches, make_engine, one_step, resolved_run, save_checkpoint
+from tests.helpers.training import Case, Trace, batches, counted, make_engine, one_step, resolved_run, save_checkpoint
 from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
 
 
@@ -105,7 +105,7 @@ def fp16_save(case: Case, folder: str, steps: int) -> tuple[Scaled, str, dict[st
     allow_fp16()
     engine, ranks = make_engine(case)
     scaled = fp16_steps(case, engine, 0, steps)
-    state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
+    state = counted(engine)
     path = save_checkpoint(engine, Path(folder), steps, state, resolved_run(case, 1), ranks)
     engine.close()
     return scaled, str(path), state["loss_scale"]
@@ -116,7 +116,7 @@ def fp16_load(case: Case, path: str, first: int) -> tuple[dict[str, float], Scal
     engine, ranks = make_engine(case)
     trainer = TrainerState.read(Path(path))
     load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
-    loaded = engine.loss_scale()
+    loaded = engine.counters().loss_scale
     scaled = fp16_steps(case, engine, first, case.steps)
     engine.close()
     return loaded, scaled
@@ -129,11 +129,11 @@ def fp16_steps(case: Case, engine: ZeroEngine, first: int, last: int) -> Scaled:
         batch = next(source)
         weight = sum(map(NEXT_TOKEN.weight, batch.micro_batches))
         sums, result = one_step(engine, batch, weight)
-        scaled.losses += engine.means(torch.stack(sums).sum(0), weight)
-        scaled.scales.append(engine.loss_scale()["cur_scale"])
+        scaled.losses += (torch.stack(sums).sum(0).double() / weight).tolist()
+        scaled.scales.append(engine.counters().loss_scale["cur_scale"])
         scaled.skipped.append(result.skipped)
     source.close()  # type: ignore[attr-defined]
-    scaled.applied = engine.optimizer_step()
+    scaled.applied = int(engine.counters().optimizer_step)
     return scaled
 
 

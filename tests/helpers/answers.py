@@ -20,6 +20,7 @@ from tests.helpers.training import (
     Trace,
     assembled,
     case_data,
+    counted,
     make_engine,
     plain_training,
     resolved_run,
@@ -91,7 +92,7 @@ def trained_answers(
 
     def save(step: int) -> None:
         if step == 2 and folder and not resumes:
-            state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale(), "step": 2,
+            state = {**counted(engine), "step": 2,
                      "tokens": 0,
                      "model_config": engine.module.config.to_dict(), "run": asdict(resolved.run)}  # fmt: skip
             save_checkpoint(engine, Path(folder), 2, state, resolved, ranks)

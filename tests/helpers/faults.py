@@ -190,6 +190,7 @@ def wrong_rank_count() -> Context:
 @fault("bias correction", zero=2)
 def late_bias_correction() -> Context:
     """AdamW's step counter begins at 1: a step on zero gradients has been taken to create its state."""
+    from llmtrain.engine.api import Counters
     from llmtrain.training import setup
 
     build = setup.build_engine
@@ -197,7 +198,7 @@ def late_bias_correction() -> Context:
     def built(*args: Any) -> Any:
         engine = build(*args)
         engine.state()  # creates the state
-        engine.set_optimizer_step(1)
+        engine.set_counters(Counters(optimizer_step=1, loss_scale={}))
         return engine
 
     return patch.object(setup, "build_engine", built)

@@ -335,6 +335,12 @@ def train_steps(
     return trace
 
 
+def counted(engine: ZeroEngine) -> dict[str, Any]:
+    """The optimizer's entries of trainer.json."""
+    counters = engine.counters()
+    return {"optimizer_step": int(counters.optimizer_step), "loss_scale": counters.loss_scale}
+
+
 def view_of(piece: StateTensor) -> torch.Tensor:
     """The live values of what lies in memory."""
     with piece.open() as view:

@@ -50,7 +50,7 @@ def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str |
     """Steps [first, last) on a rank: from first values, with a save at the end; or from a checkpoint. Returns rank 0's
     trace, and the checkpoint."""
     from llmtrain.parity.trainer import ema_of, set_up, train_steps
-    from tests.helpers.training import joined, save_checkpoint
+    from tests.helpers.training import counted, joined, save_checkpoint
 
     ranks = joined()
     setup, source = set_up(run, ranks)
@@ -70,8 +70,7 @@ def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str |
         state = {
             "step": last,
             "tokens": 0,
-            "optimizer_step": engine.optimizer_step(),
-            "loss_scale": engine.loss_scale(),
+            **counted(engine),
             "model_config": setup.spec.config.to_dict(),
             "run": asdict(run.run),
         }

@@ -24,6 +24,7 @@ from tests.helpers.training import (
     LLAMA,
     Case,
     assembled,
+    counted,
     make_engine,
     resolved_run,
     resume_from,
@@ -55,8 +56,7 @@ def save_run(case: Case, run: str, steps: list[int]) -> None:
             "tokens": 384 * step,
             "sample_index": 12 * step,
             "wandb_id": "w",
-            "optimizer_step": engine.optimizer_step(),
-            "loss_scale": engine.loss_scale(),
+            **counted(engine),
         }
         save_checkpoint(engine, Path(run) / "checkpoints", step, state, resolved_run(case, ranks.world_size), ranks)
     engine.close()
@@ -154,7 +154,7 @@ def resumed_state(case: Case, attempt: dict[str, Any]) -> tuple[dict[str, dict[s
     )
     resume_from(engine, run, attempt["folder"], NOW, ranks)
     state = {kind: assembled(engine, ranks, kind) for kind in (PARAM, "exp_avg", "exp_avg_sq")}
-    step = engine.optimizer_step()
+    step = counted(engine)["optimizer_step"]
     engine.close()
     return state, step
 

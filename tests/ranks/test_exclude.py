@@ -61,7 +61,8 @@ def stepped(case: Case, trains: Objective, scale: float = 1.0) -> tuple[float, f
     if isinstance(objective, LooksAhead):
         objective.look(micros.micro_batches, engine.evaluate)
     losses = engine.forward_backward(micros.micro_batches, lambda: weight, objective)
-    loss = engine.means(torch.stack(losses).sum(0), weight)[0]
+    mine = torch.stack(losses).sum(0).double().cpu() * (place.tensor == 0)
+    loss = ranks.sum(mine)[0] / weight
     update = engine.update(1.0)
     engine.close()
     return float(loss), float(update.grad_norm)

@@ -33,6 +33,7 @@ from tests.helpers.training import (
     Case,
     Trace,
     assembled,
+    counted,
     make_engine,
     plain_pytorch,
     resolved_run,
@@ -302,8 +303,7 @@ def prove(case: Case, folder: str) -> tuple[Trace, str]:
     state = {
         "step": HALF,
         "tokens": 0,
-        "optimizer_step": engine.optimizer_step(),
-        "loss_scale": engine.loss_scale(),
+        **counted(engine),
         "model_config": engine.module.config.to_dict(),
     }
     path = save_checkpoint(engine, Path(folder), HALF, state, resolved_run(case, ranks.world_size), ranks)

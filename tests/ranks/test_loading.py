@@ -13,7 +13,7 @@ from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.storage.tensorfile import numel
-from tests.helpers.training import LLAMA, Case, make_engine, resolved_run, save_checkpoint, view_of
+from tests.helpers.training import LLAMA, Case, counted, make_engine, resolved_run, save_checkpoint, view_of
 
 # 17 M parameters, the largest tensor a quarter of them: headers and manifest are small beside the values, and a rank
 # that read whole files would be seen.
@@ -32,7 +32,7 @@ def save_large(case: Case, folder: str) -> str:
         for index, fragment in enumerate(engine.state()):
             view_of(fragment).add_(torch.arange(fragment.region.numel) % 97 + index)
     engine.refresh()
-    state = {"step": 1, "tokens": 0, "optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
+    state = {"step": 1, "tokens": 0, **counted(engine)}
     path = save_checkpoint(engine, Path(folder), 1, state, resolved_run(case, ranks.world_size), ranks)
     engine.close()
     return str(path)

@@ -59,7 +59,7 @@ def saved_by_deepspeed(case: Case, folder: str) -> dict[str, float]:
     engine, ranks = make_engine(case)
     train_steps(case, engine, ranks, 0, HALF)
     engine.deepspeed.save_checkpoint(folder)
-    scale = engine.loss_scale()
+    scale = engine.counters().loss_scale
     engine.close()
     return scale
 

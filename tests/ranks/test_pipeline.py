@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from llmtrain.base.errors import ModelError
+from llmtrain.engine.loss_check import check_head
 from llmtrain.models.loss import HeadForm
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.processors import on_device
@@ -128,7 +129,7 @@ def said_of_a_wrong_head(case: Case) -> str:
     if engine.deepspeed.is_last_stage():
         engine.module.head.form = HeadForm(scale=3.0)
     try:
-        engine.check_head(torch.arange(32).unsqueeze(0))
+        check_head(engine, torch.arange(32).unsqueeze(0))
     except ModelError as error:
         return str(error)
     finally:

@@ -63,7 +63,7 @@ def untouched(case: Case, checks: int) -> tuple[list[tuple[int, str, bool]], dic
             "buffers": list(engine.module.buffers()),
             "routers": counts,
             "random numbers": [torch.get_rng_state()],
-            "loss scale": [torch.tensor(each) for each in engine.loss_scale().values()],
+            "loss scale": [torch.tensor(each) for each in engine.counters().loss_scale.values()],
         }
 
     before = {name: [each.clone() for each in tensors] for name, tensors in state().items()}

@@ -18,6 +18,7 @@ from tests.helpers.training import (
     Case,
     Trace,
     assembled,
+    counted,
     make_engine,
     resolved_run,
     save_checkpoint,
@@ -33,7 +34,7 @@ def save_in_the_middle(case: Case, folder: str) -> tuple[Trace, str]:
     """All steps with a checkpoint after HALF; the trace covers the second half."""
     engine, ranks = make_engine(case)
     train_steps(case, engine, ranks, 0, HALF)
-    state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
+    state = counted(engine)
     resolved = resolved_run(case, ranks.world_size)
     path = save_checkpoint(engine, Path(folder), HALF, state, resolved, ranks)
     trace = train_steps(case, engine, ranks, HALF, END)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.engine.loss_check import check_head, check_isolation
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.ranks import RankFailed
 from tests.helpers.training import LLAMA, Case, Trace, assert_agrees, make_engine, plain_pytorch, run_case
@@ -131,8 +132,8 @@ def checked_at_the_start(case: Case, fault: str) -> str:
             base.forward = lambda *args, position_ids=None, **kwargs: plain(
                 *args, position_ids=None if position_ids is None else position_ids - position_ids[:, :1], **kwargs
             )
-        engine.check_head(torch.arange(32).unsqueeze(0) + 40)
-        engine.check_isolation(torch.arange(32).unsqueeze(0) + 40)
+        check_head(engine, torch.arange(32).unsqueeze(0) + 40)
+        check_isolation(engine, torch.arange(32).unsqueeze(0) + 40)
     except ModelError as error:
         return str(error)
     finally:

@@ -21,6 +21,7 @@ from tests.helpers.training import (
     Trace,
     assembled,
     assert_agrees,
+    counted,
     make_setup,
     plain_pytorch,
     save_checkpoint,
@@ -96,7 +97,7 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
             found.norms.append(float(done.update.grad_norm))
             shares.after_step(Done(**vars(done), position=Position(step=step + 1), steps=range(step + 1, step + 2),
                                    complete=False, data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
-    trainer = {"step": steps.stop, "optimizer_step": engine.optimizer_step(), "shares": shares.to_json()}
+    trainer = {"step": steps.stop, **counted(engine), "shares": shares.to_json()}
     save_checkpoint(engine, Path(folder) / "checkpoints", steps.stop, trainer, resolved, ranks)
     found.parameters = assembled(engine, ranks)
     engine.close()

@@ -32,6 +32,7 @@ from tests.helpers.training import (
     Case,
     Trace,
     assembled,
+    counted,
     largest_difference,
     make_setup,
     plain_balance,
@@ -123,7 +124,7 @@ def trained(
             trace.norms.append(float(step.update.grad_norm or 0))
             if number in saves and checkpoint is None:
                 record = setup.course.record(number, loader.next_index)
-                state = {"step": number, "optimizer_step": setup.engine.optimizer_step(), "data_stages": record}
+                state = {"step": number, **counted(setup.engine), "data_stages": record}
                 saved[number] = save_checkpoint(setup.engine, folder, number, state, setup.resolved, setup.ranks)
     trace.parameters = assembled(setup.engine, setup.ranks)
     setup.engine.close()

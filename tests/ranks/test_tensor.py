@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config.topology import Degrees
+from llmtrain.engine.loss_check import check_head
 from llmtrain.engine.ranks.ranks import AgreedError
 from llmtrain.models import compiler, loss
 from llmtrain.models.loss import About, HeadForm, chunked_nll_sums
@@ -132,7 +133,7 @@ def what_ranks_hold(case: Case) -> tuple[dict[str, torch.Tensor], list[float], f
     common = {p.name: p.parameter.detach().clone() for p in held if p.copy[1] > 1}
     batch = next(batches(case, (place.data, engine.mesh.degrees.data), 1))
     figures, tokens = engine.evaluate(batch.micro_batches)
-    engine.check_head(torch.arange(LENGTH).unsqueeze(0))
+    check_head(engine, torch.arange(LENGTH).unsqueeze(0))
     engine.close()
     return common, trace.losses, figures["loss"], tokens, batch.micro_batches[0].sample_indices
 

@@ -158,7 +158,8 @@ class Ours:
         self.waited_s = 0.0
 
     def begin(self, step: int) -> None:
-        trainer = {"optimizer_step": self._engine.optimizer_step(), "loss_scale": self._engine.loss_scale()}
+        counters = self._engine.counters()
+        trainer = {"optimizer_step": int(counters.optimizer_step), "loss_scale": counters.loss_scale}
         self._saver.begin(step, {"step": step, "tokens": 0, **trainer})
 
     def before_update(self) -> None:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import Tensor
@@ -18,18 +17,14 @@ from llmtrain.base.errors import ModelError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
-from llmtrain.engine.api import ForwardCopy, GradientPiece, StateTensor, Update
+from llmtrain.engine.api import Counters, ForwardCopy, GradientPiece, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State, Zero3State, Zero12State
-from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction, NextTokenLoss
+from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models import transformers_private
-from llmtrain.models.experts import RoutingFigures
-from llmtrain.models.head import Head
-from llmtrain.models.language import LanguageModel, compare_losses
-from llmtrain.models.loss import IGNORE
+from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import LocalParameter
-from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import layer_configs
 
 if TYPE_CHECKING:
@@ -81,33 +76,6 @@ def state_of(engine: DeepSpeedEngine) -> State:
     if stage > 0:
         return Zero3State(engine) if stage == 3 else Zero12State(engine)
     return HalfState(engine) if engine.bfloat16_enabled() or engine.fp16_enabled() else PlainState(engine)
-
-
-class _LastScore:
-    """The score of the last token in rows [1, T], for a proof."""
-
-    figures: tuple[str, ...] = ("loss",)
-
-    def __init__(self, *, given: bool = False) -> None:
-        """`given`: `sums` gets the model's own scores instead of the hidden state."""
-        self._given = given
-
-    def weight(self, micro: MicroBatch) -> int:
-        return len(micro.inputs)
-
-    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1]."""
-        last = torch.full((1,), micro.labels.numel() - 1, device=hidden.device)
-        scores = hidden.float() if self._given else head.scores_at(hidden, last)
-        return head.once(scores.sum().unsqueeze(0))
-
-
-class _OfLogits(NextTokenLoss):
-    """The next-token loss by torch, from logits instead of the hidden state."""
-
-    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        logits, labels = (head.own(each).flatten(0, 1) for each in (hidden.float(), micro.labels))
-        return F.cross_entropy(logits, labels, reduction="sum").unsqueeze(0)
 
 
 @contextlib.contextmanager
@@ -257,13 +225,13 @@ class ZeroEngine:
                     take(GradientPiece(name=piece.name, region=piece.own_region, values=values))
             return False
 
-        optimizer, scale = self.deepspeed.optimizer, self.loss_scale()
+        optimizer, scale = self.deepspeed.optimizer, self._loss_scale()
         sums = self.forward_backward(micros, lambda: weight, objective)
         clip, optimizer.clip_grad = optimizer.clip_grad, 0.0
         with self._only_if(look):
             self._optimizer_step()
         optimizer.clip_grad = clip
-        self.set_loss_scale(scale)
+        self._set_loss_scale(scale)
         return sums
 
     def _own_gradient(
@@ -281,7 +249,7 @@ class ZeroEngine:
                 stack.enter_context(held.parameter.register_hook(functools.partial(took, held)))
             # Of the module: DeepSpeed's forward pass would make the backward pass its own.
             sums = self._sums(micro, objective, self.module)
-            loss = sums[0] / weight * self.loss_scale().get("cur_scale", 1.0)
+            loss = sums[0] / weight * self._loss_scale().get("cur_scale", 1.0)
             torch.autograd.grad(loss, [held.parameter for held in trained], allow_unused=True)
             return sums.detach()
 
@@ -306,12 +274,6 @@ class ZeroEngine:
     def _optimizer_step(self) -> None:
         self.deepspeed.step()  # of ZeRO 1 and 2: OneNormZero (zero_step.py)
 
-    def routing(self) -> RoutingFigures | None:
-        routing = self.module.routing
-        if routing is None:
-            return None
-        return routing.take(self._ranks.sum, counts=self.mesh.place.tensor == 0)
-
     @torch.no_grad()
     def evaluate(
         self, batches: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
@@ -333,50 +295,10 @@ class ZeroEngine:
         return self._figures(objective, sums, weight)
 
     def _figures(self, objective: LossFunction, sums: Tensor, weight: int) -> tuple[dict[str, float], int]:
-        *totals, counted = self.means(torch.cat([sums.cpu(), torch.tensor([weight], dtype=torch.float64)]), 1)
+        message = torch.cat([sums.cpu(), torch.tensor([weight], dtype=torch.float64)])
+        *totals, counted = self._ranks.sum(message * self._own_sums).tolist()
         means = (each / (counted or torch.nan) for each in totals)
         return dict(zip(objective.figures, means, strict=True)), int(counted)
-
-    def means(self, sums: Tensor, weight: int) -> list[float]:
-        total = self._ranks.sum(sums.double().cpu() * self._own_sums)
-        return [float(each) / (weight or torch.nan) for each in total]
-
-    def check_head(self, inputs: Tensor) -> None:
-        """Catch a layout, a precision or a head that would silently train on a wrong loss."""
-        inputs = self._shareable(inputs)
-        micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
-        scores = gives_scores(self.module.config)
-        own: LossFunction = _LastScore() if scores else NEXT_TOKEN
-        ours, _ = self.evaluate([micro], own)
-        self._want_logits(True)
-        try:
-            theirs, _ = self.evaluate([micro], _LastScore(given=True) if scores else _OfLogits())
-        finally:
-            self._want_logits(False)
-        compare_losses(self.module.hf, ours["loss"], theirs["loss"])
-
-    def _want_logits(self, wanted: bool) -> None:
-        self.module.wants_logits = wanted
-
-    def check_isolation(self, inputs: Tensor) -> None:
-        inputs = self._shareable(inputs)
-        half = inputs.shape[1] // 2
-        positions = torch.arange(inputs.shape[1]).remainder(half).unsqueeze(0)
-        labels = inputs.roll(-1, dims=1)
-        labels[:, :half] = IGNORE
-        other = inputs.clone()
-        other[:, :half] = inputs[:, :half].flip(1).roll(1, dims=1)
-        last: LossFunction = _LastScore() if gives_scores(self.module.config) else NEXT_TOKEN
-        losses = []
-        for tokens in (inputs, other):
-            micro = MicroBatch(inputs=tokens, labels=labels, sample_indices=[], positions=positions)
-            losses.append(self.evaluate([micro], last)[0]["loss"])
-        if not abs(losses[0] - losses[1]) <= 1e-5 * max(1.0, abs(losses[0])):
-            raise ModelError(
-                "data.isolate_documents: with other tokens in a row's first document the loss of its second changes "
-                f"from {losses[0]:.6f} to {losses[1]:.6f}. This model makes its attention mask without positions; set "
-                "data.isolate_documents to false."
-            )
 
     def _attention(self, micros: list[MicroBatch]) -> AbstractContextManager[None]:
         masked = self._ranks.device.type == "cuda" and any(
@@ -384,9 +306,6 @@ class ZeroEngine:
             for micro in micros
         )
         return without_cudnn() if masked else contextlib.nullcontext()
-
-    def _shareable(self, inputs: Tensor) -> Tensor:
-        return inputs[:, : inputs.shape[1] // self.mesh.degrees.sequence * self.mesh.degrees.sequence]
 
     def _sums(self, micro: MicroBatch, objective: LossFunction, forward: Callable[..., Any] | None = None) -> Tensor:
         """The forward pass: models/language.py, whose head (models/head.py) calls the objective's loss."""
@@ -411,9 +330,6 @@ class ZeroEngine:
     def state(self) -> list[StateTensor]:
         return self._state.tensors()
 
-    def held(self) -> Iterator[tuple[str, bool, Tensor]]:
-        return self._state.held()
-
     def copies(self) -> Iterator[ForwardCopy]:
         return self._state.copies()
 
@@ -425,25 +341,25 @@ class ZeroEngine:
     def refresh(self) -> None:
         self._state.refresh()
 
-    def optimizer_step(self) -> int:
-        return next((int(state["step"]) for state in self._state.base.state.values() if "step" in state), 0)
+    def counters(self) -> Counters:
+        step = next((state["step"] for state in self._state.base.state.values() if "step" in state), 0)
+        return Counters(optimizer_step=step, loss_scale=self._loss_scale())
 
-    def set_optimizer_step(self, step: int) -> None:
+    def set_counters(self, counters: Counters) -> None:
         for state in self._state.base.state.values():
             if torch.is_tensor(state.get("step")):
-                state["step"].fill_(step)
+                state["step"].fill_(counters.optimizer_step)
             elif "step" in state:
-                state["step"] = step
+                state["step"] = counters.optimizer_step
+        self._set_loss_scale(counters.loss_scale)
 
-    def loss_scale(self) -> dict[str, float]:
+    def _loss_scale(self) -> dict[str, float]:
         scaler = self._scaler()
         return {} if scaler is None else {key: getattr(scaler, key) for key in _SCALER_KEYS if hasattr(scaler, key)}
 
-    def set_loss_scale(self, numbers: dict[str, float]) -> None:
-        scaler = self._scaler()
-        if scaler is not None:
-            for key, value in numbers.items():
-                setattr(scaler, key, value)
+    def _set_loss_scale(self, numbers: dict[str, float]) -> None:
+        for key, value in numbers.items() if self.deepspeed.fp16_enabled() else ():
+            setattr(self._scaler(), key, value)
 
     def _scaler(self) -> Any:
         return self.deepspeed.optimizer.loss_scaler if self.deepspeed.fp16_enabled() else None

@@ -60,9 +60,6 @@ class PipelineZeroEngine(ZeroEngine):
     def _optimizer_step(self) -> None:
         PipelineEngine._exec_optimizer_step(self.deepspeed)
 
-    def routing(self) -> None:
-        """Return None: mixtures of experts have no pipeline."""
-
     def _run(self, micros: list[MicroBatch], schedule: Any, objective: LossFunction) -> list[Tensor]:
         """Follow a schedule; returns the sums of each micro-batch on the last stage, zeros elsewhere."""
         engine, module = self.deepspeed, self._pipeline
@@ -105,10 +102,6 @@ class PipelineZeroEngine(ZeroEngine):
             module.train()
         weight = sum(map(objective.weight, micros)) if engine.is_last_stage() else 0
         return self._figures(objective, torch.stack(sums).double().sum(0), weight)
-
-    def _want_logits(self, wanted: bool) -> None:
-        # The other stages give their hidden state as ever: transformers' forward would scale or cap that as logits.
-        self._pipeline.stage.wants_logits = wanted and self.deepspeed.is_last_stage()
 
 
 def _reduce_tied(engine: PipelineEngine) -> None:

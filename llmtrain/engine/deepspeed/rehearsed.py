@@ -59,6 +59,15 @@ def rehearsed_ranks(rank: int, world_size: int, slots: int, imbalance: float = 1
         dist.destroy_process_group()
 
 
+def held(engine: Engine) -> Iterator[tuple[str, bool, Tensor]]:
+    """Yield all that this rank keeps between steps: (weights, masters, moments, gradients or buckets; in host memory;
+    tensor)."""
+    from llmtrain.engine.deepspeed.engine import ZeroEngine, state_of
+
+    assert isinstance(engine, ZeroEngine)
+    return state_of(engine.deepspeed).held()
+
+
 def make_room_for_messages(engine: Engine) -> None:
     """Let a pipeline's stage make room for what the stage before it would send, which does not exist."""
     if not engine.stages:

@@ -286,6 +286,8 @@ class PipelineLanguageModel(PipelineModule):
             self.head = Head(stage.hf, chunk)
         self.notes: list[str] = []
         """For the user, at the start of a run."""
+        self.routing: None = None
+        """A mixture of experts has no pipeline."""
         self._parameters_here = parameters
         self._shapes = shapes
         self.factor: Callable[[], float] = lambda: 1.0
@@ -308,6 +310,15 @@ class PipelineLanguageModel(PipelineModule):
     @property
     def config(self) -> PreTrainedConfig:
         return self.stage.hf.config
+
+    @property
+    def wants_logits(self) -> bool:
+        return self.stage.wants_logits
+
+    @wants_logits.setter
+    def wants_logits(self, wanted: bool) -> None:
+        # The other stages give their hidden state as ever: transformers' forward would scale or cap that as logits.
+        self.stage.wants_logits = wanted and self.stage.conclude is not None
 
     def local_parameters(self) -> list[LocalParameter]:
         return self._parameters_here
