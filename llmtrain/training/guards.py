@@ -38,7 +38,11 @@ class Limits(Part):
         """Rank 0's clock counts."""
         minutes = self._max_minutes
         up = minutes is not None and self._ranks.rank == 0 and time.monotonic() - self._began_s > 60 * minutes
-        return Request(stop=self._requests.stop_reason is not None, time_up=up)
+        return Request(stop=self._requests.stop_reason is not None, sums={"time is up": [up]})
+
+    def after_step(self, done: Done) -> None:
+        if any(done.agreed.sums["time is up"]):
+            self.ended = "train.max_minutes"
 
 
 class SkippedSteps(Part):

@@ -254,7 +254,7 @@ class LoadBalance(Part):
         if ranks.device.type == "cuda":
             self.pace = DevicePace(engine.module, gathers=engine.partitions_parameters)
         launch.session.measured = lambda micros: self.pace.measured(micros)
-        self._loader, self._tracker = launch.loader, launch.tracker
+        self._ranks, self._loader, self._tracker = ranks, launch.loader, launch.tracker
         self._balance = Balance(
             [setup.resolved.degrees.place(rank).data for rank in range(ranks.world_size)],
             global_batch=batch.global_batch,
@@ -275,10 +275,12 @@ class LoadBalance(Part):
         return {"sequences": list(self.sequences)}
 
     def request(self) -> Request:
-        return Request(pace=self.pace.take())
+        paces = [0] * self._ranks.world_size
+        paces[self._ranks.rank] = self.pace.take()
+        return Request(sums={"paces": paces})
 
     def after_step(self, done: Done) -> None:
-        if (change := self._balance.measured(done.agreed.paces)) is None:
+        if (change := self._balance.measured(done.agreed.sums["paces"])) is None:
             return
         self.pace.forget()
         self._loader.share(change.after)

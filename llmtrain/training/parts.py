@@ -66,7 +66,7 @@ class Done(Step):
     @property
     def last(self) -> bool:
         """No step follows in this launch."""
-        return self.complete or self.agreed.stop or self.agreed.time_up
+        return self.complete or self.agreed.stop
 
 
 class Part(Entry, section="parts"):
@@ -93,7 +93,8 @@ class Part(Entry, section="parts"):
         return None
 
     def request(self) -> Request:
-        """Return this rank's entry in the next step's all-reduce; a plugin's part may set `stop` and `save` alone."""
+        """Return this rank's entry in the next step's all-reduce; a plugin's part may set `stop` and `save` alone: one
+        that fails on a rank gives no sums there, and the ranks would wait for each other."""
         return Request()
 
     def before_update(self) -> None:

@@ -307,7 +307,7 @@ def train_steps(launch: Launch) -> tuple[Position, bool]:
                             complete=complete(), data_wait_s=waited_s, step_s=step_s, comm_s=comm_s)  # fmt: skip
                 position = part.after_step(done) or position
             stopped = step.agreed.stop and not complete()
-            goes_on = not (complete() or step.agreed.stop or step.agreed.time_up)
+            goes_on = not (complete() or step.agreed.stop)
     return position, not stopped
 
 

@@ -58,11 +58,10 @@ class Saving(Part):
             self._mirror = Mirror(self._settings, folder.path, launch.tracker, self._best)
 
     def request(self) -> Request:
-        ended, failed = self._saver.status()
         self._signalled = self._requests.take_save()
         minutes = self._settings.every_minutes if self._ranks.rank == 0 else None
         due = minutes is not None and time.monotonic() - self._began_s > 60 * minutes
-        return Request(save=self._signalled or due, save_ended=ended, save_failed=failed)
+        return Request(save=self._signalled or due, sums={"save": self._saver.status()})
 
     def is_due(self, done: Done) -> bool:
         """True if all ranks save after the step; the save after the last step is made by `last`."""
@@ -77,7 +76,7 @@ class Saving(Part):
 
         Raises: TrainingStopped or CheckpointError, after too many failed saves in a row.
         """
-        self._report(self._saver.advance(done.agreed.save_ended, done.agreed.save_failed))
+        self._report(self._saver.advance(*done.agreed.sums["save"]))
         if self._mirror is not None:
             self._mirror.listen()
         if self.is_due(done):

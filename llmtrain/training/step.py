@@ -5,9 +5,10 @@ Work between steps (logs, evaluation, checkpoints, an outer optimizer) is done b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -44,26 +45,14 @@ class Request:
 
     stop: bool = False
     """It was asked to stop."""
-    time_up: bool = False
-    """The run's time limit is reached."""
     save: bool = False
     """It was asked to save, or the time for a checkpoint has come."""
-    save_ended: bool = False
-    """Its part of the save under way has ended."""
-    save_failed: bool = False
-    """Its part of the save under way has failed."""
-    pace: int | None = None
-    """Nanoseconds that it computes for a sequence, 0: not known. None on all ranks: nobody asks."""
+    sums: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """A part's own numbers, to be added up over the ranks, by a name of its choice. All ranks give the same names, each
+    with as many numbers, in the same step: a part's numbers for each rank stand in a list of as many, 0 for others."""
 
     def __or__(self, other: Request) -> Request:
-        return Request(
-            stop=self.stop or other.stop,
-            time_up=self.time_up or other.time_up,
-            save=self.save or other.save,
-            save_ended=self.save_ended or other.save_ended,
-            save_failed=self.save_failed or other.save_failed,
-            pace=other.pace if self.pace is None else self.pace,
-        )
+        return Request(stop=self.stop or other.stop, save=self.save or other.save, sums={**self.sums, **other.sums})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +63,10 @@ class Agreement:
     """Divisor of the global batch's summed loss."""
     stop: bool
     """A rank was asked to stop."""
-    time_up: bool
-    """The run's time limit is reached."""
     save: bool
     """A rank was asked to save now, or the time for a checkpoint has come."""
-    save_ended: int = 0
-    """Ranks whose part of the save under way has ended (checkpoint/save.py)."""
-    save_failed: int = 0
-    """Ranks for which it failed."""
-    paces: tuple[int, ...] = ()
-    """Nanoseconds for a sequence on each rank (training/load_balance.py), 0: unknown; empty where shares stay equal."""
+    sums: Mapping[str, Sequence[int]]
+    """Of the numbers in the ranks' requests."""
 
 
 class Agree:
@@ -94,17 +77,13 @@ class Agree:
 
     def start(self, weight: int, asks: Request) -> Callable[[], Agreement]:
         """Send this rank's part; the returned function waits for the sum."""
-        paces = [0] * self._ranks.world_size if asks.pace is not None else []
-        if asks.pace is not None:
-            paces[self._ranks.rank] = asks.pace
-        sums = self._ranks.agree(
-            weight, [asks.stop, asks.time_up, asks.save, asks.save_ended, asks.save_failed, *paces]
-        )
+        sums = self._ranks.agree(weight, [asks.stop, asks.save, *chain.from_iterable(asks.sums.values())])
 
         def result() -> Agreement:
-            weights, (stops, times, saves, ended, failed, *paces) = sums()
-            return Agreement(weight=weights, stop=stops > 0, time_up=times > 0, save=saves > 0, save_ended=ended,
-                             save_failed=failed, paces=tuple(paces))  # fmt: skip
+            weights, (stops, saves, *others) = sums()
+            numbers = iter(others)
+            of_parts = {name: list(islice(numbers, len(own))) for name, own in asks.sums.items()}
+            return Agreement(weight=weights, stop=stops > 0, save=saves > 0, sums=of_parts)
 
         return result
 

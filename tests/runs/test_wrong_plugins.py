@@ -61,7 +61,8 @@ class Mine(Part, entry="mine"):
         self.one = next(each for each in self.model.parameters() if each.ndim == 2)
 
     def request(self):
-        return {"pace": Request(pace=RANK or None), "word": Request(stop="no")}.get(self.how, Request())
+        more = Request(sums={"mine": [1]} if RANK else {})
+        return {"sums": more, "word": Request(stop="no")}.get(self.how, Request())
 
     def after_step(self, done):
         if done.position.step == 6:
@@ -145,7 +146,7 @@ ENDED: list[tuple[str, str, tuple[str, ...]]] = [
     ("rate", "word", (f"{RATE} 'fast' at step 0",)),
     ("rate", "differs", ("learning-rate factor of the step", "such as that of the plugin mine")),
     ("value", "", ("metrics.value: values: ", "mine.py line ", "SystemExit: 3")),
-    ("mine", "pace", ("parts.mine: request at step 0: TypeError: it returns Request(", SAVED)),
+    ("mine", "sums", ("parts.mine: request at step 0: TypeError: it returns Request(", SAVED)),
     ("mine", "word", ("parts.mine: request at step 0: TypeError: it returns Request(", SAVED)),
     ("mine", "object", ("parts.mine: figures at step 1: TypeError: it returns object as x", SAVED)),
     ("mine", "key", ("parts.mine: figures at step 1: TypeError: it returns int", SAVED)),
@@ -163,7 +164,7 @@ ENDED: list[tuple[str, str, tuple[str, ...]]] = [
     ("mine", "rewinds", (f"rank 1: {PART}: TypeError: it returns Position; wanted is None", SAVED)),
     ("mine", "resizes", (f"{PART}: it has changed the shape of ",)),
 ]
-_AT_ONCE = ("detached", "pace", "no_grad", "keys")
+_AT_ONCE = ("detached", "sums", "no_grad", "keys")
 
 
 def words_of(folder: Path, entry: str, how: str) -> list[str]:
