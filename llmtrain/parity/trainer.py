@@ -105,8 +105,8 @@ def train_steps(setup: Setup, first: int, last: int, ema: Ema | None) -> Trace:
             trace.losses.append(session.figures(done)["loss"])
             trace.norms.append(math.nan if norm is None else float(norm))
             if ema is not None:
-                ema.after_step(Done(**vars(done), position=Position(step=step + 1), steps=range(step + 1, step + 2),
-                                    complete=False, data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
+                ema.after_step(Done(**vars(done), position=Position(step=step + 1), complete=False,
+                                    data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
             trace.parameters.append(_values(engine, ranks, ema))
             if step == 0:
                 trace.gradients = whole_tensors(engine, ranks, "exp_avg")

@@ -31,7 +31,7 @@ from llmtrain.config.rules import MOST
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.progress import Event
 from llmtrain.training.parts import Done, Launch, Part
-from llmtrain.training.step import Request
+from llmtrain.training.step import Passes, Request
 
 SETTLE_STEPS = 2
 """After the start and after a change: kernels are chosen, memory is allocated, code is compiled for the new shapes."""
@@ -253,7 +253,6 @@ class LoadBalance(Part):
         """Measures this rank."""
         if ranks.device.type == "cuda":
             self.pace = DevicePace(engine.module, gathers=engine.partitions_parameters)
-        launch.session.measured = lambda micros: self.pace.measured(micros)
         self._ranks, self._loader, self._tracker = ranks, launch.loader, launch.tracker
         self._balance = Balance(
             [setup.resolved.degrees.place(rank).data for rank in range(ranks.world_size)],
@@ -278,6 +277,9 @@ class LoadBalance(Part):
         paces = [0] * self._ranks.world_size
         paces[self._ranks.rank] = self.pace.take()
         return Request(sums={"paces": paces})
+
+    def around_passes(self, passes: Passes) -> contextlib.AbstractContextManager[None]:
+        return self.pace.measured(passes.micro_batches)
 
     def after_step(self, done: Done) -> None:
         if (change := self._balance.measured(done.agreed.sums["paces"])) is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmtrain.base.choice import Entry
 from llmtrain.engine.api import StateTensor
-from llmtrain.training.step import Position, Request, Step
+from llmtrain.training.step import Passes, Position, Request, Step
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory
@@ -52,8 +53,6 @@ class Done(Step):
 
     position: Position
     """After the step, and after the parts before this one in the list."""
-    steps: range
-    """Optimizer steps that the position has passed: one, or more if a part has moved the position."""
     complete: bool
     """The run has all of its steps."""
     data_wait_s: float
@@ -64,6 +63,11 @@ class Done(Step):
     """Seconds of these inside collectives that the watch counts (base/rank/heartbeat.py)."""
 
     @property
+    def steps(self) -> range:
+        """Optimizer steps that the position has passed: one, or more if a part has moved it."""
+        return range(self.number + 1, self.position.step + 1)
+
+    @property
     def last(self) -> bool:
         """No step follows in this launch."""
         return self.complete or self.agreed.stop
@@ -71,6 +75,10 @@ class Done(Step):
 
 class Part(Entry, section="parts"):
     """A component of a run. All ranks call every method together; each default does nothing.
+
+    The loop keeps the run's position. A part moves it, the same way on all ranks, by the result of `begin` or
+    `after_step`, and the parts after it in the list and the next step continue from there; None leaves the position.
+    Since several steps may pass at once, a part asks `is_due(every, done.steps)`. A plugin's part always returns None.
 
     `training/run.py` lists the parts in the order of their calls. A plugin's part is a dataclass with a name (`class
     Count(Part, entry="count")`), whose fields are set below `parts.count`.
@@ -88,8 +96,10 @@ class Part(Entry, section="parts"):
         """Called once at first, for a plugin's part. `launch`: the run's objects, such as its engine and data."""
 
     def begin(self, position: Position) -> Position | None:
-        """Called before the first step. Returns the position to continue from; None, as a plugin's part always returns:
-        `position`."""
+        """Called before the first step. Returns the position to continue from.
+
+        Raises: StopAsked, on all ranks: a rank was asked to stop while they waited; the launch ends without a save.
+        """
         return None
 
     def request(self) -> Request:
@@ -97,12 +107,16 @@ class Part(Entry, section="parts"):
         that fails on a rank gives no sums there, and the ranks would wait for each other."""
         return Request()
 
+    def around_passes(self, passes: Passes) -> AbstractContextManager[None] | None:
+        """Return a context around the step's forward and backward passes, which may look at their sums and leave the
+        update out in the end; None: there is nothing to do. Not of a plugin's part."""
+        return None
+
     def before_update(self) -> None:
         """Called between the backward pass and the optimizer's update."""
 
     def after_step(self, done: Done) -> Position | None:
-        """Called after each step. Returns the position to continue from; None, as a plugin's part always returns:
-        `done.position`."""
+        """Called after each step. Returns the position to continue from."""
         return None
 
     def figures(self, done: Done) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from llmtrain.checkpoint.retain import pin
 from llmtrain.tracking.steps import STEPS, StepFile, StepRow
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.spikes import Detector, Spike
-from llmtrain.training.step import Position, is_due
+from llmtrain.training.step import Passes, Position, is_due
 
 _MOST = 256
 """Steps whose figures stay on the device at most: they are read at log points, or then."""
@@ -46,7 +47,6 @@ class Record(Part):
         self.detector = Detector()
         self._limit, self._session = setup.run.optim.skip_outliers, launch.session
         if self._limit is not None:
-            launch.session.leave_out = self._leave_out
             self._every = 1  # a verdict needs all steps before
         self._started = launch.start.position.step
         self._stage = setup.course.at(self._started).stage
@@ -79,13 +79,18 @@ class Record(Part):
         if done.last or len(self._steps) == _MOST or is_due(self._every, done.steps):
             self.read()
 
-    def _leave_out(self, sums: Sequence[Tensor], weight: int) -> Callable[[float], bool] | None:
-        """Return the verdict on a step, the same on all ranks, for its gradient norm; None: it begins a stage."""
-        assert self._limit is not None
-        if self._setup.course.at(self._session.step_number).stage != self._stage:
+    def around_passes(self, passes: Passes) -> AbstractContextManager[None] | None:
+        """Decide on the update by its gradient norm, the same on all ranks; a step that begins a stage has one."""
+        limit = self._limit
+        if limit is None or self._setup.course.at(self._session.step_number).stage != self._stage:
             return None
-        limit, mean = self._limit, math.fsum(self._shares(sums, 1)[0]) / weight
-        return lambda norm: self.detector.outlier(mean, norm, limit) is not None
+        return self._deciding(passes, limit)
+
+    @contextmanager
+    def _deciding(self, passes: Passes, limit: float) -> Iterator[None]:
+        yield
+        mean = math.fsum(self._shares(passes.sums, 1)[0]) / passes.weight
+        passes.leave_out = lambda norm: self.detector.outlier(mean, norm, limit) is not None
 
     def _shares(self, sums: Sequence[Tensor], count: int) -> list[list[float]]:
         """Return the losses of `count` steps, summed in each data-parallel group. Waits for the device."""

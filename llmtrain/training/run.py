@@ -50,7 +50,7 @@ from llmtrain.training.saving import Saving
 from llmtrain.training.setup import Setup
 from llmtrain.training.stage_borders import StageBorders
 from llmtrain.training.start import Start, resume_or_start
-from llmtrain.training.step import Position, Request
+from llmtrain.training.step import Passes, Position, Request
 
 _COLLECTED_EVERY = 20
 """Steps between two collections of Python's cycles by all ranks together: 0.2 ms each (3M parameters, two CPU ranks)"""
@@ -158,7 +158,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
             try:
                 with collected_by_hand():
                     position, ended = train_steps(launch)
-            except StopAsked:  # before its first step: there is nothing new to save
+            except StopAsked:  # before the first step: there is nothing new to save
                 position, ended, began = start.position, False, False
             reason, asked = (None, False) if ended else _reason(launch)
             last_words = _conclude(launch, position, reason, began=began)
@@ -285,6 +285,14 @@ def train_steps(launch: Launch) -> tuple[Position, bool]:
         for part in parts:
             part.before_update()
 
+    @contextlib.contextmanager
+    def around(passes: Passes) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                if (context := part.around_passes(passes)) is not None:
+                    stack.enter_context(context)
+            yield
+
     for part in parts:
         position = part.begin(position) or position
     stopped, goes_on = False, not complete()
@@ -297,14 +305,14 @@ def train_steps(launch: Launch) -> tuple[Position, bool]:
             batch = next(loader)
             waited_s = loader.data_wait_s - waited_s
             request = functools.reduce(operator.or_, (part.request() for part in parts), Request())
-            step = session.step(batch, request, before_update)
-            before, position = position.step, _after(position, step.update.skipped, loader.next_index, batch.tokens)
+            step = session.step(batch, request, before_update, around)
+            position = _after(position, step.update.skipped, loader.next_index, batch.tokens)
             if position.step % _COLLECTED_EVERY == 0:
                 gc.collect()
             step_s, comm_s = heart.end_step(position.step)
             for part in parts:
-                done = Done(**vars(step), position=position, steps=range(before + 1, position.step + 1),
-                            complete=complete(), data_wait_s=waited_s, step_s=step_s, comm_s=comm_s)  # fmt: skip
+                done = Done(**vars(step), position=position, complete=complete(), data_wait_s=waited_s, step_s=step_s,
+                            comm_s=comm_s)  # fmt: skip
                 position = part.after_step(done) or position
             stopped = step.agreed.stop and not complete()
             goes_on = not (complete() or step.agreed.stop)

@@ -66,7 +66,7 @@ class Agreement:
     save: bool
     """A rank was asked to save now, or the time for a checkpoint has come."""
     sums: Mapping[str, Sequence[int]]
-    """Of the numbers in the ranks' requests."""
+    """Sums of the numbers in the ranks' requests."""
 
 
 class Agree:
@@ -88,10 +88,26 @@ class Agree:
         return result
 
 
+@dataclass(kw_only=True)
+class Passes:
+    """The forward and backward passes of a step, for parts that wrap them."""
+
+    micro_batches: Sequence[MicroBatch]
+    """This rank's."""
+    sums: list[Tensor] = field(default_factory=list)
+    """After them: sums of the objective for each micro-batch, fp32 [figures] on the device."""
+    weight: int = 0
+    """After them: divisor of the global batch's summed loss."""
+    leave_out: Callable[[float], bool] | None = None
+    """Set after them: as of `Engine.update`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """A completed step. Reading a tensor here waits for the device: do it at log points only."""
 
+    number: int
+    """Optimizer steps before it, skipped ones included."""
     batch: StepBatch
     agreed: Agreement
     sums: list[Tensor]
@@ -122,18 +138,17 @@ class Session:
         self.rate, self._seed, self._agree = rate, seed, Agree(ranks)
         self._ranks, self._place = ranks, degrees.place(ranks.rank)
         self._seeded_as = ranks.rank // degrees.tensor
-        self.measured: Callable[[Sequence[MicroBatch]], AbstractContextManager[None]] = lambda _: nullcontext()
-        """A context around the forward and backward passes of these micro-batches."""
-        self.leave_out: Callable[[Sequence[Tensor], int], Callable[[float], bool] | None] = lambda sums, weight: None
-        """Maps the sums of this rank's micro-batches and the weight of the batch to the engine's `leave_out`."""
 
     def step(
         self,
         batch: StepBatch,
         request: Request = Request(),  # frozen
         before_update: Callable[[], None] = lambda: None,
+        around: Callable[[Passes], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> Step:
-        """Raises TrainingStopped, on all ranks: fp16 has no smaller loss scale left."""
+        """`around`: makes a context around the passes; a step without a counted token has none.
+
+        Raises TrainingStopped, on all ranks: fp16 has no smaller loss scale left."""
         if isinstance(self.objective, LooksAhead):
             with heart.during("reference"):
                 self.objective.look(batch.micro_batches, self.engine.evaluate)
@@ -149,12 +164,14 @@ class Session:
             )
             sums = [nothing] * len(batch.micro_batches)
         else:
-            with self.measured(batch.micro_batches):
+            passes = Passes(micro_batches=batch.micro_batches)
+            with around(passes):
                 sums = self.engine.forward_backward(batch.micro_batches, lambda: agreement().weight, self.objective)
+                passes.sums, passes.weight = sums, agreement().weight
             before_update()
-            update = self.engine.update(lr_factor, self.leave_out(sums, agreement().weight))
-        self.step_number += 1
-        return Step(batch=batch, agreed=agreement(), sums=sums, lr_factor=lr_factor, update=update)
+            update = self.engine.update(lr_factor, passes.leave_out)
+        number, self.step_number = self.step_number, self.step_number + 1
+        return Step(number=number, batch=batch, agreed=agreement(), sums=sums, lr_factor=lr_factor, update=update)
 
     def seed(self) -> None:
         """Begin the random numbers of the step."""

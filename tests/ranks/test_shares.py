@@ -92,11 +92,12 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
             found.shares.append(shares.sequences)
             found.indices.append([index for micro in given.micro_batches for index in micro.sample_indices])
             found.sizes.append([len(micro.inputs) for micro in given.micro_batches])
-            done = session.step(uneven(given) if not case.objective else given, shares.request())
+            batch = uneven(given) if not case.objective else given
+            done = session.step(batch, shares.request(), around=shares.around_passes)
             found.losses.append(session.figures(done)["loss"])
             found.norms.append(float(done.update.grad_norm))
-            shares.after_step(Done(**vars(done), position=Position(step=step + 1), steps=range(step + 1, step + 2),
-                                   complete=False, data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
+            shares.after_step(Done(**vars(done), position=Position(step=step + 1), complete=False,
+                                   data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
     trainer = {"step": steps.stop, **counted(engine), "shares": shares.to_json()}
     save_checkpoint(engine, Path(folder) / "checkpoints", steps.stop, trainer, resolved, ranks)
     found.parameters = assembled(engine, ranks)

@@ -117,8 +117,8 @@ def trained(
         for number in range(first + 1, setup.run.train.max_steps + 1):
             batch = next(loader)
             step = session.step(batch, part.request())
-            part.after_step(Done(**vars(step), position=Position(step=number), steps=range(number, number + 1),
-                                 complete=False, data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
+            part.after_step(Done(**vars(step), position=Position(step=number), complete=False,
+                                 data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
             micros.append(len(batch.micro_batches))
             trace.losses.append(session.figures(step)["loss"])
             trace.norms.append(float(step.update.grad_norm or 0))
