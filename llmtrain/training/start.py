@@ -85,8 +85,13 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     if not trainer.sampling:  # the folder may be gone by now
         trainer = replace(trainer, sampling=saved.sampling or {})
     setup.course.go_on(saved.step, saved.record(setup.course.done(saved.step).data.fingerprint))
-    position = Position(step=saved.step, tokens=saved.tokens, sample_index=setup.course.at(saved.step).index,
-                        skipped_steps=saved.skipped_steps, optimizer_step=int(setup.engine.counters().optimizer_step))  # fmt: skip
+    position = Position(
+        step=saved.step,
+        tokens=saved.tokens,
+        sample_index=setup.course.at(saved.step).index,
+        skipped_steps=saved.skipped_steps,
+        optimizer_step=int(setup.engine.counters().optimizer_step),
+    )
     heart.at_step(position.step)
     own = resumed.folder.parent == checkpoints.path
     if own:  # several runs may branch off another one's checkpoint
