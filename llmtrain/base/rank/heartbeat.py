@@ -30,7 +30,7 @@ _MAGIC = int.from_bytes(b"llmbeat1", "little")
 _WORDS = (
     *("magic", "pid", "started", "rank", "local_rank", "beats", "step", "phase", "left", "stopping", "collectives"),
     *("inside", "timed_steps", "beat_s", "waited_s", "own_s", "on_device", "given", "done"),
-    "awaits",
+    *("awaits", "asked_s"),
 )
 _AT = {name: index for index, name in enumerate(_WORDS)}
 _NAME_AT, NAME_BYTES = 8 * len(_WORDS), 48
@@ -40,7 +40,7 @@ _SIZE = mmap.PAGESIZE
 _BEATS, _STEP, _PHASE = _AT["beats"], _AT["step"], _AT["phase"]
 _COLLECTIVES, _INSIDE, _TIMED = _AT["collectives"], _AT["inside"], _AT["timed_steps"]
 _BEAT_S, _WAITED_S, _OWN_S = _AT["beat_s"], _AT["waited_s"], _AT["own_s"]
-_GIVEN, _DONE, _AWAITS = _AT["given"], _AT["done"], _AT["awaits"]
+_GIVEN, _DONE, _AWAITS, _ASKED_S = _AT["given"], _AT["done"], _AT["awaits"], _AT["asked_s"]
 _RUNNING = -1
 OTHERS = -1
 """In place of a process id: a rank waits for what other ranks wait for."""
@@ -86,6 +86,8 @@ class Beat:
     """The method of a plugin that runs, as "parts.count: after_step"; empty: none does."""
     awaits: int
     """The process whose work is its progress, or OTHERS (`Heartbeat.awaits`); 0: its own beats are."""
+    asked_s: float
+    """Processor time in the collectives of such waits."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,7 +119,7 @@ class Heartbeat:
             ("left", _RUNNING),
         ):
             self._words[_AT[name]] = value
-        self._entered_s = self._step_began_s = self._waited_before_s = 0.0
+        self._entered_s = self._step_began_s = self._waited_before_s = self._computed_s = 0.0
         self._awaits = 0
         self._times[_BEAT_S] = time.monotonic()
         self._words[_AT["magic"]] = _MAGIC
@@ -181,7 +183,9 @@ class Heartbeat:
         self._memory[_NAME_AT : _NAME_AT + NAME_BYTES] = name
         words[_COLLECTIVES] += 1
         now = self._entered_s = time.monotonic()
-        if not self._awaits:
+        if self._awaits:
+            self._computed_s = time.process_time()  # of all threads: gloo has its own
+        else:
             words[_BEATS] += 1
             self._times[_BEAT_S] = now
 
@@ -192,7 +196,9 @@ class Heartbeat:
             return
         now = time.monotonic()
         times[_WAITED_S] += now - self._entered_s
-        if not self._awaits:
+        if self._awaits:
+            times[_ASKED_S] += time.process_time() - self._computed_s
+        else:
             words[_BEATS] += 1
             times[_BEAT_S] = now
 
@@ -287,6 +293,7 @@ def read(page: Path | int) -> Beat | None:
         given=words[_GIVEN],
         done=words[_DONE],
         awaits=words[_AWAITS],
+        asked_s=times[_ASKED_S],
         plugin=raw[_CALL_AT : _CALL_AT + _CALL_BYTES].partition(b"\0")[0].decode(errors="replace"),
     )
 

@@ -178,6 +178,14 @@ class Server:
             waiting.pop(untrusted.to_end([line.address for line, _ in waiting]))[0].close()
         self._strangers = waiting
 
+    def turn_away(self, seconds: float) -> None:
+        """Close each connection, for this time: a peer would take a line that is open and silent for a lost host."""
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            wait([], left_s, [self._socket.fileno()])
+            with contextlib.suppress(OSError):
+                self._socket.accept()[0].close()
+
     def close(self) -> None:
         for line in [*self.lines.values(), *(line for line, _ in self._strangers)]:
             line.close()
@@ -223,8 +231,8 @@ _ENDED_S = 5.0
 """Time for the other hosts to end their ranks."""
 
 
-_STARTS, _START_AGAIN_S = 6, 1.0
-"""Starts of an agent that ends before its ranks, and the pause before another one."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+"""Pauses before another start of an agent that has ended before its ranks; each is twice as long as the last."""
 _NOTE_WITHIN_S = 9.5
 """Limit of one process that writes an event; W&B needs seconds."""
 
@@ -714,11 +722,12 @@ def main() -> int:
 
 
 def kept(settings: dict[str, Any]) -> int:
-    """Run the agent in a child process, and start another one at its port if it ends before its ranks. Returns the exit
-    code."""
-    server, keeper = Server(), os.getpid()
+    """Run the agent in a child process, and start another one at its port if it ends before its ranks, while the
+    launcher lives. Returns the exit code."""
+    server, keeper, launcher = Server(), os.getpid(), identify(int(settings["launcher"]))
     signal.signal(_HUSH, lambda *_: close_output())
-    for left in reversed(range(_STARTS)):
+    said_s, pause_s = 0.0, _FIRST_PAUSE_S
+    while True:
         if (child := os.fork()) == 0:
             signal.signal(_HUSH, signal.SIG_IGN)
             agent = Agent(settings, server, keeper)
@@ -726,12 +735,16 @@ def kept(settings: dict[str, Any]) -> int:
             agent.close()
             return 0
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code == 0:
-            return 0
-        now = "starts again" if left else "is not started again: its ranks run on, and a fault there is not explained"
-        _say(f"warning: the watch of {settings['host']} has ended with code {code} before its ranks, and {now}")
-        time.sleep(_START_AGAIN_S)
-    return 1
+        if code == 0 or launcher is None or not launcher.alive():
+            return code
+        if pause_s != said_s:  # not for ever
+            further = ", as after each further end" if pause_s == _LONGEST_PAUSE_S else ""
+            _say(
+                f"warning: the watch of {settings['host']} has ended with code {code} before its ranks, and starts "
+                f"again in {pause_s:g} s{further}"
+            )
+        server.turn_away(pause_s)
+        said_s, pause_s = pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 if __name__ == "__main__":

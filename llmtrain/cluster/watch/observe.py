@@ -251,9 +251,12 @@ class HostRanks:
         if idle_s < _SAMPLE_S:
             seen.use, seen.computes, seen.works = None, True, True
             return
+        if seen.beat.inside and seen.beat.awaits == seen.beat.pid:  # it asks the other ranks, and that is no work
+            seen.computes = seen.works = False
+            return
         if seen.use is not None and now - seen.sampled_s < _SAMPLE_S:
             return
-        use, before = _used(seen.beat.pid, found, seen.beat.awaits), seen.use
+        use, before = _used(seen.beat, found), seen.use
         if before is not None and before.root == use.root:
             least_s = _BUSY_SHARE * (now - seen.sampled_s)
             seen.computes = use.own_s - before.own_s > least_s
@@ -290,13 +293,13 @@ class HostRanks:
         return str(raw.get("error", "")), str(raw.get("at", "")), str(raw.get("phase", ""))
 
 
-def _used(pid: int, found: Stat, awaits: int) -> _Use:
-    """Return the resources used by a rank, whose /proc stat is `found`, and by the processes below it. `awaits`: of the
-    process that it awaits, if it is another one."""
-    own_s, below_s, resident = found.cpu_s, 0.0, found.resident
-    if awaits not in (0, OTHERS, pid):
-        child = processes.stat(awaits)
-        pid, own_s, below_s, resident = awaits, 0.0, child.cpu_s if child else 0.0, child.resident if child else 0
+def _used(beat: Beat, found: Stat) -> _Use:
+    """Return the resources used by a rank, whose /proc stat is `found`, and by the processes below it; or by another
+    process that it awaits."""
+    pid, own_s, below_s, resident = beat.pid, found.cpu_s - beat.asked_s, 0.0, found.resident
+    if beat.awaits not in (0, OTHERS, pid):
+        pid, child = beat.awaits, processes.stat(beat.awaits)
+        own_s, below_s, resident = 0.0, child.cpu_s if child else 0.0, child.resident if child else 0
     moved = processes.bytes_moved(pid)
     for each in processes.descendants({pid}):
         below = processes.stat(each)

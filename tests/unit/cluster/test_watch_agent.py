@@ -168,7 +168,49 @@ def test_a_watch_survives_what_strangers_send_and_starts_again_after_a_kill(tmp_
         for each in idle:
             each.close()
     said = keeper.communicate()[1].decode()
-    assert said == "warning: the watch of node-1 has ended with code -9 before its ranks, and starts again\n"
+    assert said == "warning: the watch of node-1 has ended with code -9 before its ranks, and starts again in 1 s\n"
+
+
+def test_a_watch_that_crashes_for_ever_is_started_for_ever_while_its_port_answers(monkeypatch, capfd):
+    """After six crashes in a week it ended, and the peers of rank 0's host took its open, silent port for a lost host."""
+    launcher = subprocess.Popen(["sleep", "60"])
+    starts, ports = os.pipe(), os.pipe()
+
+    class Crashes:
+        def __init__(self, settings: dict[str, Any], server: agent.Server, keeper: int) -> None:
+            os.write(ports[1], server.port.to_bytes(2, "little"))
+
+        def run(self) -> None:
+            os.write(starts[1], b"x")
+            os._exit(9)
+
+    def watch_from_elsewhere() -> None:
+        port = int.from_bytes(os.read(ports[0], 2), "little")
+        while len(os.read(starts[0], 1)) and len(turned_away) < 9:
+            line = agent.call("127.0.0.1", port, {}, 1.0)
+            until = time.monotonic() + 5
+            while not line.closed and time.monotonic() < until:
+                line.receive()
+                time.sleep(0.01)
+            turned_away.append(line.closed and agent.answers("127.0.0.1", port))
+        launcher.kill()
+        launcher.wait()
+
+    turned_away: list[bool] = []
+    monkeypatch.setattr(agent, "Agent", Crashes)
+    monkeypatch.setattr(agent, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(agent, "_LONGEST_PAUSE_S", 0.2)
+    peer = threading.Thread(target=watch_from_elsewhere)
+    peer.start()
+    try:
+        assert agent.kept({"launcher": launcher.pid, "host": "node-1"}) == 9
+    finally:
+        signal.signal(agent._HUSH, signal.SIG_DFL)
+        launcher.kill()
+    peer.join()
+    assert turned_away == [True] * 9
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition("again in ")[2] for line in said] == ["0.05 s", "0.1 s", "0.2 s, as after each further end"]
 
 
 def test_a_host_whose_watch_alone_has_ended_is_not_lost(root):

@@ -407,6 +407,30 @@ def test_a_poll_is_no_progress_and_the_bytes_of_the_process_that_is_awaited_are(
         child.wait()
 
 
+def test_the_processor_time_of_a_poll_is_no_work_of_the_call_that_is_awaited(heart, tmp_path, monkeypatch):
+    """A poll among 400 ranks takes a tenth of a second: a call that hung for ever counted as one that computes."""
+    monkeypatch.setattr(observe, "_SAMPLE_S", 0.3)
+    ranks, ask = observe.HostRanks(tmp_path, "node-1", 1), named("all_reduce")
+
+    def look(inside: float, outside: float) -> list[bool]:
+        """Compute for these seconds in each poll, and between two."""
+        active, until_s = [], time.monotonic() + 2.5
+        heart.awaits(os.getpid())
+        while time.monotonic() < until_s:
+            for seconds, place in ((inside, heart.enter), (outside, lambda _: heart.leave())):
+                place(ask)
+                end = time.process_time() + seconds
+                while time.process_time() < end:
+                    pass
+                active.append(ranks.observe(time.monotonic())[0]["active"])
+            time.sleep(0.05)
+        heart.awaits(0)
+        return active[len(active) // 2 :]
+
+    assert not any(look(inside=0.1, outside=0.0))
+    assert any(look(inside=0.0, outside=0.1))
+
+
 def test_who_does_not_know_the_token_is_hung_up_on():
     server = Server()
     try:
