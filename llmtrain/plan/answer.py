@@ -119,7 +119,7 @@ class Plan:
             return []
         room = "" if self.machines.host_memory is None else f", of {size(self.machines.host_memory)}"
         room += "; that does not fit" if room and self.on_host > (self.machines.host_memory or 0) else ""
-        pinned = " (torch rounds page-locked ones up to a power of two: at most twice as much)" * self.machines.on_gpu
+        pinned = " (page-locked ones in blocks of powers of two)" * self.machines.on_gpu
         return [f"host: {size(self.on_host)} of tensors in the memory of each host{room}{pinned}"]
 
     def _verdict(self) -> list[str]:

@@ -28,7 +28,13 @@ from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.api import Engine
-from llmtrain.engine.deepspeed.rehearsed import RehearsedRanks, held, make_room_for_messages, rehearsed_ranks
+from llmtrain.engine.deepspeed.rehearsed import (
+    RehearsedRanks,
+    beyond_pinned,
+    held,
+    make_room_for_messages,
+    rehearsed_ranks,
+)
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.engine.ranks.ranks import Ranks
@@ -77,7 +83,7 @@ class Rehearsed:
     highest: dict[str, int]
     """Most bytes of each label in the last step; they need not come together."""
     host: int
-    """Peak of the tensors in host memory, whose labels in `parts` end with HOST."""
+    """Peak of the tensors in host memory, whose labels in `parts` end with HOST; on a GPU with `beyond_pinned`."""
     saved: int
     """Bytes of this rank's file of a checkpoint."""
     curve: list[tuple[str, int]]
@@ -278,6 +284,7 @@ def walk(
                 if isinstance(setup.objective, LooksAhead):
                     setup.objective.look(micros, setup.engine.evaluate)
                 setup.engine.evaluate(micros, setup.objective)
+    ledger.host += beyond_pinned() if on_gpu else 0
     for handle in watching:
         handle.remove()
     setup.engine.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import deepspeed
 import torch
@@ -43,6 +45,7 @@ def rehearsed_ranks(rank: int, world_size: int, slots: int, imbalance: float = 1
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
     get_accelerator().is_fp16_supported = lambda: True  # the target's device may have it
+    get_accelerator().pin_memory = _pin
     TravellingTokens.imbalance = imbalance
     progress.begin(torch.device("cpu"), lambda *_, **__: None)
     # What ZeRO 3 compares over the ranks are numbers of one rank here.
@@ -66,6 +69,21 @@ def held(engine: Engine) -> Iterator[tuple[str, bool, Tensor]]:
 
     assert isinstance(engine, ZeroEngine)
     return state_of(engine.deepspeed).held()
+
+
+_pinned: list[weakref.ref[torch.UntypedStorage]] = []
+
+
+def _pin(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    _pinned.append(weakref.ref(tensor.untyped_storage()))
+    return tensor
+
+
+def beyond_pinned() -> int:
+    """Bytes of host memory that a GPU's rank takes beyond its tensors: torch gives the page-locked ones, which
+    DeepSpeed asks for, blocks of powers of two."""
+    sizes = [storage.nbytes() for each in _pinned if (storage := each()) is not None]
+    return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
 
 
 def make_room_for_messages(engine: Engine) -> None:

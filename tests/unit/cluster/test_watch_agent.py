@@ -172,7 +172,7 @@ def test_a_watch_survives_what_strangers_send_and_starts_again_after_a_kill(tmp_
 
 
 def test_a_watch_that_crashes_for_ever_is_started_for_ever_while_its_port_answers(monkeypatch, capfd):
-    """After six crashes in a week it ended, and the peers of rank 0's host took its open, silent port for a lost host."""
+    """After six crashes in a week it ended, and an open, silent port of rank 0's host is a lost host to its peers."""
     launcher = subprocess.Popen(["sleep", "60"])
     starts, ports = os.pipe(), os.pipe()
 

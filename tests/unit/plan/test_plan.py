@@ -95,6 +95,24 @@ def test_the_copy_for_a_save_is_in_the_hosts_memory(folder: Path, capsys: pytest
         )
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_page_locked_tensors_take_blocks_of_powers_of_two(
+    folder: Path, capsys: pytest.CaptureFixture[str], stage: int
+) -> None:
+    """A flat tensor of a little more than 2^n elements takes twice as much; the copy for a save is not torch's."""
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    write_json(stage=stage, **offload)
+    locked = plan(capsys, "--device h100-80")["kinds"][0]["rehearsed"]
+    offload["offload_optimizer"]["pin_memory"] = False
+    write_json(stage=stage, **offload)
+    free = plan(capsys, "--device h100-80")["kinds"][0]["rehearsed"]
+    parameters = 2 * 512 * 64 + 4 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)
+    block = 1 << (parameters - 1).bit_length()
+    # Of the matrices: masters and gradients, and at ZeRO 1 a copy in bf16; ZeRO 3 keeps gradients in bf16.
+    beyond = (block - parameters) * (4 + 4 + 2 if stage == 1 else 4 + 2)
+    assert locked["host"] - free["host"] == pytest.approx(beyond, rel=0.1) and locked["peak"] == free["peak"]
+
+
 def test_the_text_and_the_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run without data on this machine; a device that has far too much room."""
     assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "h100-80", "--png", "plan.png"]) == 0
