@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from llmtrain.base import untrusted
@@ -92,14 +92,15 @@ def content_of(path: Path, size: int = -1) -> bytes:
         return file.read(size)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write, fsync, rename: after a crash there is the old file or the new one. Raises OSError."""
+def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Write, fsync, rename: after a crash there is the old file or the new one. `data`: all, or parts. Raises OSError.
+    """
     # A name that nobody else has or can foresee: another process may replace the file now, too.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(temporary, flags, 0o666), "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

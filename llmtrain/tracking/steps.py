@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.base import log, units
-from llmtrain.base.files import content_of, replace_file
+from llmtrain.base.files import open_regular, replace_file
 from llmtrain.tracking.local import AppendedFile
 
 STEPS = "steps.bin"
@@ -24,6 +24,7 @@ REPLAYED = "LLMTRAIN_REPLAY"
 """Environment variable with the task of a replay's ranks, as JSON."""
 _HEAD, _STEP = struct.Struct("<QQIIddd"), struct.Struct("<Q")
 _SKIPPED, _LEFT_OUT = 1, 2
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,27 +55,32 @@ class StepRow:
 
 def read_steps(path: Path, first: int = 0) -> Iterator[StepRow]:
     """Yield the undamaged rows from step `first` on. Raises OSError."""
-    return (row for row, _ in _rows(content_of(path), first))
+    return (row for row, _ in _rows(path, first))
 
 
-def _rows(data: bytes, first: int = 0) -> Iterator[tuple[StepRow, int]]:
+def _rows(path: Path, first: int = 0) -> Iterator[tuple[StepRow, int]]:
     """Yield each row that fits, and its end. Bytes between two such rows are damaged."""
-    at = before = layout = 0
-    while at + _HEAD.size <= len(data):
-        step, weight, flags, groups, loss, norm, lr_factor = _HEAD.unpack_from(data, at)
-        end = at + _HEAD.size + 4 * groups
-        # What a flipped bit would have to hit twice: the step is the next one, the size is that of the row before, and
-        # where one of them is not (a launch with other ranks, rows that a power cut has taken), the next row follows.
-        follows = end == len(data) or (end + 8 <= len(data) and _STEP.unpack_from(data, end)[0] == step + 1)
-        fits = step == before + 1 or (step > before and follows)
-        if not (fits and (groups == layout or follows) and groups and flags <= 3 and end <= len(data)):
-            at += 4
-            continue
-        if step >= first:
-            shares = tuple(array("f", data[end - 4 * groups : end]))
-            yield StepRow(step=step, weight=weight, loss=loss, norm=norm, lr_factor=lr_factor, shares=shares,
-                          skipped=bool(flags & _SKIPPED), left_out=bool(flags & _LEFT_OUT)), end  # fmt: skip
-        at, before, layout = end, step, groups
+    with open(open_regular(path), "rb", buffering=_BLOCK) as file:
+        size, at, before, layout = os.fstat(file.fileno()).st_size, 0, 0, 0
+        while at + _HEAD.size <= size:
+            file.seek(at)
+            step, weight, flags, groups, loss, norm, lr_factor = _HEAD.unpack(file.read(_HEAD.size))
+            end = at + _HEAD.size + 4 * groups
+            fits = 0 < groups <= (size - at - _HEAD.size) // 4 and flags <= 3
+            shares, after = (file.read(4 * groups), file.read(_STEP.size)) if fits else (b"", b"")
+            # What a flipped bit would have to hit twice: the step is the next one, the size is that of the row before,
+            # and where one of them is not (a launch with other ranks, rows that a power cut has taken), the next row
+            # follows.
+            follows = end == size or (len(after) == _STEP.size and _STEP.unpack(after)[0] == step + 1)
+            fits &= (step == before + 1 or (step > before and follows)) and (groups == layout or follows)
+            if not fits:
+                at += 4
+                continue
+            if step >= first:
+                yield StepRow(step=step, weight=weight, loss=loss, norm=norm, lr_factor=lr_factor,
+                              skipped=bool(flags & _SKIPPED), left_out=bool(flags & _LEFT_OUT),
+                              shares=tuple(array("f", shares))), end  # fmt: skip
+            at, before, layout = end, step, groups
 
 
 class StepFile(AppendedFile):
@@ -89,17 +95,20 @@ class StepFile(AppendedFile):
         def repair(path: Path) -> None:
             if not path.exists():
                 return
-            data = content_of(path)
-            rows = [(row.step, row.pack(), end) for row, end in _rows(data)]
-            _, last, end = rows[-1] if rows else (0, bytes(_HEAD.size + 4), 0)
+            kept, size, whole, end, last = set(), 0, 0, 0, _HEAD.size + 4
+            for row, end in _rows(path):  # noqa: B007
+                whole += (last := _HEAD.size + 4 * len(row.shares))
+                if row.step <= start_step:
+                    kept.add(row.step)
+                    size += last
             # A kill leaves less than a row, at the end.
-            is_damaged = end > sum(len(packed) for _, packed, _ in rows) or len(data) - end >= len(last)
-            kept = {step: packed for step, packed, _ in rows if step <= start_step}
+            is_damaged = end > whole or path.stat().st_size - end >= last
             if is_damaged:
-                replace_file(path.with_name(f"{path.name}.damaged"), data)
-                replace_file(path, b"".join(kept.values()))
+                with open(path, "rb") as file:
+                    replace_file(path.with_name(f"{path.name}.damaged"), iter(lambda: file.read(_BLOCK), b""))
+                replace_file(path, (row.pack() for row, _ in _rows(path) if row.step <= start_step))
             else:
-                os.truncate(path, sum(map(len, kept.values())))
+                os.truncate(path, size)
             if is_damaged or max(kept, default=0) < start_step:
                 first = 1 if is_damaged else min(kept, default=1)
                 missing = [step for step in range(first, start_step + 1) if step not in kept]
