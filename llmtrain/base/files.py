@@ -93,8 +93,7 @@ def content_of(path: Path, size: int = -1) -> bytes:
 
 
 def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Write, fsync, rename: after a crash there is the old file or the new one. `data`: all, or parts. Raises OSError.
-    """
+    """Write, fsync, rename: after a crash there is the old file or the new one. Raises OSError."""
     # A name that nobody else has or can foresee: another process may replace the file now, too.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

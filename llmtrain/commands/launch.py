@@ -20,7 +20,7 @@ from llmtrain.commands import completion
 from llmtrain.config.load import command_words, configs_in, load, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.plugin_import import carried
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import ResolvedRun, same_command
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.training.host_needs import needs
 
@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     run = Run(
         folder=resolved.run_dir,
         resume=resolved.run.resume,
+        again=same_command(resolved.run),
         start_timeout_s=resolved.run.fault.start_timeout_s,
         needs=needs(configs_in(options.words), resolved.run, resolved.mix, resolved.run_dir),
         batches=batches_of(resolved),

@@ -35,10 +35,9 @@ _PROBE = (
 """Text in which the usual ways to normalize and to cut differ."""
 
 
-def difference(data: bytes, model: bytes, *, grown: bool, texts: bool) -> str:
-    """How the tokenizers of two tokenizer.json differ in their ids of a text; empty: they do not. Tokens that were
-    added to the model's are no difference, nor with `grown` those added to the data's. `texts`: the tokens around a
-    text count. Raises DataError."""
+def difference(data: bytes, model: bytes, *, grown: bool) -> str:
+    """How the tokenizers of two tokenizer.json differ in their ids of a text; empty: they do not. Tokens around a text
+    are no difference, nor those that were added to the model's, nor with `grown` to the data's. Raises DataError."""
     from tokenizers import Tokenizer
 
     if data == model:
@@ -64,15 +63,15 @@ def difference(data: bytes, model: bytes, *, grown: bool, texts: bool) -> str:
     probe = _PROBE
     for token in ours.keys() ^ theirs.keys():  # added tokens, of which a text has one or several
         probe = probe.replace(token, "")
-    first, second = (_ids_of_probe(each, probe, special=texts) for each in both)
-    return "" if first == second else "they cut, normalize or begin a text differently"
+    first, second = (_ids_of_probe(each, probe) for each in both)
+    return "" if first == second else "they cut or normalize a text differently"
 
 
-def _ids_of_probe(tokenizer: Tokenizer, probe: str, *, special: bool) -> list[int]:
+def _ids_of_probe(tokenizer: Tokenizer, probe: str) -> list[int]:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     try:
-        found: list[int] = tokenizer.encode(probe, add_special_tokens=special).ids
+        found: list[int] = tokenizer.encode(probe, add_special_tokens=False).ids
     except Exception:  # the library raises bare Exception where a vocabulary lacks a word
         return []
     return found

@@ -84,7 +84,7 @@ def check_tokenizer(run: RunConfig, key: str, given: str, folder: Path, problems
     try:
         theirs = file.read_bytes()
         same = was == xxhash.xxh3_128_hexdigest(theirs)
-        reason = "" if same else difference(ours, theirs, grown=key != "objective.teacher", texts=texts)
+        reason = "" if same else difference(ours, theirs, grown=key != "objective.teacher")
         first = special_tokens(theirs)[0] if texts and not reason else []
     except (OSError, DataError) as error:
         problems.add(key, given, f"its tokenizer cannot be compared with that of {redact_text(data)}: {error}",
@@ -93,9 +93,10 @@ def check_tokenizer(run: RunConfig, key: str, given: str, folder: Path, problems
     if reason:
         problems.add(key, given, f"its tokenizer is another than that of {redact_text(data)}: {reason}",
                      f"prepare the data with --tokenizer {given}, or name a model of the data's tokenizer")  # fmt: skip
-    elif texts and first != manifest.get("first_tokens", []):
-        problems.notes.append(f"{key}: the texts of {redact_text(data)} lack what its tokenizer puts before a text; "
-                              "prepare them again, unless the model was trained without it")  # fmt: skip
+    elif texts and first != (begin := manifest.get("first_tokens", [])):
+        how = "begin otherwise than those of" if begin else "lack what goes before a text of"
+        problems.notes.append(f"{key}: the texts of {redact_text(data)} {how} its tokenizer; prepare them again with "
+                              f"--tokenizer {given}, unless the model was trained so")  # fmt: skip
 
 
 def _check_packages(run: RunConfig, problems: Problems) -> None:

@@ -25,7 +25,7 @@ from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_chec
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.planned import refuse_without_room, stored
 from llmtrain.config.plugins import hashes, place_of
-from llmtrain.config.run import ResolvedRun, autos
+from llmtrain.config.run import ResolvedRun, autos, same_command
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.engine.deepspeed.process_group import join_process_group
@@ -123,6 +123,7 @@ def _describe(resolved: ResolvedRun, ranks: Ranks) -> None:
         words = {phase: told(planned, phase) for phase in planned.phases}
     watch.describe(
         tracking={"wandb": tracking.wandb, "project": tracking.project, "entity": tracking.entity},
+        again=same_command(resolved.run).capitalize(),
         zero_stage=mix.zero_stage,
         alike=mix.degrees.pipeline == 1,
         planned=words,

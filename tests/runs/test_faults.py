@@ -115,6 +115,32 @@ def test_a_static_loss_scale_that_overflows_is_a_fault(small_data, tmp_path, sta
     assert "error: none of the 6 steps has changed a parameter: all were skipped, the last because its" in output
 
 
+ZERO = """
+from dataclasses import dataclass
+
+from llmtrain import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero(Schedule, choice="zero"):
+    def after_warmup(self, step, max_steps):
+        return 0.0
+"""
+
+
+def test_a_run_whose_rate_is_0_in_all_steps_is_not_complete(small_data, tmp_path):
+    """It exported what it had begun with. A run with one step of another rate has trained."""
+    (tmp_path / "zero.py").write_text(ZERO)
+    run = write_recipe(tmp_path, small_data)
+    words = [run, "--plugin", str(tmp_path / "zero.py"), "--schedule.name", "zero", "--train.export", "true"]
+    code, output = forked.finish(*words, "--train.max_steps", "3", world_size=1)
+    assert code == 3 and not (tmp_path / "run/export").exists(), output
+    assert "none of the 3 steps has changed a parameter: the learning rate was 0 in all (" in output
+    more = ["--train.run_dir", str(tmp_path / "other"), "--schedule.warmup_steps", "2"]
+    code, output = forked.finish(*words, *more, "--train.max_steps", "3", world_size=1)
+    assert code == 0 and (tmp_path / "other/export").exists(), output
+
+
 def test_a_loss_scale_that_grows_into_each_overflow_is_said_once(small_data, tmp_path):
     """Half of the steps are lost; and one that is still sought at the end has trained nothing."""
     scale = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 1, "hysteresis": 1}}

@@ -156,8 +156,9 @@ class Decision:
 class Supervisor:
     """Decides after each attempt of one launch if another follows."""
 
-    def __init__(self, max_restarts: int) -> None:
-        self._max = max_restarts
+    def __init__(self, max_restarts: int, again: str = "the same command") -> None:
+        """`again`: words for the command that continues the run."""
+        self._max, self._again = max_restarts, again
         self.restarts = 0
         self.steps_redone = 0
         self.lost_s = 0.0
@@ -184,7 +185,7 @@ class Supervisor:
             return self._give_up(f"not restarted: {rule} ({outcome.signature})", outcome.code)
         if self.restarts >= self._max:
             rule = f"--max-restarts is {self._max}" + (f", and {self.restarts} are used up" if self.restarts else "")
-            text = f"not restarted: {rule}; the same command continues from step {attempt.newest}"
+            text = f"not restarted: {rule}; {self._again} continues from step {attempt.newest}"
             return self._give_up(text, outcome.code)
         self.restarts += 1
         self.steps_redone += max(0, outcome.step - attempt.newest)
@@ -223,7 +224,7 @@ class Launch:
         self._launcher = launcher_of(options.launcher, mark, run.needs)
         self._wait_for_place_s = run.start_timeout_s + _MEETS_S
         self._run_dir = Path(run.folder)
-        self._supervisor = Supervisor(options.max_restarts)
+        self._supervisor = Supervisor(options.max_restarts, run.again)
         self._unfit: set[str] = set()
         """Hosts that a fault has shown to be broken: no further attempt uses them."""
         self._signals: list[int] = []

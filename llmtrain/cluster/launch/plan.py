@@ -59,6 +59,8 @@ class Run:
     folder: str
     resume: str
     """auto: a start continues from the newest checkpoint by itself."""
+    again: str
+    """Words for the command that continues the run."""
     start_timeout_s: float
     needs: Needs | None
     batches: Sequence[int]

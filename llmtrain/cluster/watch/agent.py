@@ -513,6 +513,7 @@ class Agent:
             trigger=verdict.trigger,
             ranks=tuple(ranks[number] for number in sorted(ranks)),
             hosts=tuple(with_answer(host, answers.get(host.name, {})) for host in hosts),
+            again=str(self.about.get("again") or "The same command"),
             alike=bool(self.about.get("alike", True)),
             here=self.host,
             interface=(interface := str((self.job or {}).get("interface", ""))),

@@ -678,7 +678,7 @@ def explain(facts: JobFacts) -> Explanation:
     parts = [numbered(cause.says, len(cause.ranks))]
     if waiting := where(others):
         parts.append(f"{'The others' if odd else 'The ranks'}: {waiting}.")
-    parts.append(numbered(cause.remedy, len(cause.ranks)))
+    parts.append(numbered(cause.remedy, len(cause.ranks)).replace("<again>", facts.again))
     began = f"no progress for {facts.stalled_s:.0f} s" if facts.trigger == "pause" else "fault"
     return Explanation(
         what=facts.trigger,

@@ -112,6 +112,8 @@ class JobFacts:
     """The host that collected the facts: rank 0's, once the ranks have met."""
     stalled_s: float = 0.0
     """Seconds without progress of any rank."""
+    again: str = "The same command"
+    """Words for the command that continues the run."""
     alike: bool = True
     """All ranks do the same collectives in the same order; False for a pipeline."""
     experts: bool = False
@@ -155,7 +157,8 @@ class Explanation:
         return asdict(self)
 
 
-AGAIN = "The same command continues from the newest checkpoint."
+AGAIN = "<again> continues from the newest checkpoint."
+"""Part of a remedy, with the place of `JobFacts.again`."""
 OTHER_WAY = (
     "The ranks took different paths through the code: look for a condition that depends on the rank or on its "
     "data around that line."

@@ -84,6 +84,12 @@ def test_a_fault_is_followed_by_a_restart_and_the_cost_is_counted() -> None:
     assert not last.restart and last.code == 1 and "--max-restarts is 2" in last.text and "step 30" in last.text
 
 
+def test_a_run_that_resumes_nothing_is_continued_by_another_command() -> None:
+    """With `resume: none` the same command is refused beside the checkpoints."""
+    last = Supervisor(0, "the same command with --resume auto").after(attempt(0.0, checkpoint=10), fault_at(13))
+    assert last.text.endswith("; the same command with --resume auto continues from step 10")
+
+
 def test_the_same_step_with_the_same_error_is_not_tried_a_third_time() -> None:
     supervisor = Supervisor(max_restarts=9)
     assert supervisor.after(attempt(0.0, checkpoint=10), fault_at(13)).restart

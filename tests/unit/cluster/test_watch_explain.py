@@ -149,6 +149,9 @@ CASES: dict[str, tuple[JobFacts, int | None, str]] = {
 def test_two_of_three_silent_hosts_are_named_and_not_the_third_whose_network_is_up():
     said = explain(replace(TWO_SILENT, interface="eth0"))
     assert (said.cause, said.ranks) == ("host_lost", [1, 2]) and "Look at node-2, node-3" in said.text
+    assert said.text.endswith("The same command continues from the newest checkpoint.")
+    text = explain(replace(TWO_SILENT, again="The same command with --resume auto")).text  # of a run with resume: none
+    assert text.endswith("The same command with --resume auto continues from the newest checkpoint.")
     assert "the network is down: node-1 hears no other host (eth0 of node-1 is up)" in said.text
 
 

@@ -86,15 +86,28 @@ def test_another_tokenizer_of_the_same_size_is_refused(
     assert "its tokenizer" not in (capsys.readouterr().err if check(key) else "")
 
 
-@pytest.mark.parametrize(("change", "says"), [(digits, "cut, normalize or begin"), (begin, "cut, normalize or begin")])
 def test_a_text_that_another_step_would_give_other_ids_is_refused(
-    here: Path, trained: tuple[str, str], change: Any, says: str, capsys: pytest.CaptureFixture[str]
+    here: Path, trained: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    placed(here, trained[0], changed(trained[0], change))
-    assert check("model.pretrained") == 2 and says in capsys.readouterr().err
-    if change is begin:  # of conversations the template writes all tokens
-        edit_manifest(here / "data/t", lambda told: told.update(chat={"longest": 9}))
-        assert check("model.pretrained") == 0
+    placed(here, trained[0], changed(trained[0], digits))
+    assert check("model.pretrained") == 2 and "they cut or normalize a text differently" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of_data", [False, True])
+def test_a_copy_of_the_tokenizer_that_begins_a_text_otherwise_is_noted(
+    here: Path, trained: tuple[str, str], of_data: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ids are the model's: it was refused as another tokenizer."""
+    pair = (trained[0], changed(trained[0], begin))
+    placed(here, *(pair[::-1] if of_data else pair))
+    if of_data:
+        edit_manifest(here / "data/t", lambda told: told.update(first_tokens=[0]))
+    assert check("model.pretrained") == 0
+    how = "begin otherwise than those of" if of_data else "lack what goes before a text of"
+    said = "".join(capsys.readouterr())
+    assert f"the texts of data/t {how} its tokenizer; prepare them again with --tokenizer m, unless" in said
+    edit_manifest(here / "data/t", lambda told: told.update(chat={"longest": 9}))  # a template writes all tokens
+    assert check("model.pretrained") == 0 and "data/t" not in capsys.readouterr().err
 
 
 def test_other_merges_are_refused(here: Path, trained: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +146,7 @@ def test_texts_without_what_the_models_tokenizer_puts_before_them_are_noted(
     both = changed(trained[0], begin)
     placed(here, both, both)
     words = ["run.yaml", "--data.path", "data/t", *KEYS["model.pretrained"]]
-    lack = "model.pretrained: the texts of data/t lack what its tokenizer puts before a text; prepare them again"
+    lack = "model.pretrained: the texts of data/t lack what goes before a text of its tokenizer; prepare"
     assert any(note.startswith(lack) for note in parse(words).notes)
     edit_manifest(here / "data/t", lambda told: told.update(first_tokens=[0]))
     assert not any("lack" in note for note in parse(words).notes)
