@@ -63,111 +63,74 @@ def _options() -> argparse.ArgumentParser:
         prog="llmtrain prepare",
         description="Tokenize a corpus into memory-mapped shards with a train and a validation split.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
+    # fmt: off
     add = parser.add_argument
-    add(
-        "--source",
-        nargs="+",
-        required=True,
-        default=argparse.SUPPRESS,
-        metavar="SOURCE",
+    add("--source", nargs="+", required=True, metavar="SOURCE",
         help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
-        "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, the URL of any of these in an object store "
-        "(s3://BUCKET/corpus/*.jsonl.zst, gs://, az://), or stdlib: the running Python's own standard library",
-    )
-    add(
-        "--out",
-        required=True,
-        default=argparse.SUPPRESS,
-        metavar="FOLDER",
-        help="the prepared folder, or its URL in an object store",
-    )
-    given = "Hugging Face folder with a tokenizer.json, or ORG/NAME[@REVISION] on the Hub"
-    add("--tokenizer", default=argparse.SUPPRESS, metavar="FOLDER", help=given)
-    trained = "train a byte-level BPE of N tokens on the source instead"
-    add("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=trained)
-    add(
-        "--field",
-        default="text",
+             "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, the URL of any of these in an object store "
+             "(s3://BUCKET/corpus/*.jsonl.zst, gs://, az://), or stdlib: the running Python's own standard library")
+    add("--out", required=True, metavar="FOLDER", help="the prepared folder, or its URL in an object store")
+    add("--tokenizer", metavar="FOLDER",
+        help="Hugging Face folder with a tokenizer.json, or ORG/NAME[@REVISION] on the Hub")
+    add("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the source instead")
+    add("--field", default="text",
         help="the field (jsonl) or column (parquet, csv, datasets) that holds the text, the question, or token ids "
-        "(then input_ids, if it is not given)",
-    )
-    add(
-        "--format",
-        default="auto",
+             "(then input_ids, if it is not given)")
+    add("--format", default="auto",
         choices=["auto", "text", "jsonl", "parquet", *CHAT_FORMATS, "choices", *TOKEN_FORMATS],
         help="auto: by the file name; chat: conversations, preference: a chosen and a rejected answer, unpaired: one "
-        "and whether it is desired, prompt: questions alone, see below; choices: multiple choice, for eval.choices; "
-        "tokens: token ids already (Megatron, datatrove, .npy, records with input_ids); token-rows: "
-        "records with input_ids and labels or loss_mask",
-    )
-    add(
-        "--validation-fraction",
-        type=float,
-        metavar="F",
-        default=argparse.SUPPRESS,
-        help="share of --source held out for validation (default: 0.05); 0: none, for runs with train.eval off",
-    )
-    add(
-        "--validation-source",
-        nargs="+",
-        default=argparse.SUPPRESS,
-        metavar="SOURCE",
-        help="take validation from these instead (as --source; a file or document in both is for validation alone)",
-    )
-    left_out = "a file of lines FILE:RECORD, as `data where` and `replay` print them: these documents are left out"
-    add("--exclude", default=argparse.SUPPRESS, metavar="LIST", help=left_out)
-    bare = "leave out the tokens that the tokenizer's own encoding puts around a text, such as <bos>"
-    add("--no-special-tokens", dest="special_tokens", action="store_false", default=argparse.SUPPRESS, help=bare)
+             "and whether it is desired, prompt: questions alone, see below; choices: multiple choice, for "
+             "eval.choices; tokens: token ids already (Megatron, datatrove, .npy, records with input_ids); "
+             "token-rows: records with input_ids and labels or loss_mask")
+    add("--validation-fraction", type=float, metavar="F",
+        help="share of --source held out for validation (default: 0.05); 0: none, for runs with train.eval off")
+    add("--validation-source", nargs="+", metavar="SOURCE",
+        help="take validation from these instead (as --source; a file or document in both is for validation alone)")
+    add("--exclude", metavar="LIST",
+        help="a file of lines FILE:RECORD, as `data where` and `replay` print them: these documents are left out")
+    add("--no-special-tokens", dest="special_tokens", action="store_false", default=argparse.SUPPRESS,
+        help="leave out the tokens that the tokenizer's own encoding puts around a text, such as <bos>")
     add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="a longer document is rejected")
-    shard = "input bytes per shard (default: a 64th, 1 to 256 MiB)"
-    add("--shard-bytes", type=int, default=argparse.SUPPRESS, metavar="N", help=shard)
+    add("--shard-bytes", type=int, metavar="N", help="input bytes per shard (default: a 64th, 1 to 256 MiB)")
     add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
-    own = "a Python file with sources of your own (extend.md), or a module; may be repeated"
-    add("--plugin", action="append", default=argparse.SUPPRESS, metavar="FILE.py", help=own)
-    hosts = (
-        "let the cores of several hosts do it: a hostfile, or slurm (the nodes of this job); sources and --out lie in "
-        "folders that all of them share, or in object stores"
-    )
-    add("--on", default=argparse.SUPPRESS, metavar="HOSTFILE", help=hosts)
-    all_cores = "worker processes, with --on of each host (default: all cores)"
-    add("--processes", type=int, default=argparse.SUPPRESS, metavar="N", help=all_cores)
+    add("--plugin", action="append", metavar="FILE.py",
+        help="a Python file with sources of your own (extend.md), or a module; may be repeated")
+    add("--on", metavar="HOSTFILE",
+        help="let the cores of several hosts do it: a hostfile, or slurm (the nodes of this job); sources and --out "
+             "lie in folders that all of them share, or in object stores")
+    add("--processes", type=int, metavar="N", help="worker processes, with --on of each host (default: all cores)")
+    # fmt: on
     _add_chat(parser)
     for entry in source_entries():
         values = parser.add_argument_group(f"source {entry.key.partition('.')[0]}:WORDS of a plugin")
         about = f"{entry.doc} ({entry.values}; default: {entry.default})".strip().replace("%", "%%")
-        values.add_argument(f"--{entry.key}", dest=entry.key, default=argparse.SUPPRESS, metavar="VALUE", help=about)
+        values.add_argument(f"--{entry.key}", dest=entry.key, metavar="VALUE", help=about)
     return parser
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
+    # fmt: off
     add = parser.add_argument_group(
         "conversations (--format chat, preference, unpaired, prompt)",
         "jsonl or parquet with messages, sharegpt, alpaca, or prompt + completion; preferences with chosen and "
         "rejected, as text or messages; unpaired with label, true or false",
     ).add_argument
-    own = "a Jinja template instead of the tokenizer's own"
-    add("--chat-template", default=argparse.SUPPRESS, metavar="FILE", help=own)
-    help_text = (
-        "what every record says to its template, an object of JSON; a record's own chat_template_kwargs come first"
-    )
-    add("--chat-template-kwargs", default=argparse.SUPPRESS, metavar="JSON", help=help_text)
-    add(
-        "--count",
-        default="assistant",
-        choices=["assistant", "last", "all"],
-        help="what the loss counts: all answers, the last one, or every token",
-    )
-    limit = "tokens of a row, or of a pair (default: any; training needs data.sequence_length of at least the longest)"
-    add("--max-tokens", type=int, default=argparse.SUPPRESS, metavar="N", help=limit)
-    add(
-        "--too-long",
-        default="reject",
-        choices=["reject", "cut", "split"],
-        help="a row of more than --max-tokens: reject its record, keep its beginning, or make several rows of it",
-    )
-    stops = "tokens where generation stops, with the tokenizer's eos_token and the model's eos_token_id"
-    add("--stop-token", nargs="+", default=argparse.SUPPRESS, metavar="TOKEN", help=stops)
+    add("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's own")
+    add("--chat-template-kwargs", metavar="JSON",
+        help="what every record says to its template, an object of JSON; a record's own chat_template_kwargs come "
+             "first")
+    add("--count", default="assistant", choices=["assistant", "last", "all"],
+        help="what the loss counts: all answers, the last one, or every token")
+    add("--max-tokens", type=int, metavar="N",
+        help="tokens of a row, or of a pair (default: any; training needs data.sequence_length of at least the "
+             "longest)")
+    add("--too-long", default="reject", choices=["reject", "cut", "split"],
+        help="a row of more than --max-tokens: reject its record, keep its beginning, or make several rows of it")
+    add("--stop-token", nargs="+", metavar="TOKEN",
+        help="tokens where generation stops, with the tokenizer's eos_token and the model's eos_token_id")
+    # fmt: on
 
 
 def main(argv: list[str]) -> int:
