@@ -183,41 +183,22 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         description="Score a model on tasks of lm-eval's harness (pip install 'llmtrain[eval]'). The scores of a run's "
         "checkpoint are written to the run's metrics at its step.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
+    # fmt: off
     add = parser.add_argument
-    add(
-        "folder",
-        metavar="RUN_OR_FOLDER",
-        help="run folder, checkpoint, Hugging Face or PEFT folder, or ORG/NAME on the Hub",
-    )
-    add(
-        "--tasks",
-        required=True,
-        default=argparse.SUPPRESS,
-        metavar="NAME,...",
-        help="tasks and groups, such as hellaswag",
-    )
+    add("folder", metavar="RUN_OR_FOLDER",
+        help="run folder, checkpoint, Hugging Face or PEFT folder, or ORG/NAME on the Hub")
+    add("--tasks", required=True, metavar="NAME,...", help="tasks and groups, such as hellaswag")
     which = parser.add_mutually_exclusive_group()
-    newest = "of a run (default: its newest)"
-    which.add_argument("--checkpoint", type=int, default=argparse.SUPPRESS, metavar="STEP", help=newest)
-    which.add_argument("--best", action="store_true", help="of a run: the best by checkpoint.keep_best")
-    own = "a folder with YAML files of tasks, and of what they name: data, and functions in Python, which are run"
-    add("--include-path", action="append", default=argparse.SUPPRESS, metavar="FOLDER", help=own)
+    which.add_argument("--checkpoint", type=int, metavar="STEP", help="of a run (default: its newest)")
+    which.add_argument("--best", action="store_true", default=False, help="of a run: the best by checkpoint.keep_best")
+    add("--include-path", action="append", metavar="FOLDER",
+        help="a folder with YAML files of tasks, and of what they name: data, and functions in Python, which are run")
     add("--batch-size", type=_count, default=8, metavar="N", help="texts computed together")
-    add(
-        "--num-fewshot",
-        type=int,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help="examples in a prompt (default: the task's)",
-    )
-    add(
-        "--limit",
-        type=_count,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help="the first N records of each task alone, for a try",
-    )
+    add("--num-fewshot", type=int, metavar="N", help="examples in a prompt (default: the task's)")
+    add("--limit", type=_count, metavar="N", help="the first N records of each task alone, for a try")
+    # fmt: on
     completion.offer(parser)
     return parser.parse_args(argv)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from llmtrain.data.manifest import Manifest
 from llmtrain.data.prepare import plugin_source, preparation
 from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings
 from llmtrain.data.prepare.token_corpora import TOKEN_FORMATS
+from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
 
 
 def prepare(
@@ -133,15 +133,11 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     # fmt: on
 
 
+@ending_on_sigterm()
 def main(argv: list[str]) -> int:
     """Return the exit code; a user's mistake is one message on standard error."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", action="append", default=[])
-
-    def stop(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, stop)
     try:
         use(early.parse_known_args(argv)[0].plugin)  # they bring options
         parser = _options()
@@ -164,6 +160,4 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted; finished shards are kept in {out}: the same command continues", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return 0

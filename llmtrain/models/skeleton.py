@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,19 @@ _COUNT = re.compile(r"^(?!.*size).*(layer|label|expert)")
 
 class TooLargeError(ModelError):
     """A tensor of the model does not fit this host's memory."""
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Context without transformers' warnings and its report on a folder's tensors: what loads here is proved here."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -23,7 +23,7 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenizer_folder import refuse_unsafe
 from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS
 from llmtrain.models.score import gives_scores
-from llmtrain.models.skeleton import TooLargeError, load_config
+from llmtrain.models.skeleton import TooLargeError, load_config, quietly
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
 from llmtrain.storage.addresses import folder_here, is_url
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
@@ -91,7 +91,7 @@ class Answerer:
             model = _model(base, device)
         if base != folder:  # transformers by itself would take the base's newest commit, not the adapter's
             rows = _rows(folder, model)
-            with _loading(folder), _silent():
+            with _loading(folder), quietly():
                 if rows:
                     model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has all of them
                 loaded = model.load_adapter(str(folder))
@@ -238,19 +238,6 @@ def _load_magnitudes(folder: Path, model: Any) -> None:
             if path.endswith(MAGNITUDE):
                 length = model.get_submodule(f"{path}.default").weight
                 length.data.copy_(file.get_tensor(name).view_as(length))
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Context without transformers' report, which calls loaded tensors unexpected: `_refuse_lost` judges them."""
-    from transformers.utils import logging as transformers_logging
-
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 def _refuse_lost(folder: Path, model: Any, reported: Collection[str]) -> None:

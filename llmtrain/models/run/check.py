@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import math
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import torch
@@ -28,7 +27,7 @@ from llmtrain.models.language import LanguageModel, compare_losses, documents_in
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parameters import frozen_names, tensor_shapes
 from llmtrain.models.score import gives_scores
-from llmtrain.models.skeleton import decoder_layers, layer_configs, load_config
+from llmtrain.models.skeleton import decoder_layers, layer_configs, load_config, quietly
 from llmtrain.models.source import refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.small_copy import probe_copy
@@ -300,19 +299,7 @@ _SHAPES = re.compile(
 """Beginnings of torch's errors about wrong sizes. Other errors on the meta device say nothing about the model."""
 
 
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-
-
-@_quietly()
+@quietly()
 def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     """Build the run's ModelSpec on the meta device and run tokens through it. Returns it, and notes for the user.
 
@@ -595,7 +582,7 @@ class _Attended(OperatorMode):
 _WIDEST_HEAD = 256  # of FlashAttention
 
 
-@_quietly()
+@quietly()
 def why_not_varlen(spec: ModelSpec) -> str:
     """The reason why a model that was made for attention within documents cannot train with it; "": it can."""
     hf: Any = copy.deepcopy(spec.skeleton)
