@@ -36,7 +36,7 @@ _PROBE = (
 
 
 def difference(data: bytes, model: bytes, *, grown: bool) -> str:
-    """How the tokenizers of two tokenizer.json differ in their ids of a text; empty: they do not. Tokens around a text
+    """Return the difference between two tokenizers in the ids of a text; empty: there is none. Tokens around a text
     are no difference, nor those that were added to the model's, nor with `grown` to the data's. Raises DataError."""
     from tokenizers import Tokenizer
 

@@ -94,7 +94,7 @@ def check_tokenizer(run: RunConfig, key: str, given: str, folder: Path, problems
         problems.add(key, given, f"its tokenizer is another than that of {redact_text(data)}: {reason}",
                      f"prepare the data with --tokenizer {given}, or name a model of the data's tokenizer")  # fmt: skip
     elif texts and first != (begin := manifest.get("first_tokens", [])):
-        how = "begin otherwise than those of" if begin else "lack what goes before a text of"
+        how = "begin with other tokens than those of" if begin else "lack what goes before a text of"
         problems.notes.append(f"{key}: the texts of {redact_text(data)} {how} its tokenizer; prepare them again with "
                               f"--tokenizer {given}, unless the model was trained so")  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_a_fault_is_followed_by_a_restart_and_the_cost_is_counted() -> None:
 
 
 def test_a_run_that_resumes_nothing_is_continued_by_another_command() -> None:
-    """With `resume: none` the same command is refused beside the checkpoints."""
+    """With `resume: none` the same command is refused, as its folder has checkpoints."""
     last = Supervisor(0, "the same command with --resume auto").after(attempt(0.0, checkpoint=10), fault_at(13))
     assert last.text.endswith("; the same command with --resume auto continues from step 10")
 

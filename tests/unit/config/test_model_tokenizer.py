@@ -103,7 +103,7 @@ def test_a_copy_of_the_tokenizer_that_begins_a_text_otherwise_is_noted(
     if of_data:
         edit_manifest(here / "data/t", lambda told: told.update(first_tokens=[0]))
     assert check("model.pretrained") == 0
-    how = "begin otherwise than those of" if of_data else "lack what goes before a text of"
+    how = "begin with other tokens than those of" if of_data else "lack what goes before a text of"
     said = "".join(capsys.readouterr())
     assert f"the texts of data/t {how} its tokenizer; prepare them again with --tokenizer m, unless" in said
     edit_manifest(here / "data/t", lambda told: told.update(chat={"longest": 9}))  # a template writes all tokens
