@@ -12,11 +12,25 @@ from types import FrameType
 from typing import Any
 
 import torch
+from deepspeed.runtime import bf16_optimizer, pipe
+from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
+from deepspeed.runtime.zero import (
+    muon,
+    parameter_offload,
+    partition_parameters,
+    partitioned_param_coordinator,
+    stage3,
+    stage_1_and_2,
+)
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from llmtrain import optim
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.topology import Mix
+from llmtrain.engine import losses
+from llmtrain.engine.deepspeed import optimizers, zero_step
+from llmtrain.models import distillation, head, loss
 from llmtrain.models.transformers_private import (
     GROUPED,
     READ,
@@ -27,20 +41,26 @@ from llmtrain.models.transformers_private import (
     with_values,
 )
 from llmtrain.plan.work import Work
+from llmtrain.training import ema
 
 HOST = " (host)"
 """End of the label of a tensor in host memory."""
 MESSAGES = "messages of stages"
 
-_MADE_IN = (
-    (r"/zero/(partition_parameters|partitioned_param_coordinator|parameter_offload)\.py", "gathered parameters"),
-    (r"/(models/(head|loss|distillation)|engine/losses/\w+)\.py", "logits and loss"),
-    (r"/training/ema\.py", "ema"),
-    (r"/runtime/pipe/\w+\.py", MESSAGES),
-    (r"/(torch/optim/\w+|optim/\w+|deepspeed/optimizers|zero/muon/\w+)\.py", "optimizer"),
-    (r"/(stage_1_and_2|stage3|bf16_optimizer|unfused_optimizer|fused_optimizer|zero_step)\.py", "gradients"),
-)
-"""Files whose functions make a tensor, and the label; the innermost frame with one decides."""
+_MADE_IN = {
+    module.__name__: label
+    for label, modules in {
+        "gathered parameters": (partition_parameters, partitioned_param_coordinator, parameter_offload),
+        "logits and loss": (head, loss, distillation, losses),
+        "ema": (ema,),
+        MESSAGES: (pipe,),
+        "optimizer": (torch.optim, optim, optimizers, muon),
+        "gradients": (stage_1_and_2, stage3, bf16_optimizer, unfused_optimizer, fused_optimizer, zero_step),
+    }.items()
+    for module in modules
+}
+"""Modules, and packages with those in them, whose functions make a tensor, and the label; the innermost frame with one
+decides."""
 _KINDS = (
     ("norms", r"norm|ln_|layernorm"),
     ("attention", r"attn|attention|mixer|mamba"),
@@ -207,7 +227,7 @@ class Ledger(OperatorMode):
         phase, frame = self.phase, inspect.currentframe()
         assert frame is not None
         for _ in range(_LOOKED):
-            made_in = _made_in(frame.f_code.co_filename)
+            made_in = _made_in(frame.f_globals.get("__name__", ""))
             # The engine of a pipeline is below all passes of its schedule.
             if made_in is not None and not (made_in == MESSAGES and (self._running or phase == "backward")):
                 return self._placed(made_in, phase, frame)
@@ -219,7 +239,7 @@ class Ledger(OperatorMode):
         return "gradients of activations" if phase == "backward" else phase
 
     def _placed(self, label: str, phase: str, frame: FrameType) -> str:
-        """The label of a tensor that a file with this label makes in a part of a run."""
+        """The label of a tensor that a module with this label makes in a part of a run."""
         offloaded = HOST * self._mix.offload_optimizer
         if phase == "setup":
             if label == "gathered parameters":
@@ -231,8 +251,8 @@ class Ledger(OperatorMode):
 
 
 @functools.cache
-def _made_in(file: str) -> str | None:
-    return next((label for pattern, label in _MADE_IN if re.search(pattern, file)), None)
+def _made_in(module: str) -> str | None:
+    return _MADE_IN.get(module) or _MADE_IN.get(module.rpartition(".")[0])
 
 
 def _kind(name: str) -> str:

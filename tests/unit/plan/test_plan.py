@@ -145,6 +145,14 @@ def test_each_stage_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[st
     Path("ds.json").write_text(json.dumps(tree))
     found = plan(capsys, "--slots 2 --train.accumulation 4")
     assert [(kind["name"], kind["ranks"]) for kind in found["kinds"]] == [("stage 1 of 2", 1), ("stage 2 of 2", 1)]
+    assert all("messages of stages" in kind["rehearsed"]["highest"] for kind in found["kinds"])
+
+
+def test_bytes_have_the_labels_of_the_modules_that_make_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(stage=3, stage3_param_persistence_threshold=0)
+    [kind] = plan(capsys, "--slots 2 --optim.name lion --ema.decay 0.9")["kinds"]
+    labels = {"gathered parameters", "logits and loss", "ema", "optimizer", "gradients", "buckets"}
+    assert labels <= kind["rehearsed"]["highest"].keys()
 
 
 def test_a_slower_network_and_a_price(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
