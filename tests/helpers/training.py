@@ -123,7 +123,7 @@ def save_checkpoint(
     """Save and wait until it is durable. `frozen`, `more`: as of Saver."""
     folder = find_folder(checkpoints, ranks)
     with Saver(engine, folder, resolved.run.checkpoint, resolved.mix, ranks, frozen, more) as saver:
-        saver.begin(step, trainer)
+        saver.begin(step, {"step": step, "tokens": 0, **trainer})
         outcome = saver.drain()
     assert outcome is not None and outcome.path is not None, outcome
     return outcome.path

@@ -22,6 +22,7 @@ from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.folder_files import copy_beside
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.checkpoint.hf.serving import prove_serving
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.commands.prepare import main
 from llmtrain.data.chat import rendering
 from llmtrain.data.chat.encoder import CONVERSATIONS, NAME
@@ -58,7 +59,7 @@ def talks(count: int = 150) -> list[list[dict[str, str]]]:
 
 def told(folder: Path, data: Path) -> str:
     report = Report(folder)
-    prove_serving(folder, {"tokenizer_dir": str(data / "tokenizer")}, report)
+    prove_serving(folder, TrainerState(tokenizer_dir=str(data / "tokenizer")), report)
     return "\n".join(report.lines)
 
 
@@ -89,7 +90,7 @@ def test_an_export_proves_itself_and_names_the_trained_end(tmp_path: Path, prepa
     assert told(out, copy) == found.replace(str(data), str(copy))
     shutil.rmtree(copy)  # as when the cache made room
     run = {"data": {"path": f"file://{data}", "cache": str(tmp_path / "cache")}}
-    trainer = {"tokenizer_dir": str(copy / "tokenizer"), "tokenizer": fingerprint(data / "tokenizer"), "run": run}
+    trainer = TrainerState(tokenizer_dir=str(copy / "tokenizer"), tokenizer=fingerprint(data / "tokenizer"), run=run)
     (tmp_path / "again").mkdir()
     assert copy_beside(tmp_path / "again", trainer, out, Report(out)) == copy / "tokenizer"
     assert fingerprint(tmp_path / "again") == fingerprint(data / "tokenizer")
@@ -250,13 +251,14 @@ def test_every_set_of_a_mixture_is_compared(tmp_path: Path, prepare: Any) -> Non
     records = [{"messages": talk} for talk in talks(30)]
     models = [write_tokenizer(tmp_path / name, KINDS["chatml"]) for name in "ab"]
     first, other = (prepare(model, records, "--format", "chat") for model in models)
-    trainer = {"tokenizer_dir": str(first / "tokenizer"), "run": {"data": {"mixture": {str(first): 1, str(other): 1}}}}
+    run = {"data": {"mixture": {str(first): 1, str(other): 1}}}
+    trainer = TrainerState(tokenizer_dir=str(first / "tokenizer"), run=run)
     report = Report(tmp_path / "a")
     prove_serving(tmp_path / "a", trainer, report)
     assert sum("transformers makes" in line for line in report.lines) == 2
     other_template = CHATML.replace("role }}\n", "role }}:\n").replace("assistant\n", "assistant:\n")
     model = write_tokenizer(tmp_path / "b2", replace(KINDS["chatml"], template=other_template))
     third = prepare(model, records, "--format", "chat")
-    trainer["run"]["data"]["mixture"] = {str(first): 1, str(third): 1}
+    run["data"]["mixture"] = {str(first): 1, str(third): 1}
     with pytest.raises(ProofError, match=r"b2-data.*other ids"):
         prove_serving(tmp_path / "a", trainer, report)
