@@ -265,7 +265,7 @@ def _numbers(option: str, text: str | None) -> list[int]:
 
 def _place(run: Path, data: dict[str, Any], row: int, first: int, last: int) -> int:
     """Return the number of the stage whose data has a sequence of these steps. Raises UserError: none has."""
-    from llmtrain.commands.data import spans
+    from llmtrain.data.where import spans
 
     for span in spans(run):
         step = span.after + 1 + (row - span.next) // span.batch
@@ -423,7 +423,7 @@ def answer_of(asked: Asked) -> dict[str, Any]:
     rows.sort(key=lambda row: (-(_number(row.get("norm"), -1.0)), -_number(row["loss"], math.inf)))
     known = worst_rows([row for row in rows if row.get("norm") is not None] or rows, asked.rows)
     with contextlib.suppress(ConfigError, DataError):  # the data is gone, changed, of other fields, or without origins
-        from llmtrain.commands.data import documents_of, spans
+        from llmtrain.data.where import documents_of, spans
 
         read = spans(asked.run)
         for row in known:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmtrain.base import units
-from llmtrain.commands.report import html_page, table
+from llmtrain.reports.page import html_page, table
 
 
 def lines_for(answer: dict[str, Any]) -> Iterator[str]:

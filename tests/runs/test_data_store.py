@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands.config import main
-from llmtrain.commands.data import Where
+from llmtrain.data.where import Where
 from tests.helpers import forked
 from tests.helpers.launching import losses, write_recipe
 from tests.helpers.prepared import write_prepared

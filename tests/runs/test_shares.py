@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmtrain.commands.data import sequences, spans
+from llmtrain.data.where import sequences, spans
 from tests.helpers import forked
 from tests.helpers.launching import rows, write_run
 

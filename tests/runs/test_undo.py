@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from llmtrain import cli
-from llmtrain.commands.data import documents_of, spans
+from llmtrain.data.where import documents_of, spans
 from llmtrain.tracking.local import read_rows
 from tests.helpers import forked
 from tests.helpers.launching import environment

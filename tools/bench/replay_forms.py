@@ -79,8 +79,8 @@ def write_source(path: Path, pairs: bool, seed: int) -> dict[str, str]:
 def windows(run: Path, seeded: dict[str, str], draw: random.Random) -> Iterator[tuple[str, int]]:
     """(document, first step) for each kind: the only seeded document, and a text's is at least a quarter of a row. Two
     stages are in these steps where they can be."""
-    from llmtrain.commands.data import spans
     from llmtrain.data.stream.windows import Texts
+    from llmtrain.data.where import spans
 
     held: list[list[tuple[int, str]]] = [[] for _ in range(STEPS + 1)]
     for span in spans(run):

@@ -19,8 +19,8 @@ import torch
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.commands.data import sequences, spans
 from llmtrain.config.run import DataConfig
+from llmtrain.data.where import sequences, spans
 from llmtrain.features.sites.membership import heard_at, heard_on
 from tests.features.sites.simulated_sites import loss_of, simulated
 from tests.helpers import forked

@@ -17,12 +17,12 @@ from transformers import AutoTokenizer
 
 from llmtrain.base.errors import DataError
 from llmtrain.cli import main as command
-from llmtrain.commands.data import shown_text
 from llmtrain.commands.prepare import main
 from llmtrain.config.run import DataConfig, RunConfig, TrainConfig
 from llmtrain.data.chat.encoder import ChatOptions
 from llmtrain.data.prepare.questions import ChoiceEncoder
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.show import shown_text
 from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
 from llmtrain.data.tokenize import SEPARATOR, Encoder, train_bpe
 from llmtrain.parity.untrained import differences

@@ -1,0 +1,216 @@
+"""The documents that a step of a run has read, and the steps that have read a document: from the order of a run's
+sequences (stream/order.py), the origin of each document (origins.py), and events.jsonl."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import units, untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.config.reader import read_saved
+from llmtrain.config.stages import DataConfig
+from llmtrain.config.topology import Degrees
+from llmtrain.data.manifest import SPLITS
+from llmtrain.data.origins import Origin
+from llmtrain.data.stream.order import rows_of
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.tokenize import Encoder
+from llmtrain.tracking.local import read_rows
+
+_QUOTED_TOKENS = 24
+"""Limit of shown tokens of a document."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps of a run that read one data set in one batch."""
+
+    after: int
+    """Steps done before its first."""
+    until: int | None
+    """Steps done after its last; None: it is the run's last so far. This is the next span's `after`, unless a part
+    of the run has moved its position."""
+    next: int
+    """First sequence of its first step."""
+    event: dict[str, Any]
+
+    @property
+    def batch(self) -> int:
+        return int(self.event["global_batch"])
+
+    def sequence_at(self, step: int) -> int:
+        """Return the first sequence after `step` steps."""
+        return self.next + (step - self.after) * self.batch
+
+    @property
+    def folders(self) -> list[str]:
+        return list(read_saved(DataConfig, self.event["data"]).folders)
+
+    def leaves_out(self, data: TrainData, step: int, index: int) -> bool:
+        """Return True if a step has read a sequence and counted no token of it."""
+        return step in (self.event["data"].get("skip_steps") or ()) or data.place_of(index) in data.excluded
+
+    def data(self) -> TrainData:
+        """Open the data. Raises DataError: it is missing, or another one."""
+        data = TrainData(read_saved(DataConfig, self.event["data"]))
+        if data.fingerprint != self.event["fingerprint"]:
+            raise DataError(
+                f"{', '.join(self.folders)}: it is not the data that the run has read: it was prepared again, or is "
+                "elsewhere (paths count from the current folder)"
+            )
+        return data
+
+
+def spans(run: Path) -> list[Span]:
+    """Return the run's data in the order of its steps, the last reading of a repeated step. Raises DataError: the
+    folder has no record."""
+    rows, _ = read_rows(run / "events.jsonl")
+    found: list[Span] = []
+    try:
+        for row in rows:
+            if row.get("kind") == "reads":
+                event = {**(found[-1].event if found else {}), **row}  # an event with a place only keeps the data
+            elif row.get("kind") == "shares" and found:
+                event = {**found[-1].event, "shares": row["after"], "next": found[-1].sequence_at(int(row["step"]))}
+            else:
+                continue
+            step = int(row["step"])
+            while found and found[-1].after >= step:
+                found.pop()
+            if found:
+                found[-1] = replace(found[-1], until=int(row.get("trained", step)))
+            found.append(Span(step, None, int(event["next"]), event))
+            if not (found[-1].batch and found[-1].folders):  # of numbers and texts
+                raise LookupError
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise DataError(f"{run}/events.jsonl: the row {untrusted.shown(row, 100)} does not say which data is read from "
+                        "which step on; restore it, or remove it if it is foreign") from None  # fmt: skip
+    if not found:
+        raise DataError(f"--run {run}: its events.jsonl does not say what it has read; give the folder of a run")
+    return found
+
+
+def sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
+    """Yield the sequences of a step, numbered from 1, or those of a rank's data-parallel group. Raises DataError."""
+    first = span.sequence_at(step - 1)
+    if rank is None:
+        yield from range(first, first + span.batch)
+        return
+    degrees = Degrees(**span.event["degrees"])
+    if not 0 <= rank < degrees.world_size:
+        raise DataError(f"--rank {rank}: at step {step} the run had ranks 0 to {degrees.world_size - 1}")
+    group, accumulation = degrees.place(rank).data, int(span.event["accumulation"])
+    shares = span.event.get("shares") or [span.batch // degrees.data] * degrees.data
+    for micro in range(accumulation):
+        for row in rows_of(shares, accumulation, micro, group):
+            yield first + row
+
+
+def documents_of(span: Span, index: int) -> list[str]:
+    """Return lines on the documents of a sequence. Raises DataError."""
+    data = span.data()
+    member, window = data.place_of(index)
+    origins = data.windows_of(member).origins(window, data.origins_of(member))
+    return [shown_origin(data, member, origin) for origin in origins]
+
+
+def shown_origin(data: TrainData, member: int, origin: Origin) -> str:
+    length = min(origin.end - origin.begin, _QUOTED_TOKENS)
+    ids = data.streams("train")[member].read(origin.begin, length)
+    text = untrusted.shown(Encoder(data.tokenizer_dir).decode(ids.tolist()))
+    return f'{origin.file}:{origin.record}, {units.counted(origin.end - origin.begin, "token")}: "{text}"'
+
+
+class Where:
+    """One prepared folder in the order of a run."""
+
+    def __init__(self, folder: str, run: Path) -> None:
+        """Raises DataError."""
+        self._folder, self._run = folder, run
+        self._spans = spans(run)
+        self._opened: dict[str, TrainData] = {}
+
+    def _data(self, span: Span) -> tuple[TrainData, int] | None:
+        """Return the span's data, and this folder's place among its sets; None: it is none of them."""
+        key = str(span.event["fingerprint"])
+        if key not in self._opened:
+            self._opened[key] = span.data()
+        data = self._opened[key]
+        same = [
+            place for place, each in enumerate(span.folders) if os.path.realpath(each) == os.path.realpath(self._folder)
+        ]
+        return (data, same[0]) if same else None
+
+    def at_step(self, step: int, rank: int | None) -> Iterator[str]:
+        """Yield lines on the documents of a step. Raises DataError: the run has no such step yet, or read other data
+        there."""
+        span = next((each for each in self._spans if each.after < step <= (each.until or step)), None)
+        if span is None and step <= (first := self._spans[0].after):
+            raise DataError(f"--step {step}: the run's steps are numbered from {first + 1}")
+        if span is None:
+            raise DataError(f"--step {step}: the run has none of that number: a part of it has moved its position")
+        if step > (last := last_step(self._run)):
+            raise DataError(f"--step {step}: the run has done {last} steps")
+        found = self._data(span)
+        if found is None:
+            raise DataError(f"{self._folder}: at step {step} the run read other data: {', '.join(span.folders)}")
+        data, member = found
+        windows = data.windows_of(member)
+        known = data.origins_of(member)
+        indices = list(sequences(span, step, rank))
+        whose = "" if rank is None else f" of rank {rank}"
+        mine = [(index, window) for index in indices for at, window in [data.place_of(index)] if at == member]
+        yield (
+            f"step {step}: {units.counted(len(indices), 'sequence')}{whose}, {len(mine)} of them from {self._folder}"
+        )
+        for index, window in mine:
+            yield f"sequence {index}" + (", left out" if span.leaves_out(data, step, index) else "")
+            for origin in windows.origins(window, known):
+                yield f"  {shown_origin(data, member, origin)}"
+
+    def of_source(self, file: str, record: int) -> Iterator[str]:
+        """Yield lines on the steps that have read a record's documents. Raises DataError: there are none."""
+        first = next((found for span in self._spans if (found := self._data(span)) is not None), None)
+        if first is None:
+            raise DataError(f"{self._folder}: the run {self._run} has not read it")
+        data, member = first
+        known, held_out = (data.origins_of(member, split) for split in SPLITS)
+        origins = list(known.find(file, record))
+        if not origins and any(held_out.find(file, record)):
+            yield f"{file}:{record} is held out for validation: no step reads it"
+            return
+        if not origins:
+            raise DataError(
+                f"--source {file}:{record}: no training document of {self._folder} is of that record; files are named "
+                "relative to the --source that they were prepared from, lines count from 1, rows from 0"
+            )
+        for origin in origins:
+            yield shown_origin(data, member, origin)
+            steps = sorted(set(self._steps(origin)))
+            read, left_out = ([str(step) for step, out in steps if out is which] for which in (False, True))
+            yield f"  read in step {', '.join(read)}" if read else "  not read so far"
+            if left_out:
+                yield f"  left out of step {', '.join(left_out)} (data.exclude, data.skip_steps)"
+
+    def _steps(self, origin: Origin) -> Iterator[tuple[int, bool]]:
+        """Yield steps with the document, and whether they leave it out."""
+        last = last_step(self._run)
+        for span in self._spans:
+            if (found := self._data(span)) is None:
+                continue
+            data, member = found
+            end = span.sequence_at(span.until or max(last, span.after))
+            for window in data.windows_of(member).windows_with(origin):
+                for index in data.sequences_with(member, window, end):
+                    if index >= span.next:
+                        step = span.after + (index - span.next) // span.batch + 1
+                        yield step, span.leaves_out(data, step, index)
+
+
+def last_step(run: Path) -> int:
+    rows, _ = read_rows(run / "metrics.jsonl")
+    return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
