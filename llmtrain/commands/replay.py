@@ -3,90 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
 import os
-import re
-import shlex
-import shutil
-import signal
-import subprocess
 import sys
-from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
-from typing import Any
 
-from llmtrain import features
-from llmtrain.base import units, untrusted
-from llmtrain.base.child import ending_with_parent
-from llmtrain.base.errors import CheckpointError, ConfigError, DataError, TrainingStopped
-from llmtrain.base.files import lock_folder, refuse_if_in_use
-from llmtrain.checkpoint.format import complete_checkpoints, step_of
-from llmtrain.checkpoint.retain import looks_good, pins_of, write_pins
-from llmtrain.checkpoint.trainer_state import TrainerState
+from llmtrain.base import untrusted
+from llmtrain.base.errors import CheckpointError
+from llmtrain.checkpoint.retain import pins_of, write_pins
 from llmtrain.commands.arguments import Parser
-from llmtrain.commands.replay_page import lines_for, page_of, worst_rows
-from llmtrain.config import plugins, strict_yaml
-from llmtrain.config.chosen import without_degrees
-from llmtrain.config.deepspeed.join import offloads
-from llmtrain.config.deepspeed.read import read_json
-from llmtrain.config.reader import read_saved
-from llmtrain.config.run import RunConfig
-from llmtrain.config.stages import DataConfig, data_of
-from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
-from llmtrain.tracking.local import read_rows
-from llmtrain.tracking.steps import LOOKS, REPLAYED, STEPS, StepRow, read_steps
-
-MARK = ".replay"
-"""File in the folder of a replay: the next one may delete that folder."""
-_ROWS = 32
-_STOPPED = 75
-"""Exit code of a launch that was asked to stop."""
-_QUIET = {
-    "train.log_every": 1, "train.eval": "off", "train.eval_every": "null", "train.export": False,
-    "train.max_minutes": "null", "train.stop_early.metric": "null", "train.sample_prompts": "[]",
-    "checkpoint.every_steps": "null", "checkpoint.every_minutes": "null", "checkpoint.keep": 1000,
-    "checkpoint.keep_best.metric": "null", "checkpoint.mirror": "null", "checkpoint.dir": "null",
-    "fault.preempt_file": "null", "fault.pinned": 0, "profile.steps": "null", "tracking.wandb": "disabled",
-    "trackers": "{}", "eval.sets": "{}", "eval.choices": "{}",
-}  # fmt: skip
-"""Settings that change no number of a step."""
-_WHOLE = {"resume_weights_only": False, "resume_data": "same", "resume_model": "same"}
-_APART = {"checkpoint.dir": "null", "checkpoint.mirror": "null", "train.export_to": "null"}
-"""Settings that name places of the run, which a new one would share."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The command line, checked against the run."""
-
-    run: Path
-    out: Path
-    first: int
-    last: int
-    rows: int
-    record: dict[int, StepRow]
-    """The run's own rows of these steps."""
-    begins: Path | None
-    """The checkpoint before the first step; None: the run's beginning."""
-    within: list[Path]
-    """The run's checkpoints of these steps."""
-    devices: list[str]
-    """Name of each rank's device."""
-    changed: dict[str, Any] | None
-    """Settings of the new run that `--write` makes, in addition to those of the run; None: a replay."""
-    one_rank: bool
-
-    @property
-    def again(self) -> Path:
-        """The run folder of the replay."""
-        return self.out / "run"
-
-    @property
-    def ranks(self) -> int:
-        return 1 if self.one_rank else max(1, len(self.devices))
+from llmtrain.replays.page import lines_for, page_of
+from llmtrain.replays.replay import Asked, answer_of, asked_by, checkpoints_of, finish, prepare, train
 
 
 def main(argv: list[str]) -> int:
@@ -94,11 +21,16 @@ def main(argv: list[str]) -> int:
     args = _arguments(argv)
     if args.done:
         return _done(args.run)
-    asked = _asked(args)
-    held = _prepare(asked)
+    asked = asked_by(args)
+    held = prepare(asked)
     try:
-        _train(asked, args, held)
-        return _report(asked, args) if asked.changed is None else _finish(asked, args)
+        print(asked, file=sys.stderr if args.json else sys.stdout, flush=True)
+        train(asked, held)
+        if asked.changed is None:
+            return _report(asked, args)
+        answer, lines = finish(asked, args.out)
+        print(json.dumps(answer) if args.json else "\n".join(lines))
+        return 0
     finally:
         os.close(held)
 
@@ -134,14 +66,14 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--without", metavar="SEQUENCE,...", help="with --write: sequences of these steps that the new run leaves out")
     add("--skip", metavar="STEP,...", help="with --write: steps of these that the new run leaves out")
     add("--write", action="store_true", help="train the steps without them, and make --out a run that continues there")
-    parser.add_argument("--rows", type=int, default=_ROWS, metavar="N", help="rows with a gradient norm (default 32)")
+    parser.add_argument("--rows", type=int, default=32, metavar="N", help="rows with a gradient norm (default 32)")
     parser.add_argument("--plugin", action="append", default=[], metavar="FILE", help="as in the run")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     return parser.parse_args(argv)
 
 
 def _done(run: Path) -> int:
-    folder = _checkpoints(run)
+    folder = checkpoints_of(run)
     if pins := pins_of(folder):
         write_pins(folder, [])
     if pins_of(folder):  # the warning has the reason
@@ -149,361 +81,3 @@ def _done(run: Path) -> int:
     steps = ", ".join(map(str, pins)) or "none was waiting"
     print(f"checkpoints before spikes are no longer kept (steps of the spikes: {steps})")
     return 0
-
-
-def _checkpoints(run: Path) -> Path:
-    """Raises ConfigError: it is no run's folder."""
-    if not (run / "config.yaml").is_file() or not (run / "deepspeed.json").is_file():
-        raise ConfigError(f"{run}: has no config.yaml and deepspeed.json of a run; give the folder of a run, such as "
-                          "runs/NAME")  # fmt: skip
-    return run / "checkpoints"
-
-
-def _settings(run: Path) -> dict[str, Any]:
-    """Content of the run's config.yaml, which has all fields. Raises ConfigError: another file is there."""
-    found: Any = strict_yaml.parse((run / "config.yaml").read_text(encoding="utf-8"), "config.yaml").tree
-    if not isinstance(found, dict) or not {"deepspeed", "resume", "data", "train"} <= found.keys():
-        raise ConfigError(f"{run}/config.yaml: is not the file of a run, which has all sections; restore it")
-    return found
-
-
-def _asked(args: argparse.Namespace) -> Asked:
-    """Raises UserError; nothing is written."""
-    found = re.fullmatch(r"(\d{1,12}):(\d{1,12})", args.steps)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise ConfigError(f"--steps {args.steps}: write FIRST:LAST, steps from 1 on, such as --steps 805:815")
-    if args.rows < 1:
-        raise ConfigError(f"--rows {args.rows}: must be at least 1; 32 is the default")
-    first, last = int(found[1]), int(found[2])
-    folder = _checkpoints(args.run)
-    try:
-        record = {row.step: row for row in read_steps(args.run / STEPS)}
-    except OSError as error:
-        raise DataError(
-            f"{args.run / STEPS}: cannot be read ({error.strerror}), and without it no step can be "
-            "compared; give the folder of a run that has it"
-        ) from None
-    if first not in record or last not in record:
-        begins = f" from {min(record)}" if record and first < min(record) else ""
-        raise ConfigError(f"--steps {args.steps}: the run has recorded steps{begins} up to {max(record, default=0)}; "
-                          "give steps that it has done")  # fmt: skip
-    settings = _settings(args.run)
-    of_features = {name: settings[name] for name in features.features() if name in settings}
-    config = read_saved(RunConfig, {"deepspeed": settings["deepspeed"], **of_features})
-    for feature in features.asked(config):
-        if reason := feature.unrepeatable(config):
-            raise ConfigError(f"{args.run}: {reason} (section {feature.name}); replay a run without it")
-    complete = [each for each in complete_checkpoints(folder) if looks_good(each)]
-    before = [each for each in complete if (step_of(each) or 0) < first]
-    if not before and complete and settings["resume"] == "auto" and min(record) > 1:
-        raise CheckpointError(
-            f"--steps {args.steps}: no checkpoint before step {first} is left; the first step that can be replayed is "
-            f"{(step_of(complete[-1]) or 0) + 1}"
-        )
-    try:
-        environment = untrusted.loads((args.run / "environment.json").read_bytes())
-        devices = [rank["device"] for rank in environment["ranks"]]
-    except (OSError, ValueError, LookupError, TypeError):
-        environment, devices = {}, []
-    after = [each for each in complete if (step_of(each) or 0) >= last]
-    _refuse_other_plugins(args, TrainerState.read(after[-1]).plugins if after else environment.get("plugins") or {})
-    out = args.out or args.run.resolve().with_name(f"{args.run.resolve().name}-replay-{first}-{last}")
-    changed = _changed(args, settings, first, last) if args.write or args.without or args.skip else None
-    if changed is not None:
-        if args.one_rank:
-            raise ConfigError("--one-rank: goes without --write, whose run has the ranks of the old one; remove it")
-        out = out.with_name(f"{out.name}-replay")
-    if out.is_relative_to(args.run.resolve()):
-        raise ConfigError(f"--out {args.out}: is in the folder of the run, which is only read; give a folder outside "
-                          "of it")  # fmt: skip
-    return Asked(
-        run=args.run, out=out, first=first, last=last, rows=args.rows, record=record, changed=changed,
-        begins=before[0] if before else None,
-        within=[each for each in complete if first <= (step_of(each) or 0) <= last],
-        devices=devices, one_rank=args.one_rank,
-    )  # fmt: skip
-
-
-def _refuse_other_plugins(args: argparse.Namespace, saved: dict[str, Any]) -> None:
-    """Raises ConfigError. `saved`: hashes of the plugins of the steps."""
-    if args.plugin:
-        from llmtrain.config.plugin_import import use
-
-        use(args.plugin)
-    if other := plugins.difference(saved, plugins.hashes() if args.plugin else {}):
-        raise ConfigError(f"{args.run}: {other}; give the plugins as they were (--plugin FILE.py)")
-
-
-def _changed(args: argparse.Namespace, settings: dict[str, Any], first: int, last: int) -> dict[str, Any]:
-    """Return the settings that leave out --without and --skip. Raises UserError."""
-    rows, steps = _numbers("--without", args.without), _numbers("--skip", args.skip)
-    if not (args.write and args.out and (rows or steps)):
-        raise ConfigError("--without, --skip: go with --write and --out NEWRUN, the folder of the new run; write "
-                          f"--steps {first}:{last} --without SEQUENCE --write --out NEWRUN")  # fmt: skip
-    if args.out.exists():
-        raise ConfigError(f"--out {args.out}: exists, and a new run needs a folder of its own; give another name")
-    if wrong := [step for step in steps if not first <= step <= last]:
-        raise ConfigError(f"--skip {wrong[0]}: is none of the steps {first}:{last}; give some of them")
-    data = settings["data"]
-    # A new run from the beginning has checkpoints when it continues.
-    changed: dict[str, Any] = {"resume": "auto"} if settings["resume"] == "none" else {}
-    if steps:
-        changed["data.skip_steps"] = sorted({*(data.get("skip_steps") or ()), *steps})
-    for row in rows:
-        place = _place(args.run, data, row, first, last)
-        of = data if place == 0 else data["stages"][place - 1]
-        of["exclude"] = [*(of.get("exclude") or ()), row]
-        changed["data.stages" if place else "data.exclude"] = data["stages"] if place else of["exclude"]
-    return changed
-
-
-def _numbers(option: str, text: str | None) -> list[int]:
-    if text is not None and not re.fullmatch(r"\d{1,15}(,\d{1,15})*", text):
-        raise ConfigError(f"{option} {text}: write numbers with commas between them, such as {option} 1352,1360")
-    return sorted(set(map(int, text.split(",")))) if text else []
-
-
-def _place(run: Path, data: dict[str, Any], row: int, first: int, last: int) -> int:
-    """Return the number of the stage whose data has a sequence of these steps. Raises UserError: none has."""
-    from llmtrain.data.where import spans
-
-    for span in spans(run):
-        step = span.after + 1 + (row - span.next) // span.batch
-        if not first <= step <= last or not span.after < step <= (span.until or last):
-            continue
-        opened, own = span.data(), read_saved(DataConfig, span.event["data"])
-        if opened.place_of(row) in opened.excluded:
-            raise ConfigError(f"--without {row}: the run leaves it out already; remove it")
-        for place, each in enumerate(data_of(read_saved(DataConfig, data))):
-            if (each.folders, each.sequence_length) == (own.folders, own.sequence_length):
-                return place
-        raise ConfigError(f"--without {row}: step {step} has read {', '.join(own.folders)}, which {run}/config.yaml "
-                          "no longer names; give the data back there")  # fmt: skip
-    raise ConfigError(f"--without {row}: is no sequence of the steps {first}:{last}; `llmtrain replay {run} --steps "
-                      f"{first}:{last}` names them")  # fmt: skip
-
-
-def _finish(asked: Asked, args: argparse.Namespace) -> int:
-    """Give the new run its name, at last. Raises TrainingStopped: it has not done the steps."""
-    newest = next((step_of(each) for each in complete_checkpoints(asked.again / "checkpoints")), None)
-    if newest != asked.last:
-        raise TrainingStopped(f"the new run has ended at step {newest}, not {asked.last}, by its own settings; all "
-                              f"output: {asked.out / 'replay.log'}")  # fmt: skip
-    settings = _settings(asked.again)
-    settings["train"]["run_dir"] = str(args.out)
-    (asked.again / "config.yaml").write_text(strict_yaml.dump(settings), encoding="utf-8")
-    (asked.out / "replay.log").rename(asked.again / "replay.log")
-    asked.again.rename(args.out)
-    shutil.rmtree(asked.out)
-    steps = list(read_steps(args.out / STEPS, asked.first))
-    command = ["llmtrain", *(["train"] if asked.ranks == 1 and args.launch is None else
-               ["launch", "--hostfile", str(args.launch or "HOSTS"), "--"]), str(args.out / "config.yaml")]  # fmt: skip
-    command += [word for plugin in args.plugin for word in ("--plugin", plugin)]
-    was = {step: f"{row.loss:.4f}" for step, row in asked.record.items()}
-    lines = units.lines_of([
-        ("STEP", "LOSS", "NORM", "LOSS SO FAR"),
-        *((str(each.step), f"{each.loss:.4f}", f"{each.norm:.4g}", was.get(each.step, "")) for each in steps),
-    ])  # fmt: skip
-    lines.append(f"{args.out} is a run at step {asked.last}, which continues with: {shlex.join(command)}")
-    answer = {"folder": str(args.out), "step": asked.last, "changed": asked.changed, "command": shlex.join(command)}
-    print(json.dumps(answer) if args.json else "\n".join(lines))
-    return 0
-
-
-def _prepare(asked: Asked) -> int:
-    """Make and hold the folder of the replay; the one of an earlier replay is deleted. Raises ConfigError."""
-    if asked.out.exists():
-        for each in (asked.out, asked.again):  # a replay's own ranks may outlive it for a moment
-            refuse_if_in_use(str(each), "--out")
-        if not (asked.out / MARK).is_file():
-            raise ConfigError(f"--out {asked.out}: exists, and no replay has made it; give another folder")
-        shutil.rmtree(asked.out)
-    try:
-        asked.out.mkdir(parents=True)
-        held = lock_folder(asked.out)
-        (asked.out / MARK).touch()
-    except OSError as error:
-        raise ConfigError(f"--out {asked.out}: cannot be made ({error.strerror}); give another folder") from None
-    return held
-
-
-def _train(asked: Asked, args: argparse.Namespace, held: int) -> None:
-    """Train up to the last step in ranks of their own; their output goes to replay.log. Raises UserError.
-
-    `held`: the lock of the folder, which lasts as long as the child.
-    """
-    saves = [step for each in asked.within if (step := step_of(each)) is not None and step < asked.last]
-    looks = {"rows": asked.rows, "saves": saves} if asked.changed is None else {"rows": 0, "saves": []}
-    task = json.dumps({"first": asked.first, "last": asked.last, **looks}, separators=(",", ":"))
-    settings = {
-        "train.run_dir": asked.again,
-        **(_QUIET if asked.changed is None else {**_APART, **asked.changed}),
-        **({} if asked.begins is None else {"resume": asked.begins.resolve(), **_WHOLE}),
-        **(_on_one_rank(asked) if asked.one_rank else {}),
-    }
-    words = [str(asked.run / "config.yaml")]
-    for key, value in settings.items():
-        words.append(f"--{key}={json.dumps(value) if isinstance(value, bool | list) else value}")
-    # They are those of the steps; the checkpoint before may be of others.
-    words += [*(word for plugin in args.plugin for word in (plugins.FLAG, plugin)), plugins.CHANGED, "ok"]
-    program = [sys.executable, "-m", "llmtrain"]
-    if args.launch is None and asked.ranks == 1:
-        command = [*program, "train", *words]
-    else:
-        hosts = asked.out / "hosts"
-        hosts.write_text(f"localhost slots={asked.ranks}\n")
-        (asked.out / "env").write_text(f"{REPLAYED}='{task}'\n")
-        command = [*program, "launch", "--hostfile", str(args.launch or hosts), "--max-restarts", "0",
-                   "--env-file", str(asked.out / "env"), "--", *words]  # fmt: skip
-    begins = "its beginning" if asked.begins is None else asked.begins.name
-    told = (f"steps {asked.first}:{asked.last} of {asked.run} are trained again from {begins}, by "
-            f"{units.counted(asked.ranks, 'rank')}; the ranks' output: {asked.out / 'replay.log'}")  # fmt: skip
-    print(told, file=sys.stderr if args.json else sys.stdout, flush=True)
-    environment = {**os.environ, REPLAYED: task}
-    with open(asked.out / "replay.log", "wb") as output, ending_on_sigterm():
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, pass_fds=[held],
-                                 preexec_fn=ending_with_parent(signal.SIGTERM))  # fmt: skip
-        try:
-            code = child.wait()
-        finally:
-            child.terminate()  # if we are interrupted: the launch ends its ranks
-            child.wait()
-    made = asked.again / (LOOKS if asked.changed is None else STEPS)
-    if code not in (0, _STOPPED) or not made.is_file():
-        error = reason_of((asked.out / "replay.log").read_text(errors="replace"))
-        if code == ConfigError.exit_code:  # a refusal, before the first step
-            shutil.rmtree(asked.out)
-            raise ConfigError(error)
-        raise TrainingStopped(
-            f"the replay has ended with exit code {code}: {error}\nall output: {asked.out / 'replay.log'}"
-        )
-    if (reached := max((row.step for row in read_steps(asked.again / STEPS)), default=0)) != asked.last:
-        raise TrainingStopped(f"the replay has ended at step {reached}, not {asked.last}; all output: "
-                              f"{asked.out / 'replay.log'}")  # fmt: skip
-
-
-def reason_of(said: str) -> str:
-    """Return the findings of the doctor that have kept a launch from its start, else the last error."""
-    said = re.sub(r"^[\w.-]+: (?=error: | {2})", "", said, flags=re.MULTILINE)  # pdsh names the host
-    findings = re.findall(r"^red +(.*(?:\n {7}.*)*)", said, re.MULTILINE)
-    errors = re.findall(r"^error: (.*(?:\n {2}.*)*)", said, re.MULTILINE)
-    return "\n".join(findings) or (errors or said.splitlines() or ["no output"])[-1]
-
-
-def _on_one_rank(asked: Asked) -> dict[str, Any]:
-    """Return settings for equal steps of one rank, which takes all micro-batches. Raises ConfigError."""
-    settings = _settings(asked.run)
-    stages = [{**each, "train": {**each["train"], "accumulation": None}} for each in settings["data"]["stages"]]
-    path = asked.out / "one-rank.json"
-    path.write_text(json.dumps(without_degrees(read_json(settings["deepspeed"]))))
-    return {"deepspeed": path.resolve(), "train.accumulation": "null", "data.stages": stages, "fault.recheck_every": 0}
-
-
-def answer_of(asked: Asked) -> dict[str, Any]:
-    """Compare and collect. Raises UserError."""
-    now = {row.step: row for row in read_steps(asked.again / STEPS)}
-    metrics = {row["step"]: row for row in read_rows(asked.again / "metrics.jsonl")[0] if "loss" in row}
-    looked = {row["step"]: row for row in read_rows(asked.again / LOOKS)[0]}
-    exact, why = _exact(asked)
-    bound = 0.0 if exact else _bound(now, looked)
-    steps = []
-    for step in range(asked.first, asked.last + 1):
-        record, again, row = asked.record.get(step), now.get(step), metrics.get(step, {})
-        if again is None:
-            continue
-        apart = math.nan if record is None else max(_apart(record.loss, again.loss), _apart(record.norm, again.norm))
-        same = record is not None and (_bits(record) == _bits(again) if exact else apart <= bound)
-        found: dict[str, Any] = {"step": step, "loss": again.loss, "norm": again.norm, "lr": row.get("lr"),
-                                 "skipped": again.skipped, "record": None if record is None else record.loss,
-                                 "equal": same, "apart": apart}  # fmt: skip
-        found |= {key: value for key, value in row.items() if key.startswith(("moe/", "data/stage"))}
-        steps.append(found)
-    checkpoints = [_compare(asked, each, exact=exact) for each in asked.within]
-    rows = [{"step": step, **row} for step, each in looked.items() for row in each["rows"]]
-    rows.sort(key=lambda row: (-(_number(row.get("norm"), -1.0)), -_number(row["loss"], math.inf)))
-    known = worst_rows([row for row in rows if row.get("norm") is not None] or rows, asked.rows)
-    with contextlib.suppress(ConfigError, DataError):  # the data is gone, changed, of other fields, or without origins
-        from llmtrain.data.where import documents_of, spans
-
-        read = spans(asked.run)
-        for row in known:
-            span = next(each for each in read if each.after < row["step"] <= (each.until or row["step"]))
-            row["documents"] = documents_of(span, row["sequence"])
-    return {
-        "run": str(asked.run), "folder": str(asked.out), "first": asked.first, "last": asked.last,
-        "from": None if asked.begins is None else str(asked.begins), "exact": exact, "why": why, "bound": bound,
-        "equal": all(each["equal"] for each in steps) and all(each["equal"] for each in checkpoints),
-        "steps": steps, "checkpoints": checkpoints, "modules": modules_of(looked), "rows": known,
-    }  # fmt: skip
-
-
-def _exact(asked: Asked) -> tuple[bool, str]:
-    """Return whether equal bits are expected, and the reason if not."""
-    if _form(asked.run) != _form(asked.again):
-        return False, "the ranks are others than the run's"
-    then, now = ((folder / "deepspeed.json").read_text() for folder in (asked.run, asked.again))
-    if then != now:
-        return False, "the DeepSpeed JSON has changed since"
-    if offloads(untrusted.loads(now.encode()), "optimizer"):
-        return False, "DeepSpeed's optimizer on the host rounds by the number of steps since its start"
-    if set(asked.devices) == {"cpu"} or _settings(asked.run)["train"]["deterministic"]:
-        return True, ""
-    return False, "train.deterministic is off"
-
-
-def _form(folder: Path) -> Any:
-    reads = [row for row in read_rows(folder / "events.jsonl")[0] if row.get("kind") == "reads" and "degrees" in row]
-    return reads[-1]["degrees"] if reads else None
-
-
-def _bound(now: dict[int, StepRow], looked: dict[int, dict[str, Any]]) -> float:
-    """Four times the largest difference between a step's norm and the one that its look has measured before, for each
-    step since the checkpoint."""
-    apart = [_apart(now[step].norm, _number(row["norm"], math.nan)) for step, row in looked.items() if step in now]
-    return 4 * len(now) * max([1e-6, *(each for each in apart if math.isfinite(each))])
-
-
-def _bits(row: StepRow) -> tuple[str, ...]:
-    return tuple(float(value).hex() for value in (row.loss, row.norm, *row.shares))
-
-
-def _apart(one: float, other: float) -> float:
-    if one == other or (math.isnan(one) and math.isnan(other)):
-        return 0.0
-    return abs(one - other) / max(abs(one), abs(other), 1e-30)
-
-
-def _number(value: Any, instead: float) -> float:
-    """JSON has no NaN; tracking/local.py writes names."""
-    number = float(value) if isinstance(value, int | float | str) else instead
-    return instead if math.isnan(number) else number
-
-
-def _compare(asked: Asked, theirs: Path, *, exact: bool) -> dict[str, Any]:
-    """Compare the tensors of a checkpoint. Without `exact`, differences are shown and are no fault."""
-    from llmtrain.checkpoint.arithmetic import diff
-
-    ours = next((each for each in complete_checkpoints(asked.again / "checkpoints") if each.name == theirs.name), None)
-    if ours is None:
-        return {"step": step_of(theirs), "equal": False, "lines": ["the replay has not saved it"]}
-    lines, _ = diff(theirs, ours)
-    tensors = [line for line in lines if line.startswith("tensor ")]
-    return {"step": step_of(theirs), "equal": not tensors or not exact, "lines": tensors[:5]}
-
-
-def modules_of(looked: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The modules whose largest output or gradient at a step is more than twice that of all other steps, the largest
-    factor first; and the first that was not finite."""
-    found, names = [], dict.fromkeys(name for row in looked.values() for name in row["largest"])
-    for (kind, what), (order, name) in product(enumerate(("output", "gradient of the output")), enumerate(names)):
-        values = {step: float(row["largest"].get(name, (0.0, 0.0))[kind]) for step, row in looked.items()}
-        for step, value in values.items():
-            others = [other for at, other in values.items() if at != step and math.isfinite(other)]
-            usual = max(others, default=math.nan)
-            if not math.isfinite(value) or value > 2 * usual:
-                factor = value / usual if usual else math.inf
-                found.append({"step": step, "module": name, "what": what, "value": value, "others": usual,
-                              "factor": factor, "order": order})  # fmt: skip
-    bad = [each for each in found if not math.isfinite(each["value"])]
-    bad.sort(key=lambda each: (each["step"], each["what"] != "output", each["order"]))
-    return bad[:1] + sorted((each for each in found if each not in bad), key=lambda each: -each["factor"])[:10]

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("training",),
     ("parity",),
-    ("plan",),
+    ("plan", "replays"),
     ("commands",),
     ("feature",),
     ("cli",),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.commands import replay
-from llmtrain.commands.replay import modules_of, reason_of
-from llmtrain.commands.replay_page import lines_for, page_of, worst_rows
+from llmtrain.replays import replay
+from llmtrain.replays.page import lines_for, page_of, worst_rows
+from llmtrain.replays.replay import modules_of, reason_of
 
 
 def looked(values: dict[int, tuple[float, float]]) -> dict[int, dict[str, Any]]:
@@ -87,13 +87,13 @@ def test_equal_bits_are_expected_unless_the_optimizer_is_on_the_host(
 
 def test_two_replays_do_not_share_a_folder(tmp_path: Path) -> None:
     asked: Any = SimpleNamespace(out=tmp_path / "out", again=tmp_path / "out/run")
-    held = replay._prepare(asked)
+    held = replay.prepare(asked)
     (asked.out / "replay.log").touch()
     with pytest.raises(ConfigError, match=r"--out: .* is in use by another launch"):
-        replay._prepare(asked)
+        replay.prepare(asked)
     assert (asked.out / "replay.log").exists()
     os.close(held)
-    os.close(replay._prepare(asked))
+    os.close(replay.prepare(asked))
     assert not (asked.out / "replay.log").exists()
 
 
