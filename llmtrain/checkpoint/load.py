@@ -66,7 +66,7 @@ class Resumed:
 
 def resume(
     engine: Engine,
-    run: RunConfig,
+    config: RunConfig,
     candidates: Candidates,
     where: CheckpointFolder,
     now: TrainerState,
@@ -76,14 +76,16 @@ def resume(
     call it together, and raise the same CheckpointError, FrozenSourceError or ModelError."""
     own, rejected = candidates.own, dict(candidates.incomplete)
     for candidate in candidates.paths:
-        weights_only = run.resume_weights_only and not own
+        weights_only = config.resume_weights_only and not own
         try:
             fetch(candidate, (), where, ranks)
             fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
-            parts = not weights_only and (run.ema.decay is not None or bool(features.asked(run)) or bool(run.parts))
-            reader, saved = _open(candidate, run.model.folder, where, ranks, parts=parts)
+            parts = not weights_only and (
+                config.ema.decay is not None or bool(features.asked(config)) or bool(config.parts)
+            )
+            reader, saved = _open(candidate, config.model.folder, where, ranks, parts=parts)
             _refuse_other_adapter(saved, now, candidate)
-            new_data, new_model = (key == "new" and not own for key in (run.resume_data, run.resume_model))
+            new_data, new_model = (key == "new" and not own for key in (config.resume_data, config.resume_model))
             here = now if weights_only else as_of(saved.step, now)
             meaning = refuse_other_model(saved, here, candidate, weights_only=weights_only, meant=new_model)
             notes: list[str] = []
@@ -107,7 +109,7 @@ def resume(
             trainer=saved,
             step=reader.manifest.step,
             weights_only=weights_only,
-            began_from=saved.began_from if own else {**origin(run), "checkpoint": str(candidate.resolve())},
+            began_from=saved.began_from if own else {**origin(config), "checkpoint": str(candidate.resolve())},
             frozen=reader.manifest.frozen,
             lines=[
                 *(f"skipped {text}" for text in rejected.values()),

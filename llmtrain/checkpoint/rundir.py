@@ -135,10 +135,10 @@ class CheckpointFolder:
 
 
 @contextlib.contextmanager
-def open_checkpoints(folder: RunDirectory, run: RunConfig, ranks: Ranks) -> Iterator[CheckpointFolder]:
+def open_checkpoints(folder: RunDirectory, config: RunConfig, ranks: Ranks) -> Iterator[CheckpointFolder]:
     """Find out which ranks see which folder, and lock each. All ranks call it together, and raise the same
     CheckpointError."""
-    found = find_folder(folder.checkpoints, ranks, own=run.checkpoint.dir is not None)
+    found = find_folder(folder.checkpoints, ranks, own=config.checkpoint.dir is not None)
     with contextlib.ExitStack() as locks:
         with ranks.together():
             if found.leads and ranks.rank != 0:  # rank 0 locks its own with the run's folder
@@ -216,6 +216,6 @@ class Candidates:
         return bool(self.paths or self.incomplete)
 
 
-def origin(run: RunConfig) -> dict[str, Any]:
-    path = run.resume if is_url(run.resume) else str(Path(run.resume).resolve())
-    return {"path": path, "weights_only": run.resume_weights_only}
+def origin(config: RunConfig) -> dict[str, Any]:
+    path = config.resume if is_url(config.resume) else str(Path(config.resume).resolve())
+    return {"path": path, "weights_only": config.resume_weights_only}

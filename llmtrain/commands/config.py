@@ -22,7 +22,7 @@ from llmtrain.config.planned import stored
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import value_of
-from llmtrain.config.run import ResolvedRun, autos
+from llmtrain.config.run import Run, autos
 from llmtrain.config.schema import SHARED, entries, json_schema
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.epoch import sequences_of_epoch
@@ -86,11 +86,11 @@ def main(argv: list[str]) -> int:
     others = []  # usual numbers of ranks that fit the run's degrees and batch
     for ranks in _USUAL_RANKS if assumed else ():
         with contextlib.suppress(ConfigError):
-            resolve(parsed.run, ranks, places=parsed.places, epoch=sequences_of_epoch)
+            resolve(parsed.config, ranks, places=parsed.places, epoch=sequences_of_epoch)
             others.append(ranks)
     try:
-        resolved = resolve(
-            parsed.run, world_size, source, places=parsed.places, notes=parsed.notes, epoch=sequences_of_epoch
+        run = resolve(
+            parsed.config, world_size, source, places=parsed.places, notes=parsed.notes, epoch=sequences_of_epoch
         )
     except ConfigError as error:
         if not others:
@@ -98,37 +98,37 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{error}\n  the check was for 1 rank; {_give(others)} passes it") from error
     if others:
         note = f"the figures are for 1 rank; {_give(others)} gives those for more"
-        resolved = replace(resolved, notes=(*resolved.notes, note))
-    if autos(resolved.run):
-        resolved = replace(resolved, notes=(*resolved.notes, note_of_autos(resolved)))
+        run = replace(run, notes=(*run.notes, note))
+    if autos(run.config):
+        run = replace(run, notes=(*run.notes, note_of_autos(run)))
     if action == "show":
         print(f"# {files}, resolved for {units.counted(world_size, 'rank')}")
-        print("".join(f"# {note}\n" for note in parsed.notes) + _with_origins(resolved))
-        print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
-        print(summary(resolved))
+        print("".join(f"# {note}\n" for note in parsed.notes) + _with_origins(run))
+        print(f"# {run.config.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(run.deepspeed, indent=2)}\n")
+        print(summary(run))
     else:
         from llmtrain.training.examine import examine
 
-        refuse_if_preempted(resolved.run, resolved.places)
-        checked = examine(with_base(resolved))
-        print(summary(checked.resolved, checked.spec.facts))
+        refuse_if_preempted(run.config, run.places)
+        checked = examine(with_base(run))
+        print(summary(checked.run, checked.spec.facts))
         if reads_data:
             print(_read_data(checked))
-        print(f"ok: {files} with {resolved.run.deepspeed}")
+        print(f"ok: {files} with {run.config.deepspeed}")
     return 0
 
 
-def note_of_autos(resolved: ResolvedRun) -> str:
-    planned = stored(resolved, on_gpu=True) or stored(resolved, on_gpu=False)
+def note_of_autos(run: Run) -> str:
+    planned = stored(run, on_gpu=True) or stored(run, on_gpu=False)
     last = f"; the last plan took {in_words(planned.chosen)}" if planned is not None and planned.chosen else ""
-    keys = " and ".join(autos(resolved.run))
+    keys = " and ".join(autos(run.config))
     return f"{keys} auto: the start decides by the free memory, or `llmtrain plan` before it{last}"
 
 
-def _with_origins(resolved: ResolvedRun) -> str:
+def _with_origins(run: Run) -> str:
     """Return the resolved run as YAML with the origin of each value in a comment: its place, "default" or
     "computed"."""
-    text = strict_yaml.dump(resolved.run)
+    text = strict_yaml.dump(run.config)
     lines, keys = text.splitlines(), strict_yaml.parse(text, "").lines
     defaults: dict[str, set[str]] = {}
     for entry in entries():
@@ -138,13 +138,13 @@ def _with_origins(resolved: ResolvedRun) -> str:
         if any(other.startswith(f"{key}.") for other in keys):
             continue
         named = key
-        while not ({named} & (resolved.places.keys() | defaults) or "[" in named or "." not in named):
+        while not ({named} & (run.places.keys() | defaults) or "[" in named or "." not in named):
             # a key in the user's map; the fields of a stage have no other places
             named = named.rpartition(".")[0]
-        if place := resolved.places.get(named):
+        if place := run.places.get(named):
             origin = f"--{named}" if place == COMMAND_LINE else place.replace(", line ", ":")
         else:
-            value = show(value_of(key, resolved.run))
+            value = show(value_of(key, run.config))
             origin = "default" if value in defaults.get(named, ("null",)) else "computed"
         lines[number - 1] = f"{lines[number - 1]:<{width}}  # {origin}"
     return "\n".join([*lines, ""])
@@ -169,47 +169,47 @@ def _read_data(checked: Checked) -> str:
     return f"data:    {units.counted(len(files), 'file')}, {size}: as the checksums of their manifests say{without}"
 
 
-def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
+def summary(run: Run, facts: ModelFacts | None = None) -> str:
     """Return a few lines about batch, length, layout and precision, the model's size if known, and the notes."""
-    train, batch = resolved.run.train, resolved.batch
+    train, batch = run.config.train, run.batch
     equation = (
         f"global_batch {batch.global_batch}, micro_batch auto" if train.micro_batch == "auto" else batch.equation()
     )
     lines = [f"batch:   {equation} ({units.count(batch.tokens)} tokens a step)"]
-    for number, stage in enumerate(resolved.stages.stages[1:], 1):
+    for number, stage in enumerate(run.stages.stages[1:], 1):
         lines.append(
             f"stage {number}: from step {stage.first_step}: {', '.join(stage.data.folders)}, sequences of "
             f"{stage.batch.sequence_length}, {stage.batch.equation()} ({units.count(stage.batch.tokens)} tokens a step)"
             f"{', ' + stage.schedule.name if stage.schedule_from == stage.first_step else ''}"
         )
-    if resolved.max_steps is not None:
-        tokens = units.count(resolved.stages.tokens(resolved.max_steps))
-        lines.append(f"length:  {resolved.max_steps} optimizer steps, {tokens} tokens")
+    if run.max_steps is not None:
+        tokens = units.count(run.stages.tokens(run.max_steps))
+        lines.append(f"length:  {run.max_steps} optimizer steps, {tokens} tokens")
     else:
         lines.append(f"length:  {train.max_minutes:g} minutes")
     lines += [
-        f"compute: {', '.join(ways_of(resolved))}",
-        f"optim:   {_optimizer(resolved)}",
-        f"ranks:   {_ranks(resolved.degrees)}",
+        f"compute: {', '.join(ways_of(run))}",
+        f"optim:   {_optimizer(run)}",
+        f"ranks:   {_ranks(run.mix.degrees)}",
     ]
     if facts is not None:
         lines.append(f"model:   {units.count(facts.parameters)} parameters")
-        plans = {"": stored(resolved, on_gpu=True), " on the CPU": stored(resolved, on_gpu=False)}
+        plans = {"": stored(run, on_gpu=True), " on the CPU": stored(run, on_gpu=False)}
         lines += [f"memory:  {plan.text()}{where}" for where, plan in plans.items() if plan is not None]
         if not any(plans.values()):
             lines.append("memory:  `llmtrain plan RUN.yaml --hosts N --slots N` rehearses it")
     lines.append(f"run dir: {train.run_dir}")
-    return "\n".join([*lines, *(f"note:    {note}" for note in resolved.notes)])
+    return "\n".join([*lines, *(f"note:    {note}" for note in run.notes)])
 
 
-def ways_of(resolved: ResolvedRun) -> list[str]:
+def ways_of(run: Run) -> list[str]:
     """Return words for precision, ZeRO, optimizer, offload and recomputation."""
-    mix = resolved.mix
+    mix = run.mix
     offload = [name for name, on in (("optimizer", mix.offload_optimizer), ("parameters", mix.offload_param)) if on]
-    ways = [mix.precision, f"ZeRO {mix.zero_stage}", resolved.optim.name]
+    ways = [mix.precision, f"ZeRO {mix.zero_stage}", run.config.optim.name]
     ways += ["moments in bf16"] if mix.bf16_moments else []
     ways += [f"offload of {' and '.join(offload)}"] if offload else []
-    layers, kept = resolved.run.model.recompute.layers, " without attention" if mix.keep_attention else ""
+    layers, kept = run.config.model.recompute.layers, " without attention" if mix.keep_attention else ""
     of = f" of {units.counted(layers, 'layer')}" if isinstance(layers, int) else ""
     of = " of as many layers as memory asks for" if layers == "auto" else of
     of += " a stage" if of and mix.degrees.pipeline > 1 else ""
@@ -217,13 +217,13 @@ def ways_of(resolved: ResolvedRun) -> list[str]:
     return ways
 
 
-def _optimizer(resolved: ResolvedRun) -> str:
+def _optimizer(run: Run) -> str:
     found: dict[str, list[str]] = {}
     for key in SHARED:
         section, name = key.split(".")
-        if section == "optim" and hasattr(resolved.optim, name):
-            origin = resolved.places.get(key, "llmtrain's defaults").partition(", ")[0]
-            found.setdefault(origin, []).append(f"{name} {show(getattr(resolved.optim, name))}")
+        if section == "optim" and hasattr(run.config.optim, name):
+            origin = run.places.get(key, "llmtrain's defaults").partition(", ")[0]
+            found.setdefault(origin, []).append(f"{name} {show(getattr(run.config.optim, name))}")
     return "; ".join(f"{', '.join(values)} ({origin})" for origin, values in found.items())
 
 

@@ -38,20 +38,20 @@ def main(argv: list[str]) -> int:
     args, words = command_words(parser, argv)
     hosts = select(read_hostfile(args.hostfile), args.include, args.exclude)
     started = time.monotonic()
-    run = None
+    needed = None
     if words:
         words = run_words(words)
-        resolved = load(words, sum(host.slots for host in hosts), "the hostfile", epoch=sequences_of_epoch)
-        run = needs(configs_in(words), resolved.run, resolved.mix, resolved.run_dir)
-        planned = stored(resolved, on_gpu=True) or stored(resolved, on_gpu=False)
+        run = load(words, sum(host.slots for host in hosts), "the hostfile", epoch=sequences_of_epoch)
+        needed = needs(configs_in(words), run.config, run.mix, run.run_dir)
+        planned = stored(run, on_gpu=True) or stored(run, on_gpu=False)
         sent = 0.0 if planned is None else planned.sent_to_other_hosts * max(host.slots for host in hosts)
-        run = replace(run, sent_bytes=sent or None, patience_s=resolved.run.fault.stall_timeout_s)
-    report = preflight(hosts, run, port=args.master_port, ssh_port=args.ssh_port)
+        needed = replace(needed, sent_bytes=sent or None, patience_s=run.config.fault.stall_timeout_s)
+    report = preflight(hosts, needed, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:
-        report = with_ops(report, run)
+        report = with_ops(report, needed)
     report = replace(report, findings=in_order([*report.findings, *of_this_host(report.survey)], hosts))
     if not args.quick and fabric.has_peers(report.survey):
-        report = fabric.with_fabric(report, _ALL_REDUCE, run)
+        report = fabric.with_fabric(report, _ALL_REDUCE, needed)
     report = replace(report, elapsed_s=time.monotonic() - started)
     if args.json:
         print(json.dumps(report.as_json(), indent=1))

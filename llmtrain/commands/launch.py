@@ -15,12 +15,12 @@ from llmtrain.cluster.hosts.hostfile import Host, is_alone, on_visible_devices, 
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.launchers import launcher_of
-from llmtrain.cluster.launch.plan import Options, Run, describe, make_plan
+from llmtrain.cluster.launch.plan import LaunchedRun, Options, describe, make_plan
 from llmtrain.commands import completion
 from llmtrain.config.load import command_words, configs_in, load, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.plugin_import import carried
-from llmtrain.config.run import ResolvedRun, same_command
+from llmtrain.config.run import Run, same_command
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.training.host_needs import needs
 
@@ -30,7 +30,7 @@ MAX_RESTARTS = 3
 def main(argv: list[str]) -> int:
     """Returns the exit code (docs/cluster.md lists them); raises UserError."""
     options = _options(argv)
-    resolved = load(
+    run = load(
         list(options.words), sum(host.slots for host in options.hosts), "the hosts' slots", epoch=sequences_of_epoch
     )
     options = replace(options, carried=carried())
@@ -43,18 +43,18 @@ def main(argv: list[str]) -> int:
         return 0
     if plan.alone:
         name_cpu()
-    refuse_if_preempted(resolved.run, resolved.places)
-    refuse_if_in_use(resolved.run_dir)
-    run = Run(
-        folder=resolved.run_dir,
-        resume=resolved.run.resume,
-        again=same_command(resolved.run),
-        start_timeout_s=resolved.run.fault.start_timeout_s,
-        needs=needs(configs_in(options.words), resolved.run, resolved.mix, resolved.run_dir),
-        batches=batches_of(resolved),
+    refuse_if_preempted(run.config, run.places)
+    refuse_if_in_use(run.run_dir)
+    launched = LaunchedRun(
+        folder=run.run_dir,
+        resume=run.config.resume,
+        again=same_command(run.config),
+        start_timeout_s=run.config.fault.start_timeout_s,
+        needs=needs(configs_in(options.words), run.config, run.mix, run.run_dir),
+        batches=batches_of(run),
         resolve=batches,
     )
-    return Launch(options, mark, run).run()
+    return Launch(options, mark, launched).run()
 
 
 def batches(words: Sequence[str], ranks: int) -> list[int]:
@@ -62,8 +62,8 @@ def batches(words: Sequence[str], ranks: int) -> list[int]:
     return batches_of(load(list(words), ranks, "the hosts that are left", epoch=sequences_of_epoch))
 
 
-def batches_of(resolved: ResolvedRun) -> list[int]:
-    return [stage.batch.global_batch for stage in resolved.stages]
+def batches_of(run: Run) -> list[int]:
+    return [stage.batch.global_batch for stage in run.stages]
 
 
 def _options(argv: list[str]) -> Options:

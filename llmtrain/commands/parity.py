@@ -24,7 +24,7 @@ def main(argv: list[str], worker: str = WORKER) -> int:
     """Returns the exit code. `worker`: the module that each rank runs. Raises UserError."""
     args, words = _arguments(argv)
     parsed = parse(words, check_paths=False)
-    user = wanted(fetched(parsed.run)[0], parsed.places)
+    user = wanted(fetched(parsed.config)[0], parsed.places)
     ranks = args.ranks or usual_ranks(user.degrees)
     cpu = _on_cpu(args.device, max(ranks))
     if cpu:

@@ -27,7 +27,7 @@ from llmtrain.config.pinned import fetched
 from llmtrain.config.planned import Planned, store
 from llmtrain.config.problems import Problems, stop
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import ResolvedRun, autos
+from llmtrain.config.run import Run, autos
 from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
 from llmtrain.plan.device import Machines, memory_of, parse_size
 
@@ -151,10 +151,10 @@ def _fit(words: list[str], machines: Machines, args: argparse.Namespace) -> int:
     if speeds is None:
         raise stop("--device", args.device, "has no speeds in the table of devices", "write --device h100-80",
                    COMMAND_LINE)  # fmt: skip
-    tree = read_json(run.run.deepspeed)
+    tree = read_json(run.config.deepspeed)
     with scratch_folder("plan") as folder:
 
-        def resolved(form: Form, values: dict[str, Any]) -> ResolvedRun:
+        def resolved(form: Form, values: dict[str, Any]) -> Run:
             path = folder / f"{form}.json"
             path.write_text(json.dumps(form.json(tree)))
             more = {"deepspeed": str(path), "train.global_batch": run.batch.global_batch, **values}
@@ -175,7 +175,7 @@ def _fit(words: list[str], machines: Machines, args: argparse.Namespace) -> int:
 def make_plan(words: list[str], machines: Machines, imbalance: float, title: str) -> Plan:
     """Rehearse the run, and the changes that would make it fit. Raises UserError."""
     asked = _resolved(words, machines.ranks)  # a mistake needs no torch
-    if "train.micro_batch" in autos(asked.run) and machines.memory is None:
+    if "train.micro_batch" in autos(asked.config) and machines.memory is None:
         raise stop("train.micro_batch", "auto", "is decided by the memory of a device", "add --memory 80GiB")
     os.environ["DS_ACCELERATOR"] = "cpu"
     from llmtrain.plan.answer import Kind, Plan, name_of
@@ -185,17 +185,17 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
 
     speeds = speeds_for(asked, machines)
 
-    def rehearsed(run: ResolvedRun, ranks: Iterable[int]) -> dict[int, Rehearsed]:
+    def rehearsed(run: Run, ranks: Iterable[int]) -> dict[int, Rehearsed]:
         on_gpu = machines.on_gpu
         found = rehearse(prepared(run, on_gpu=on_gpu), [*ranks], machines.slots, imbalance=imbalance, on_gpu=on_gpu)
         return {each.rank: each for each in found}
 
-    degrees, chosen = asked.degrees, kinds(asked.degrees)
-    resolved, found = decide(asked, machines, lambda run: rehearsed(run, chosen))
+    degrees, chosen = asked.mix.degrees, kinds(asked.mix.degrees)
+    run, found = decide(asked, machines, lambda run: rehearsed(run, chosen))
     alike = degrees.world_size // degrees.pipeline
-    micro_batch, again = resolved.batch.micro_batch, resolved.run.model.recompute
+    micro_batch, again = run.batch.micro_batch, run.config.model.recompute
     plan = Plan(
-        title=f"{title}: {_summary(resolved)}",
+        title=f"{title}: {_summary(run)}",
         machines=machines,
         kinds=[
             Kind(
@@ -207,13 +207,13 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
         ],
         checkpoint=sum(found[rank].saved * stages for rank, stages in chosen.items()) * alike,
         seconds=sum(each.cpu_s for each in found.values()),
-        time=None if speeds is None else step_time(resolved, machines, speeds, found),
-        chosen={"micro_batch": micro_batch, "recompute": asdict(again)} if autos(asked.run) else None,
+        time=None if speeds is None else step_time(run, machines, speeds, found),
+        chosen={"micro_batch": micro_batch, "recompute": asdict(again)} if autos(asked.config) else None,
     )
     if machines.memory is not None and machines.room(plan.fullest.peak, machines.memory)[0] < 0:
         fullest = plan.fullest.rehearsed.rank
         with scratch_folder("plan") as folder:
-            for said, more in changes(resolved, folder):
+            for said, more in changes(run, folder):
                 try:
                     with contextlib.suppress(UserError):  # the change goes with another value of the run
                         other = with_chosen(_resolved([*words, *more], machines.ranks), micro_batch, again)
@@ -221,12 +221,12 @@ def make_plan(words: list[str], machines: Machines, imbalance: float, title: str
                 except RuntimeError as error:  # a bug there takes nothing from the answer
                     log.warn(f"{said} could not be rehearsed: {str(error).splitlines()[-1]}")
     if imbalance == 1:  # a run is compared with balanced experts
-        for each in (asked, resolved) if autos(asked.run) else (asked,):
+        for each in (asked, run) if autos(asked.config) else (asked,):
             keep(plan, each)
     return plan
 
 
-def keep(plan: Plan, resolved: ResolvedRun) -> None:
+def keep(plan: Plan, run: Run) -> None:
     """Store the answer for `config check` and the run."""
     from llmtrain.plan.work import sent
 
@@ -249,12 +249,12 @@ def keep(plan: Plan, resolved: ResolvedRun) -> None:
         chosen=plan.chosen,
     )
     with contextlib.suppress(OSError):  # the answer is printed
-        store(resolved, answer, on_gpu=plan.machines.on_gpu)
+        store(run, answer, on_gpu=plan.machines.on_gpu)
 
 
-def _resolved(words: list[str], world_size: int) -> ResolvedRun:
+def _resolved(words: list[str], world_size: int) -> Run:
     parsed = parse(words, check_paths=False)
-    run = fetched(parsed.run, parsed.places)[0]
+    run = fetched(parsed.config, parsed.places)[0]
     problems = Problems(parsed.places)
     check_teacher_folder(run, problems)
     model_config(run, problems)
@@ -263,38 +263,38 @@ def _resolved(words: list[str], world_size: int) -> ResolvedRun:
     return resolve(run, world_size, "--hosts and --slots", places=parsed.places, epoch=lambda _: 1 << 30)
 
 
-def changes(resolved: ResolvedRun, folder: Path) -> Iterator[tuple[str, list[str]]]:
+def changes(run: Run, folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Ways to take less memory, those that cost least time first: (the change in words, more words of the run).
 
     `folder`: for JSONs with another value.
     """
-    zero, batch = dict(resolved.deepspeed.get("zero_optimization") or {}), resolved.batch
-    if resolved.run.model.recompute.layers != "all" and not resolved.mix.recomputes:
+    zero, batch = dict(run.deepspeed.get("zero_optimization") or {}), run.batch
+    if run.config.model.recompute.layers != "all" and not run.mix.recomputes:
         yield "model.recompute.layers: all", ["--model.recompute.layers", "all"]
-    if zero.get("stage", 0) < 3 and resolved.degrees.data > 1:
+    if zero.get("stage", 0) < 3 and run.mix.degrees.data > 1:
         more = {"stage": zero.get("stage", 0) + 1}
-        yield f"zero_optimization.stage {more['stage']}", ["--deepspeed", _other_json(resolved, more, folder)]
+        yield f"zero_optimization.stage {more['stage']}", ["--deepspeed", _other_json(run, more, folder)]
     if batch.micro_batch > 1:
         half = batch.micro_batch // 2
         same = [f"--train.global_batch={batch.global_batch}", "--train.accumulation=null"]
         yield f"train.micro_batch: {half}", [f"--train.micro_batch={half}", *same]
-    if zero.get("stage", 0) > 0 and not resolved.mix.offload_optimizer:
+    if zero.get("stage", 0) > 0 and not run.mix.offload_optimizer:
         more = {"offload_optimizer": {"device": "cpu"}}
-        yield "zero_optimization.offload_optimizer on the CPU", ["--deepspeed", _other_json(resolved, more, folder)]
+        yield "zero_optimization.offload_optimizer on the CPU", ["--deepspeed", _other_json(run, more, folder)]
 
 
-def _other_json(resolved: ResolvedRun, zero: dict[str, Any], folder: Path) -> str:
+def _other_json(run: Run, zero: dict[str, Any], folder: Path) -> str:
     """Write the run's JSON with other values of zero_optimization; returns its path."""
-    tree = read_json(resolved.run.deepspeed)
+    tree = read_json(run.config.deepspeed)
     tree["zero_optimization"] = {**(tree.get("zero_optimization") or {}), **zero}
     path = folder / f"{'-'.join(zero)}.json"
     path.write_text(json.dumps(tree))
     return str(path)
 
 
-def _summary(resolved: ResolvedRun) -> str:
-    mix, batch = resolved.mix, resolved.batch
-    ways = ways_of(resolved)
+def _summary(run: Run) -> str:
+    mix, batch = run.mix, run.batch
+    ways = ways_of(run)
     ways += [f"{name} {degree}" for name, degree in asdict(mix.degrees).items() if degree > 1 and name != "data"]
     ways.append(f"micro-batch of {batch.micro_batch} x {batch.sequence_length} tokens")
     return ", ".join(ways)

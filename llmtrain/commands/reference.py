@@ -33,18 +33,18 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     if "WORLD_SIZE" in os.environ:
-        resolved = load(argv, number_in("WORLD_SIZE"), epoch=sequences_of_epoch)
-        _refuse(resolved.run)
+        run = load(argv, number_in("WORLD_SIZE"), epoch=sequences_of_epoch)
+        _refuse(run.config)
         from llmtrain.training.output_columns import write
 
-        write(resolved)
+        write(run)
         return 0
     words = run_words(argv)
     parsed = parse(words)
-    _refuse(parsed.run)
+    _refuse(parsed.config)
     fewest = next((count for count in range(1, _MOST_RANKS + 1) if _goes(parsed, count)), None)
     if fewest is None:  # the error of one rank says why
-        resolve(parsed.run, 1, places=parsed.places, epoch=sequences_of_epoch)
+        resolve(parsed.config, 1, places=parsed.places, epoch=sequences_of_epoch)
         raise AssertionError
     import torch
 
@@ -61,15 +61,15 @@ def main(argv: list[str]) -> int:
 
 def _goes(parsed: Parsed, ranks: int) -> bool:
     try:
-        resolve(parsed.run, ranks, places=parsed.places, epoch=sequences_of_epoch)
+        resolve(parsed.config, ranks, places=parsed.places, epoch=sequences_of_epoch)
     except ConfigError:
         return False
     return True
 
 
-def _refuse(run: RunConfig) -> None:
-    objective = run.objective
-    if url := next(filter(is_url, [*run.data.folders, *run.eval.sets.values()]), None):
+def _refuse(config: RunConfig) -> None:
+    objective = config.objective
+    if url := next(filter(is_url, [*config.data.folders, *config.eval.sets.values()]), None):
         raise ConfigError(f"{redact_text(url)}: is in an object store, and a column is written next to the data; name "
                           "a folder of this host that has the same, and upload it with its column")  # fmt: skip
     if isinstance(objective, Distill):

@@ -20,7 +20,7 @@ from llmtrain.commands import completion
 from llmtrain.config.load import load
 from llmtrain.config.on_disk import has_checkpoints, refuse_if_preempted
 from llmtrain.config.pinned import with_base
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.engine.process_memory import none_while_importing
 from llmtrain.storage.addresses import is_url
@@ -75,11 +75,11 @@ def train(
     for key, value in (overrides or {}).items():
         words.append(f"--{key}={value if isinstance(value, str) else json.dumps(value)}")
     with _as_before(), _file_of(config) as path:
-        resolved, _ = _train(["--config", path, *words], parts)
-    return _result(resolved)
+        run, _ = _train(["--config", path, *words], parts)
+    return _result(run)
 
 
-def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, int]:
+def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[Run, int]:
     for variable in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         number_in(variable, 0)
     world_size = number_in("WORLD_SIZE", 1)
@@ -89,41 +89,41 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[ResolvedRun, in
             messages.load_secrets()
         if "LOCAL_RANK" in os.environ and messages.SUPERVISED not in os.environ:  # `llmtrain launch` has read it
             _refuse_missing_hostfile()
-        resolved = load(argv, world_size, source, epoch=sequences_of_epoch)
+        run = load(argv, world_size, source, epoch=sequences_of_epoch)
         if not messages.supervised():
-            refuse_if_preempted(resolved.run, resolved.places)
-        refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later
+            refuse_if_preempted(run.config, run.places)
+        refuse_if_in_use(run.run_dir)  # rank 0 takes the folder when all ranks have met: later
         with messages.waiting():  # before the watch begins: a large model takes longer than any stall
-            resolved = with_base(resolved)
-            if is_url(resolved.run.resume) and not has_checkpoints(resolved.run):
+            run = with_base(run)
+            if is_url(run.config.resume) and not has_checkpoints(run.config):
                 from llmtrain.checkpoint.remote import checkpoints_at  # most runs begin elsewhere
 
-                checkpoints_at(resolved.run.resume)
+                checkpoints_at(run.config.resume)
         if parts:
             from llmtrain.config.plugin_import import check_methods
 
             for part in parts:
                 check_methods(type(part), "parts")
             named = {getattr(part, "NAME", type(part).__name__): part for part in parts}
-            resolved = replace(resolved, run=replace(resolved.run, parts={**resolved.run.parts, **named}))
+            run = replace(run, config=replace(run.config, parts={**run.config.parts, **named}))
         watch.begin(
-            stall_timeout_s=resolved.run.fault.longest_s,
-            start_timeout_s=resolved.run.fault.start_timeout_s,
-            run_dir=resolved.run_dir,
+            stall_timeout_s=run.config.fault.longest_s,
+            start_timeout_s=run.config.fault.start_timeout_s,
+            run_dir=run.run_dir,
             agent="llmtrain.cluster.watch.agent",
         )
         let_segments_grow()
-        if resolved.run.train.deterministic:  # without it cuBLAS may add in any order, and torch refuses its products
+        if run.config.train.deterministic:  # without it cuBLAS may add in any order, and torch refuses its products
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Only now torch and DeepSpeed: earlier errors are reported in a fraction of a second.
         with none_while_importing():
             from llmtrain.training.examine import examine
         with none_while_importing():
-            checked = examine(resolved)
+            checked = examine(run)
             gc.collect()  # frozen, the small copies of the model that it has tried would stay for the whole run
             from llmtrain.training.run import train
 
-        return resolved, train(checked)
+        return run, train(checked)
 
 
 def _refuse_missing_hostfile() -> None:
@@ -180,12 +180,12 @@ def _file_of(config: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str
         yield str(path)
 
 
-def _result(resolved: ResolvedRun) -> Result:
+def _result(run: Run) -> Result:
     from llmtrain.checkpoint.format import complete_checkpoints
     from llmtrain.checkpoint.rundir import RunDirectory
     from llmtrain.tracking.local import read_rows
 
-    folder = RunDirectory(resolved.run_dir, resolved.run.checkpoint.dir)
+    folder = RunDirectory(run.run_dir, run.config.checkpoint.dir)
     history, _ = read_rows(folder.path / "metrics.jsonl")  # from rank 0's host
     return Result(
         run_dir=folder.path,

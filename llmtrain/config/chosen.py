@@ -8,7 +8,7 @@ from typing import Any
 
 from llmtrain.config.deepspeed.join import DEGREE_KEYS
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.config.run import RecomputeConfig, Run
 
 
 def in_words(chosen: dict[str, Any]) -> str:
@@ -17,24 +17,24 @@ def in_words(chosen: dict[str, Any]) -> str:
     return f"micro-batch {chosen['micro_batch']}, {layers or 'no'} layers recomputed{kept}"
 
 
-def with_chosen(resolved: ResolvedRun, micro_batch: int, recompute: RecomputeConfig) -> ResolvedRun:
+def with_chosen(run: Run, micro_batch: int, recompute: RecomputeConfig) -> Run:
     """The run with these values where it has auto. Raises ConfigError: the micro-batch does not go with the run."""
-    if resolved.run.train.micro_batch == "auto":
-        resolved = _with_micro_batch(resolved, micro_batch)
-    if resolved.run.model.recompute.layers != "auto":
-        return resolved
-    mix = replace(resolved.mix, recomputes=recompute.layers is not None, keep_attention=recompute.keep is not None)
-    run = replace(resolved.run, model=replace(resolved.run.model, recompute=recompute))
-    return replace(resolved, run=run, mix=mix)
+    if run.config.train.micro_batch == "auto":
+        run = _with_micro_batch(run, micro_batch)
+    if run.config.model.recompute.layers != "auto":
+        return run
+    mix = replace(run.mix, recomputes=recompute.layers is not None, keep_attention=recompute.keep is not None)
+    config = replace(run.config, model=replace(run.config.model, recompute=recompute))
+    return replace(run, config=config, mix=mix)
 
 
-def _with_micro_batch(resolved: ResolvedRun, count: int) -> ResolvedRun:
+def _with_micro_batch(run: Run, count: int) -> Run:
     """Return the run with a number for train.micro_batch auto. Raises ConfigError: the number does not go with it."""
-    train = resolved.run.train
-    given = replace(train, micro_batch=count, max_steps=resolved.max_steps, max_tokens=None, epochs=None)
-    made = resolve(replace(resolved.run, train=given), resolved.degrees.world_size, places=dict(resolved.places))
-    train = replace(made.run.train, max_steps=train.max_steps, max_tokens=train.max_tokens, epochs=train.epochs)
-    return replace(made, run=replace(made.run, train=train), notes=resolved.notes)
+    train = run.config.train
+    given = replace(train, micro_batch=count, max_steps=run.max_steps, max_tokens=None, epochs=None)
+    made = resolve(replace(run.config, train=given), run.mix.degrees.world_size, places=dict(run.places))
+    train = replace(made.config.train, max_steps=train.max_steps, max_tokens=train.max_tokens, epochs=train.epochs)
+    return replace(made, config=replace(made.config, train=train), notes=run.notes)
 
 
 def without_degrees(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from llmtrain.config.on_disk import check_on_disk
 from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest_file, read_text, show, stop
 from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
+from llmtrain.config.run import DataConfig, Run, RunConfig
 from llmtrain.config.schema import ENTRIES, choices, run_parser, schema, sections, subsections
 from llmtrain.config.stages import STAGED, StageConfig
 
@@ -31,7 +31,7 @@ _NO_FIELDS = ("config", "plugin", "plugin-changed")
 class Parsed:
     """A typed run, and for each dotted key where the user wrote it."""
 
-    run: RunConfig
+    config: RunConfig
     places: dict[str, str]
     notes: tuple[str, ...] = ()
     """Notes for the user: expanded paths, dropped fields, parts of plugins that the run does not use."""
@@ -43,13 +43,13 @@ def load(
     world_size_source: str = "WORLD_SIZE",
     *,
     epoch: Callable[[DataConfig], int] | None = None,
-) -> ResolvedRun:
+) -> Run:
     """`parse` and `resolve` in one, for the training process.
 
     Raises: ConfigError.
     """
     parsed = parse(argv)
-    return resolve(parsed.run, world_size, world_size_source, places=parsed.places, notes=parsed.notes,
+    return resolve(parsed.config, world_size, world_size_source, places=parsed.places, notes=parsed.notes,
                    epoch=epoch)  # fmt: skip
 
 
@@ -76,31 +76,31 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     optim = tree.get("optim") or {}
     if isinstance(optim, dict) and optim.get("name") is None and (name := optimizer_in(tree.get("deepspeed"))):
         tree["optim"] = {**optim, "name": name}
-    run = read(RunConfig, tree, "", problems)
-    if run is WRONG:
+    config = read(RunConfig, tree, "", problems)
+    if config is WRONG:
         raise problems.error()
-    run = _from_step_0(run, problems)
-    if check_paths and isinstance(run.train.sample_prompts, str):
-        run = _read_prompts(run, run.train.sample_prompts, problems)
-    if run.train.run_dir is None:
-        run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(configs[-1]).stem}"))
-    rules.check_values(run, problems)
+    config = _from_step_0(config, problems)
+    if check_paths and isinstance(config.train.sample_prompts, str):
+        config = _read_prompts(config, config.train.sample_prompts, problems)
+    if config.train.run_dir is None:
+        config = replace(config, train=replace(config.train, run_dir=f"runs/{Path(configs[-1]).stem}"))
+    rules.check_values(config, problems)
     if check_paths:
-        rules.refuse(rules.OF_STARTS, run, run, problems)
+        rules.refuse(rules.OF_STARTS, config, config, problems)
     if check_paths and not problems.unexpanded:  # a missing path of that kind is one mistake
-        check_on_disk(run, problems)
+        check_on_disk(config, problems)
     problems.raise_if_any()
     idle = [f"{section}.{name}" for section in ENTRIES for name in plugins.entries(section)
-            if name not in getattr(run, section)]  # fmt: skip
+            if name not in getattr(config, section)]  # fmt: skip
     unnamed = [f"{key} of a plugin is not used: the run does not enable it (--{key} does)" for key in idle]
-    return Parsed(run=run, places=problems.places, notes=(*problems.notes, *unnamed))
+    return Parsed(config=config, places=problems.places, notes=(*problems.notes, *unnamed))
 
 
-def _from_step_0(run: RunConfig, problems: Problems) -> RunConfig:
+def _from_step_0(config: RunConfig, problems: Problems) -> RunConfig:
     """Return the run with a first stage from step 0 as its own data, batch and schedule."""
-    if not run.data.stages or run.data.stages[0].from_step != 0:
-        return run
-    first, *later = run.data.stages
+    if not config.data.stages or config.data.stages[0].from_step != 0:
+        return config
+    first, *later = config.data.stages
     at, places = "data.stages[0]", problems.places
     if first.rope is not None:
         rule = "from step 0 on the model's own fields count"
@@ -110,27 +110,27 @@ def _from_step_0(run: RunConfig, problems: Problems) -> RunConfig:
         given = {name: getattr(first.train if section == "train" else first, name) for name in names}
         for name, value in given.items():
             key, inner = f"{section}.{name}", f"{at}.{name}" if section == "data" else f"{at}.{section}.{name}"
-            before = getattr(getattr(run, section), name)
+            before = getattr(getattr(config, section), name)
             if value is None:
                 continue
             if key in places and before not in (None, value):
                 rule = f"from step 0 on the run has {key} = {show(before)} ({places[key]})"
                 problems.add(inner, value, rule, "remove one of the two")
-            run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
+            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
             places[key] = places.get(inner, places.get("data.stages", ""))
     if first.schedule is not None:
-        if run.schedule != first.schedule and any(key.startswith("schedule.") for key in places):
-            rule = f"from step 0 on the run has schedule.name = {show(run.schedule.name)}"
+        if config.schedule != first.schedule and any(key.startswith("schedule.") for key in places):
+            rule = f"from step 0 on the run has schedule.name = {show(config.schedule.name)}"
             problems.add(f"{at}.schedule", first.schedule.name, rule, "remove one of the two")
-        run = replace(run, schedule=first.schedule)
+        config = replace(config, schedule=first.schedule)
     moved = {key: places.pop(key) for key in [key for key in places if key.startswith("data.stages[")]}
     for number in range(len(later)):
         before, after = f"data.stages[{number + 1}]", f"data.stages[{number}]"
         places |= {key.replace(before, after, 1): place for key, place in moved.items() if key.startswith(before)}
-    return replace(run, data=replace(run.data, stages=later))
+    return replace(config, data=replace(config.data, stages=later))
 
 
-def _read_prompts(run: RunConfig, path: str, problems: Problems) -> RunConfig:
+def _read_prompts(config: RunConfig, path: str, problems: Problems) -> RunConfig:
     key, lines = "train.sample_prompts", []
     try:
         lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -140,7 +140,7 @@ def _read_prompts(run: RunConfig, path: str, problems: Problems) -> RunConfig:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         problems.add(key, path, f"cannot be read: {reason} (looked from {Path.cwd()})",
                      'give the path of a file with one prompt a line, or a list: ["..."]')  # fmt: skip
-    return replace(run, train=replace(run.train, sample_prompts=lines))
+    return replace(config, train=replace(config.train, sample_prompts=lines))
 
 
 def run_words(argv: list[str]) -> list[str]:

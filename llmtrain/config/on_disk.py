@@ -21,39 +21,39 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.storage.addresses import COMMIT, is_remote, is_url
 
 
-def check_on_disk(run: RunConfig, problems: Problems) -> None:
+def check_on_disk(config: RunConfig, problems: Problems) -> None:
     """Check packages, paths, prepared folders, and that the tokenizer fits into the model's vocabulary."""
-    _check_packages(run, problems)
+    _check_packages(config, problems)
     data_vocab: dict[str, int] = {}
-    for stage, key_of in stage_views(run):
+    for stage, key_of in stage_views(config):
         for path in stage.data.folders:
             key = key_of("data.path" if stage.data.path else f"data.mixture.{path}")
-            if key in problems or (manifest := _read_manifest(key, path, run, problems)) is None:
+            if key in problems or (manifest := _read_manifest(key, path, config, problems)) is None:
                 continue
             if isinstance(vocab := manifest.get("vocab_size"), int):
                 data_vocab[path] = vocab
             _check_length(key, path, manifest, stage, problems)
-            _check_kind(run, key, path, manifest, problems)
-    for field, folders in (("sets", run.eval.sets), ("choices", run.eval.choices)):
+            _check_kind(config, key, path, manifest, problems)
+    for field, folders in (("sets", config.eval.sets), ("choices", config.eval.choices)):
         for name, path in folders.items():
             key = f"eval.{field}.{name}"
-            if (manifest := _read_manifest(key, path, run, problems)) is not None:
-                _check_measured(field, key, path, manifest, run, problems)
-    check_teacher_folder(run, problems)
-    model = model_config(run, problems)
-    models = {"model.pretrained": run.model.pretrained, "objective.teacher": run.objective.teacher}
-    for key, folder in {**models, "adapter.start": run.adapter.start}.items():
+            if (manifest := _read_manifest(key, path, config, problems)) is not None:
+                _check_measured(field, key, path, manifest, config, problems)
+    check_teacher_folder(config, problems)
+    model = model_config(config, problems)
+    models = {"model.pretrained": config.model.pretrained, "objective.teacher": config.objective.teacher}
+    for key, folder in {**models, "adapter.start": config.adapter.start}.items():
         if folder is not None and not is_remote(folder):
-            check_tokenizer(run, key, folder, Path(folder), problems)
-    if run.resume not in ("auto", "none") and not has_checkpoints(run):
-        _check_resume(run.resume, problems)
-    _check_run_dir(run, problems)
-    for key, url in (("checkpoint.mirror", run.checkpoint.mirror), ("train.export_to", run.train.export_to)):
+            check_tokenizer(config, key, folder, Path(folder), problems)
+    if config.resume not in ("auto", "none") and not has_checkpoints(config):
+        _check_resume(config.resume, problems)
+    _check_run_dir(config, problems)
+    for key, url in (("checkpoint.mirror", config.checkpoint.mirror), ("train.export_to", config.train.export_to)):
         if url is not None:
             _is_usable(key, url, problems, writes=True)
-    model_vocab = run.model.vocabulary or (model or {}).get("vocab_size")
-    key, given, room = "model.pretrained", run.model.pretrained, "model.vocabulary"
-    if run.model.config is not None:
+    model_vocab = config.model.vocabulary or (model or {}).get("vocab_size")
+    key, given, room = "model.pretrained", config.model.pretrained, "model.vocabulary"
+    if config.model.config is not None:
         key = room = "model.config.vocab_size"
     for path, vocab in data_vocab.items():
         if isinstance(model_vocab, int) and model_vocab < vocab:
@@ -65,10 +65,10 @@ def check_on_disk(run: RunConfig, problems: Problems) -> None:
             )
 
 
-def check_tokenizer(run: RunConfig, key: str, given: str, folder: Path, problems: Problems) -> None:
+def check_tokenizer(config: RunConfig, key: str, given: str, folder: Path, problems: Problems) -> None:
     """Refuse a model whose tokenizer gives a text other ids than that of the run's data, and note texts that begin
     differently. A folder without tokenizer.json proves nothing. `given`: the value of `key`; `folder`: its files."""
-    file, data = folder / "tokenizer.json", next(iter(run.data.folders), "")
+    file, data = folder / "tokenizer.json", next(iter(config.data.folders), "")
     if not file.is_file() or not data:
         return
     from llmtrain.config.encoding import difference, special_tokens  # most runs begin without a model
@@ -99,8 +99,8 @@ def check_tokenizer(run: RunConfig, key: str, given: str, folder: Path, problems
                               f"--tokenizer {given}, unless the model was trained so")  # fmt: skip
 
 
-def _check_packages(run: RunConfig, problems: Problems) -> None:
-    for name, tracker in run.trackers.items():
+def _check_packages(config: RunConfig, problems: Problems) -> None:
+    for name, tracker in config.trackers.items():
         packages = {module.partition(".")[0] for module in tracker.MODULES}
         if missing := sorted(package for package in packages if importlib.util.find_spec(package) is None):
             ours = type(tracker).__module__.startswith("llmtrain.")
@@ -109,22 +109,22 @@ def _check_packages(run: RunConfig, problems: Problems) -> None:
                          f"pip install {what} on all hosts")  # fmt: skip
 
 
-def refuse_if_preempted(run: RunConfig, places: Places) -> None:
+def refuse_if_preempted(config: RunConfig, places: Places) -> None:
     """Raise ConfigError if the run's preempt file exists before the run.
 
     Ranks of a launch do not ask: the file may be new, and then they save and leave.
     """
-    if (file := run.fault.preempt_file) and os.path.exists(file):
+    if (file := config.fault.preempt_file) and os.path.exists(file):
         key = "fault.preempt_file"
         rule = "is there already: the run would save and leave before its first step"
         raise stop(key, file, rule, "delete it, or name a file that is yet to appear", places.get(key))
 
 
-def _check_length(key: str, path: str, manifest: dict[str, Any], run: RunConfig, problems: Problems) -> None:
+def _check_length(key: str, path: str, manifest: dict[str, Any], config: RunConfig, problems: Problems) -> None:
     """Refuse a split of the run that does not fill a sequence and one more token for the last label.
 
     One row of conversations always does."""
-    length, tokens, chat = run.data.sequence_length, manifest.get("tokens"), manifest.get("chat")
+    length, tokens, chat = config.data.sequence_length, manifest.get("tokens"), manifest.get("chat")
     if isinstance(chat, dict) and chat.get("choices"):  # `_check_kind` refuses it
         return
     least = 1 if isinstance(chat, dict) else length + 1
@@ -135,18 +135,18 @@ def _check_length(key: str, path: str, manifest: dict[str, Any], run: RunConfig,
     }
     for split, remedy in remedies.items():
         found = tokens.get(split) if isinstance(tokens, dict) else None
-        if isinstance(found, int) and found < least and (split == "train" or run.train.eval):
+        if isinstance(found, int) and found < least and (split == "train" or config.train.eval):
             remedy = f"lower data.sequence_length to {found - 1} or less, or {remedy}" if found > 2 else remedy
             rule = f"its {split} split ({found} tokens) does not fill one sequence of data.sequence_length {length}"
             problems.add(key, path, rule, remedy)
 
 
-def _check_kind(run: RunConfig, key: str, path: str, manifest: dict[str, Any], problems: Problems) -> None:
+def _check_kind(config: RunConfig, key: str, path: str, manifest: dict[str, Any], problems: Problems) -> None:
     """Refuse data of another kind than the objective compares."""
     chat = manifest.get("chat")
     chat = chat if isinstance(chat, dict) else {}
     holds = next((kind for kind in ("choices", "pairs", "unpaired") if chat.get(kind)), "texts")
-    name, wants = run.objective.name, run.objective.data
+    name, wants = config.objective.name, config.objective.data
     if holds == wants:
         return
     if holds == "choices":
@@ -166,12 +166,12 @@ def _check_kind(run: RunConfig, key: str, path: str, manifest: dict[str, Any], p
     problems.add(key, path, f"holds {rule}", remedy)
 
 
-def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], run: RunConfig,
+def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], config: RunConfig,
                     problems: Problems) -> None:  # fmt: skip
     """Check a folder of eval.sets or eval.choices."""
-    tokens, chat, length = manifest.get("tokens"), manifest.get("chat"), run.data.sequence_length
+    tokens, chat, length = manifest.get("tokens"), manifest.get("chat"), config.data.sequence_length
     if field == "sets":
-        _check_kind(run, key, path, manifest, problems)
+        _check_kind(config, key, path, manifest, problems)
     elif not (isinstance(chat, dict) and chat.get("choices")):
         problems.add(key, path, "holds no multiple-choice questions", "prepare them with --format choices, or name the "
                      "folder in eval.sets")  # fmt: skip
@@ -183,19 +183,23 @@ def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], r
                      f"data.sequence_length {length}", "prepare more text, or lower data.sequence_length")  # fmt: skip
 
 
-def starts_from_model(run: RunConfig) -> bool:
+def starts_from_model(config: RunConfig) -> bool:
     """Return True if the parameters come from the model section, and not from a checkpoint."""
-    return run.resume in ("auto", "none") and not has_checkpoints(run)
+    return config.resume in ("auto", "none") and not has_checkpoints(config)
 
 
-def reads_weights(run: RunConfig) -> bool:
+def reads_weights(config: RunConfig) -> bool:
     """Return True if the run reads model.pretrained's weights, as a resumed one does for its frozen parameters."""
-    return starts_from_model(run) or bool(run.model.freeze or run.model.train_only) or run.adapter.r is not None
+    return (
+        starts_from_model(config)
+        or bool(config.model.freeze or config.model.train_only)
+        or config.adapter.r is not None
+    )
 
 
-def has_checkpoints(run: RunConfig) -> bool:
+def has_checkpoints(config: RunConfig) -> bool:
     """True if the run continues from its own checkpoints. The model of its first start may be gone."""
-    return bool(glob(f"{escape(str(run.train.run_dir))}/checkpoints/step-*"))
+    return bool(glob(f"{escape(str(config.train.run_dir))}/checkpoints/step-*"))
 
 
 def _check_resume(path: str, problems: Problems) -> None:
@@ -215,11 +219,11 @@ def _check_resume(path: str, problems: Problems) -> None:
         problems.add("resume", path, "holds no checkpoint", "give a run's folder, a checkpoint's folder, or RUN/step-N")
 
 
-def _check_run_dir(run: RunConfig, problems: Problems) -> None:
+def _check_run_dir(config: RunConfig, problems: Problems) -> None:
     """Check that the run's folder is one or can be made. (Only rank 0's host knows if it can be written.)"""
-    sources = [*(run.data.mixture or {}), *([run.data.path] if run.data.path else [])]
-    sources += [*run.eval.sets.values(), *run.eval.choices.values()]
-    for key, path in (("train.run_dir", run.train.run_dir), ("checkpoint.dir", run.checkpoint.dir)):
+    sources = [*(config.data.mixture or {}), *([config.data.path] if config.data.path else [])]
+    sources += [*config.eval.sets.values(), *config.eval.choices.values()]
+    for key, path in (("train.run_dir", config.train.run_dir), ("checkpoint.dir", config.checkpoint.dir)):
         if path is None:
             continue
         nearest = next((p for p in (Path(path), *Path(path).parents) if os.path.exists(p)), Path("/"))
@@ -273,8 +277,8 @@ def _within(path: str, folder: str) -> bool:
 _AGAIN = "make or copy the folder again"
 
 
-def _read_manifest(key: str, path: str, run: RunConfig, problems: Problems) -> dict[str, Any] | None:
-    folder, model = Path(path), run.model
+def _read_manifest(key: str, path: str, config: RunConfig, problems: Problems) -> dict[str, Any] | None:
+    folder, model = Path(path), config.model
     size = model.config.get("vocab_size") if isinstance(model.config, dict) else None
     ids = f"--tokenizer {model.pretrained}" if model.pretrained else f"--vocab-size {size or 8192}"
     manifest = folder / "manifest.json"
@@ -333,20 +337,22 @@ def _to_prepare(path: str, source: str | None, ids: str) -> str:
     return f"make one: `llmtrain prepare --source {source} {ids} --out {out}`, and then write {out} here"
 
 
-def model_config(run: RunConfig, problems: Problems) -> dict[str, Any] | None:
+def model_config(config: RunConfig, problems: Problems) -> dict[str, Any] | None:
     """Return the fields of the model's config.json; None: it is not on this host, or cannot be read."""
-    if isinstance(run.model.config, dict):
-        return run.model.config
-    key, path = ("model.config", run.model.config) if run.model.config else ("model.pretrained", run.model.pretrained)
+    if isinstance(config.model.config, dict):
+        return config.model.config
+    key, path = (
+        ("model.config", config.model.config) if config.model.config else ("model.pretrained", config.model.pretrained)
+    )
     if not path:
         return None
     if key == "model.pretrained" and is_remote(path):
-        _check_url(key, path, run.model.revision, problems)
+        _check_url(key, path, config.model.revision, problems)
         return None  # what the Hub or a store has is looked at when it has been fetched: `with_base`
     remedy = "give a local Hugging Face folder"
-    if not _exists(key, path, remedy if run.model.config else f"{remedy}, or ORG/NAME on the Hub", problems):
+    if not _exists(key, path, remedy if config.model.config else f"{remedy}, or ORG/NAME on the Hub", problems):
         return None
-    _check_revision("model.revision", run.model.revision, path, problems)
+    _check_revision("model.revision", config.model.revision, path, problems)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         problems.add(key, path, *(_no_model(file.parent) or ("the folder has no config.json", remedy)))
@@ -392,9 +398,9 @@ def _json_object(
     return tree
 
 
-def check_teacher_folder(run: RunConfig, problems: Problems) -> None:
+def check_teacher_folder(config: RunConfig, problems: Problems) -> None:
     """Refuse a folder without the files. A repository of the Hub is examined when it has been fetched."""
-    key, folder, revision = "objective.teacher", run.objective.teacher, run.objective.teacher_revision
+    key, folder, revision = "objective.teacher", config.objective.teacher, config.objective.teacher_revision
     if folder is None or is_remote(folder):
         _check_url(key, folder, revision, problems)
     elif not os.path.isfile(os.path.join(folder, "config.json")):

@@ -92,7 +92,7 @@ def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
 
 def refusals(adapter: AdapterConfig, form: Mix) -> list[tuple[str, str]]:
     """Return (reason, remedy) of the rules that an adapter breaks in a form with any objective."""
-    case = rules.Case(run=RunConfig(deepspeed="the JSON", adapter=adapter), mix=form)
+    case = rules.Case(config=RunConfig(deepspeed="the JSON", adapter=adapter), mix=form)
     return _broken(clashes(form), form) + _broken(rules.OF_FORMS, case)
 
 
@@ -200,20 +200,20 @@ def texts(rule: Rule) -> tuple[str, str]:
 
 def _read(tree: dict[str, Any]) -> RunConfig:
     problems = Problems()
-    run = read(RunConfig, tree, "", problems)
+    config = read(RunConfig, tree, "", problems)
     problems.raise_if_any()
-    assert isinstance(run, RunConfig)
-    return run
+    assert isinstance(config, RunConfig)
+    return config
 
 
-def _case(run: RunConfig, tree: dict[str, Any]) -> rules.Case:
+def _case(config: RunConfig, tree: dict[str, Any]) -> rules.Case:
     """A run with a DeepSpeed JSON, as `resolve` would check it."""
     problems = Problems()
-    run = join_values(run, tree, problems)
-    mix = read_facts(run, tree, problems).mix
-    mix = replace(mix, degrees=spread(mix.degrees, run.deepspeed, RANKS, "", problems))
-    run, stages, max_steps = with_stages(run, mix.degrees, "", None, problems)
-    return rules.Case(run=run, mix=mix, batch=stages[0].batch, stages=stages, max_steps=max_steps)
+    config = join_values(config, tree, problems)
+    mix = read_facts(config, tree, problems).mix
+    mix = replace(mix, degrees=spread(mix.degrees, config.deepspeed, RANKS, "", problems))
+    config, stages, max_steps = with_stages(config, mix.degrees, "", None, problems)
+    return rules.Case(config=config, mix=mix, batch=stages[0].batch, stages=stages, max_steps=max_steps)
 
 
 def rules_markdown() -> str:

@@ -11,35 +11,35 @@ from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config import strict_yaml
 from llmtrain.config.on_disk import check_tokenizer, reads_weights
 from llmtrain.config.problems import Places, Problems, stop
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.run import Run, RunConfig
 from llmtrain.objectives.by_token import Distill
 from llmtrain.storage.addresses import COMMIT, endpoint, is_remote, is_url
 
 
-def with_base(resolved: ResolvedRun) -> ResolvedRun:
+def with_base(run: Run) -> Run:
     """Fetch the files of the model and the teacher, and return the run with their commits.
 
     A run with local folders or random weights stays unchanged. Ranks may call it before they have met: one of each host
     asks and fetches. Raises: ConfigError, ModelError.
     """
-    run = resolved.run
-    run, notes = fetched(run, resolved.places, weights_too=reads_weights(run))
-    return replace(resolved, run=run, notes=(*resolved.notes, *notes))
+    config = run.config
+    config, notes = fetched(config, run.places, weights_too=reads_weights(config))
+    return replace(run, config=config, notes=(*run.notes, *notes))
 
 
 def fetched(
-    run: RunConfig, places: Places | None = None, *, weights_too: bool = False
+    config: RunConfig, places: Places | None = None, *, weights_too: bool = False
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Do the work of `with_base` for a run without its JSON. Returns it with notes. `places`: of the keys."""
     places, notes = places or {}, list[str]()
-    model, objective = run.model, run.objective
+    model, objective = config.model, config.objective
     if (name := model.pretrained) is not None and is_remote(name):
-        commit = _commit(run, _MODEL, name, model.revision, places, notes, weights_too=weights_too)
-        run = replace(run, model=replace(model, revision=commit))
+        commit = _commit(config, _MODEL, name, model.revision, places, notes, weights_too=weights_too)
+        config = replace(config, model=replace(model, revision=commit))
     if isinstance(objective, Distill) and (name := objective.teacher) is not None and is_remote(name):
-        commit = _commit(run, _TEACHER, name, objective.teacher_revision, places, notes, weights_too=True)
-        run = replace(run, objective=replace(objective, teacher_revision=commit))
-    return run, tuple(notes)
+        commit = _commit(config, _TEACHER, name, objective.teacher_revision, places, notes, weights_too=True)
+        config = replace(config, objective=replace(objective, teacher_revision=commit))
+    return config, tuple(notes)
 
 
 _Keys = tuple[str, str, str]
@@ -49,7 +49,7 @@ _TEACHER: _Keys = ("objective", "teacher", "teacher_revision")
 
 
 def _commit(
-    run: RunConfig, keys: _Keys, name: str, asked: str | None, places: Places, notes: list[str], *, weights_too: bool
+    config: RunConfig, keys: _Keys, name: str, asked: str | None, places: Places, notes: list[str], *, weights_too: bool
 ) -> str:
     """Fetch a repository, the weights only after a look at its tokenizer. Returns its commit, and adds `notes`."""
     from llmtrain.storage.hub import (  # a run without a name on the Hub reads none of it
@@ -59,10 +59,10 @@ def _commit(
     )
 
     section, key, revision = keys
-    began_with = _began_with(run, keys, name)
+    began_with = _began_with(config, keys, name)
     if began_with and asked is not None and COMMIT.fullmatch(asked) and asked != began_with:
         where = f"{section}.{revision}"
-        rule = f"the run in {run.train.run_dir} began with commit {began_with} of {name}"
+        rule = f"the run in {config.train.run_dir} began with commit {began_with} of {name}"
         raise stop(where, asked, rule, "remove it, or give the run a train.run_dir of its own", places.get(where))
 
     def wrong(text: str) -> ModelError:
@@ -72,7 +72,7 @@ def _commit(
 
     def fits(_: Sequence[str], folder: Path) -> list[str]:
         problems = Problems(places)
-        check_tokenizer(run, f"{section}.{key}", name, folder, problems)
+        check_tokenizer(config, f"{section}.{key}", name, folder, problems)
         problems.raise_if_any()
         notes.extend(problems.notes)
         return []
@@ -87,13 +87,13 @@ def _commit(
     return snapshot.commit
 
 
-def _began_with(run: RunConfig, keys: _Keys, name: str) -> str | None:
+def _began_with(config: RunConfig, keys: _Keys, name: str) -> str | None:
     """Return the commit in the record of the run's folder, or of the run that `resume` names."""
-    if run.resume == "none":
+    if config.resume == "none":
         return None
     section, key, revision = keys
-    folders = [Path(str(run.train.run_dir))]
-    folders += [] if run.resume == "auto" else [Path(run.resume).absolute().parent.parent]
+    folders = [Path(str(config.train.run_dir))]
+    folders += [] if config.resume == "auto" else [Path(config.resume).absolute().parent.parent]
     for folder in folders:
         with contextlib.suppress(OSError, ValueError, ConfigError, AttributeError, TypeError, KeyError):
             path = folder / "config.yaml"

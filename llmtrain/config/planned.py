@@ -15,7 +15,7 @@ from llmtrain.base.files import cache_folder, content_of, replace_file
 from llmtrain.base.units import size
 from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read
-from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.config.run import RecomputeConfig, Run
 from llmtrain.tracking.environment import versions
 
 
@@ -56,18 +56,18 @@ class Planned:
         return "; ".join(gives) or "`llmtrain plan RUN.yaml --memory SIZE` rehearses changes, with the peak of each"
 
 
-def store(resolved: ResolvedRun, planned: Planned, *, on_gpu: bool) -> None:
+def store(run: Run, planned: Planned, *, on_gpu: bool) -> None:
     """Raises OSError."""
-    path = _path(resolved, on_gpu)
+    path = _path(run, on_gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(asdict(planned) | {"date": time.strftime("%Y-%m-%d")}).encode())
 
 
-def stored(resolved: ResolvedRun, *, on_gpu: bool) -> Planned | None:
+def stored(run: Run, *, on_gpu: bool) -> Planned | None:
     """Return the plan; None: there is none, or its file is damaged, or of another version."""
     problems = Problems()
     try:
-        planned: Planned = read(Planned, untrusted.loads(content_of(_path(resolved, on_gpu))), "", problems)
+        planned: Planned = read(Planned, untrusted.loads(content_of(_path(run, on_gpu))), "", problems)
         problems.raise_if_any()
         if planned.chosen is not None:
             from llmtrain.config.chosen import with_chosen  # most plans have chosen nothing
@@ -76,17 +76,17 @@ def stored(resolved: ResolvedRun, *, on_gpu: bool) -> Planned | None:
             problems.raise_if_any()
             if not untrusted.natural(planned.chosen["micro_batch"]):
                 return None
-            with_chosen(resolved, planned.chosen["micro_batch"], recompute)
+            with_chosen(run, planned.chosen["micro_batch"], recompute)
         untrusted.word("".join((*planned.changes, *planned.phases, *planned.step_s)))
     except (OSError, ValueError, LookupError, TypeError):  # ConfigError is a ValueError
         return None
     return planned
 
 
-def refuse_without_room(resolved: ResolvedRun, memory: int, *, on_gpu: bool) -> None:
+def refuse_without_room(run: Run, memory: int, *, on_gpu: bool) -> None:
     """Compare the plan with `memory` bytes of a rank's device. Raises ConfigError: train.memory_margin is not left, or
     there is no plan."""
-    margin, planned = resolved.run.train.memory_margin, stored(resolved, on_gpu=on_gpu)
+    margin, planned = run.config.train.memory_margin, stored(run, on_gpu=on_gpu)
     assert margin is not None
     key = f"train.memory_margin = {margin:g}"
     if planned is None:
@@ -95,22 +95,22 @@ def refuse_without_room(resolved: ResolvedRun, memory: int, *, on_gpu: bool) -> 
         raise ConfigError(f"{key}: the device has {size(memory)}, the plan is {planned.text()}. {planned.remedy}")
 
 
-def _path(resolved: ResolvedRun, on_gpu: bool) -> Path:
-    run = asdict(resolved.run)
-    decides = {name: run[name] for name in ("model", "adapter", "objective", "optim", "ema")}
-    decides |= {"json": resolved.deepspeed, "degrees": asdict(resolved.degrees), "gpu": on_gpu}
-    decides |= {"pipeline": resolved.pipeline_partition, "experts": resolved.expert_parallel}
-    decides |= {"eval": resolved.run.train.eval, "versions": versions(), "model files": _model_files(resolved)}
-    batches = [(each.batch, each.data.isolate_documents) for each in resolved.stages]
+def _path(run: Run, on_gpu: bool) -> Path:
+    sections = asdict(run.config)
+    decides = {name: sections[name] for name in ("model", "adapter", "objective", "optim", "ema")}
+    decides |= {"json": run.deepspeed, "degrees": asdict(run.mix.degrees), "gpu": on_gpu}
+    decides |= {"pipeline": run.pipeline_partition, "experts": run.expert_parallel}
+    decides |= {"eval": run.config.train.eval, "versions": versions(), "model files": _model_files(run)}
+    batches = [(each.batch, each.data.isolate_documents) for each in run.stages]
     decides["batches"] = [(b.micro_batch, b.accumulation, b.sequence_length, apart) for b, apart in batches]
     key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return cache_folder() / "plans" / f"{key}.json"
 
 
-def _model_files(resolved: ResolvedRun) -> list[str]:
+def _model_files(run: Run) -> list[str]:
     """Contents of the files that name the sizes of the run's models: a folder may get another model."""
-    objective = resolved.run.objective
-    given = [resolved.run.model.pretrained, resolved.run.model.config, objective.teacher]
+    objective = run.config.objective
+    given = [run.config.model.pretrained, run.config.model.config, objective.teacher]
     paths = [Path(each) for each in given if isinstance(each, str)]
     files = [path / "config.json" if path.is_dir() else path for path in paths]
     return [file.read_text(errors="replace") for file in files if file.is_file()]

@@ -1,4 +1,4 @@
-"""Join YAML, JSON and world size into one ResolvedRun."""
+"""Join YAML, JSON and world size into one Run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmtrain.config import rules
 from llmtrain.config.deepspeed.join import DEGREE_KEYS, check_scheduler, exact_dict, join_values, read_facts
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.problems import Places, Problems, show
-from llmtrain.config.run import ResolvedRun, RunConfig, TrainConfig, stage_views
+from llmtrain.config.run import Run, RunConfig, TrainConfig, stage_views
 from llmtrain.config.stages import Batch, DataConfig, StageBatch, Stages, data_of, stages_of
 from llmtrain.config.topology import Degrees
 from llmtrain.features import features
@@ -19,26 +19,26 @@ from llmtrain.tracking.metrics import mode_of
 
 
 def resolve(
-    run: RunConfig,
+    config: RunConfig,
     world_size: int,
     world_size_source: str = "WORLD_SIZE",
     *,
     places: Places | None = None,
     notes: Sequence[str] = (),
     epoch: Callable[[DataConfig], int] | None = None,
-) -> ResolvedRun:
+) -> Run:
     """Return the run for this number of ranks, with every shared value and the exact DeepSpeed dict.
 
     `world_size_source` and `places` (dotted key -> where it was written) appear in errors only; `notes` come first
     among the run's; `epoch` counts the sequences of an epoch, which a run with train.epochs needs.
     Raises: ConfigError.
     """
-    path = run.deepspeed
+    path = config.deepspeed
     problems = Problems(places)
     written = tuple(problems.places)
     tree, ignored = checked(path, problems)
-    run = join_values(run, tree, problems)
-    facts = read_facts(run, tree, problems)
+    config = join_values(config, tree, problems)
+    facts = read_facts(config, tree, problems)
     trees = (facts.tree, tree)
     problems.raise_if_any()
     world = f"world size {world_size} ({world_size_source})"
@@ -47,25 +47,25 @@ def resolve(
     if declared not in (None, "auto", data_parallel):
         problems.add("data_parallel_size", declared, f"the data-parallel degree is {data_parallel}: {world}",
                      "remove it: the launcher decides it", path)  # fmt: skip
-    case = rules.Case(run=run, mix=mix)
-    rules.refuse(rules.OF_FORMS, case, run, problems, *trees)
-    for each, whole in stage_views(run):
-        rules.refuse(rules.OF_STAGES, replace(case, run=each), each, problems, key_of=whole)
+    case = rules.Case(config=config, mix=mix)
+    rules.refuse(rules.OF_FORMS, case, config, problems, *trees)
+    for each, whole in stage_views(config):
+        rules.refuse(rules.OF_STAGES, replace(case, config=each), each, problems, key_of=whole)
     problems.raise_if_any()
 
-    run, stages, max_steps = with_stages(run, mix.degrees, world, epoch, problems)
-    rules.check_masks(run, mix, stages, problems)
-    case = rules.Case(run=run, mix=mix, stages=stages, max_steps=max_steps)
-    rules.refuse(rules.OF_STEPS, case, run, problems, *trees)
-    of_scheduler = check_scheduler(run, tree, problems)
+    config, stages, max_steps = with_stages(config, mix.degrees, world, epoch, problems)
+    rules.check_masks(config, mix, stages, problems)
+    case = rules.Case(config=config, mix=mix, stages=stages, max_steps=max_steps)
+    rules.refuse(rules.OF_STEPS, case, config, problems, *trees)
+    of_scheduler = check_scheduler(config, tree, problems)
     problems.raise_if_any()
 
-    exact, more_notes = exact_dict(run, facts, stages[0].batch)
-    if run.train.balance == rules.MEASURED and mix.degrees.data == 1:
+    exact, more_notes = exact_dict(config, facts, stages[0].batch)
+    if config.train.balance == rules.MEASURED and mix.degrees.data == 1:
         more_notes = ["train.balance measured changes nothing here: all ranks work on the same sequences", *more_notes]
     all_notes = (*notes, *ignored, *facts.notes, *of_scheduler, *more_notes)
-    return ResolvedRun(
-        run=run,
+    return Run(
+        config=config,
         stages=stages,
         mix=mix,
         deepspeed=exact,
@@ -75,42 +75,42 @@ def resolve(
         places=problems.places,
         notes=(
             *all_notes,
-            *_notes_of_stages(run, stages, max_steps),
-            *_unread(run, written),
-            *_odd_values(run, max_steps),
+            *_notes_of_stages(config, stages, max_steps),
+            *_unread(config, written),
+            *_odd_values(config, max_steps),
         ),
     )
 
 
 def with_stages(
-    run: RunConfig, degrees: Degrees, world: str, epoch: Callable[[DataConfig], int] | None, problems: Problems
+    config: RunConfig, degrees: Degrees, world: str, epoch: Callable[[DataConfig], int] | None, problems: Problems
 ) -> tuple[RunConfig, Stages, int | None]:
     """Return the run with filled-in stages, the stages, and the run's steps.
 
     Raises: DataError, where epochs are asked for and the data cannot be read.
     """
-    stages, train = _stages(run, degrees, world, problems), run.train
+    stages, train = _stages(config, degrees, world, problems), config.train
     count = None if train.epochs is None or epoch is None else epoch(stages[len(stages) - 1].data)
     max_steps = stages.length(train.max_steps, train.max_tokens, train.epochs, count)
     stages = stages.filled(max_steps)
     own = [
         replace(given, schedule=given.schedule and stage.schedule)
-        for given, stage in zip(run.data.stages, stages.stages[1:], strict=True)
+        for given, stage in zip(config.data.stages, stages.stages[1:], strict=True)
     ]
     if train.micro_batch != "auto":
         batches = [StageBatch(**_numbers(stage.batch)) for stage in stages]
         train = replace(train, **_numbers(batches[0]))
         own = [replace(given, train=batch) for given, batch in zip(own, batches[1:], strict=True)]
-    data = replace(run.data, stages=own)
-    return _with_modes(replace(run, schedule=stages[0].schedule, train=train, data=data)), stages, max_steps
+    data = replace(config.data, stages=own)
+    return _with_modes(replace(config, schedule=stages[0].schedule, train=train, data=data)), stages, max_steps
 
 
-def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
+def _stages(config: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
     """The previous stage completes a batch with fewer than two numbers. Until auto is decided, a micro-batch is 1."""
-    given, data = _numbers(run.train), data_of(run.data)
+    given, data = _numbers(config.train), data_of(config.data)
     given["micro_batch"] = 1 if given["micro_batch"] == "auto" else given["micro_batch"]
     batches: list[Batch] = []
-    for number, (each, stage) in enumerate(zip(data, [None, *run.data.stages], strict=True)):
+    for number, (each, stage) in enumerate(zip(data, [None, *config.data.stages], strict=True)):
         where = "; ".join(f"train.{name}: {problems.places.get(f'train.{name}', 'the YAML')}"
                           for name, count in given.items() if count is not None)  # fmt: skip
         if stage is not None:
@@ -125,7 +125,7 @@ def _stages(run: RunConfig, degrees: Degrees, world: str, problems: Problems) ->
         problems.raise_if_any()
         assert batch is not None
         batches.append(batch)
-    return stages_of(run.data, run.schedule, batches)
+    return stages_of(config.data, config.schedule, batches)
 
 
 def solve(
@@ -184,27 +184,29 @@ def solve(
                  data_parallel=data_parallel, sequence_length=sequence_length)  # fmt: skip
 
 
-def _with_modes(run: RunConfig) -> RunConfig:
-    best, early = run.checkpoint.keep_best, run.train.stop_early
+def _with_modes(config: RunConfig) -> RunConfig:
+    best, early = config.checkpoint.keep_best, config.train.stop_early
     if best.metric is not None and best.mode is None:
-        run = replace(run, checkpoint=replace(run.checkpoint, keep_best=replace(best, mode=mode_of(best.metric))))
+        config = replace(
+            config, checkpoint=replace(config.checkpoint, keep_best=replace(best, mode=mode_of(best.metric)))
+        )
     if early.metric is not None and early.mode is None:
-        run = replace(run, train=replace(run.train, stop_early=replace(early, mode=mode_of(early.metric))))
-    return run
+        config = replace(config, train=replace(config.train, stop_early=replace(early, mode=mode_of(early.metric))))
+    return config
 
 
-def _notes_of_stages(run: RunConfig, stages: Stages, max_steps: int | None) -> list[str]:
+def _notes_of_stages(config: RunConfig, stages: Stages, max_steps: int | None) -> list[str]:
     """Return notes on unreached stages, jumps of the learning rate, and decisions on figures of other data."""
     notes = []
     same = stages.sharing(0)
     others = [stage.first_step for number, stage in enumerate(stages) if number not in same]
     other = next((step for step in others if max_steps is None or step < max_steps), None)
     deciding = {
-        "checkpoint.keep_best": run.checkpoint.keep_best.metric,
-        "train.stop_early": run.train.stop_early.metric,
+        "checkpoint.keep_best": config.checkpoint.keep_best.metric,
+        "train.stop_early": config.train.stop_early.metric,
     }
     for key, metric in deciding.items():
-        stays = metric is None or metric.split("/")[1] in {*run.eval.sets, *run.eval.choices, "mean"}
+        stays = metric is None or metric.split("/")[1] in {*config.eval.sets, *config.eval.choices, "mean"}
         if other is not None and not stays:
             notes.append(f"{key}: {metric} is of other data from step {other} on, and compared with that before; name "
                          "a figure of eval.sets, which stay as they are")  # fmt: skip
@@ -220,34 +222,34 @@ def _notes_of_stages(run: RunConfig, stages: Stages, max_steps: int | None) -> l
     return notes
 
 
-def _measures(run: RunConfig) -> bool:
-    return bool(run.train.eval or run.eval.sets or run.eval.choices or run.train.sample_prompts)
+def _measures(config: RunConfig) -> bool:
+    return bool(config.train.eval or config.eval.sets or config.eval.choices or config.train.sample_prompts)
 
 
-def _unread(run: RunConfig, given: Iterable[str]) -> list[str]:
+def _unread(config: RunConfig, given: Iterable[str]) -> list[str]:
     """Return notes on given keys that other settings make idle."""
-    train = run.train
+    train = config.train
     unread = {
-        **{f"{name}.": not feature.asked(run) and feature.idle for name, feature in features().items()},
-        "train.eval_every": not _measures(run) and "train.eval is off, and nothing else is measured",
+        **{f"{name}.": not feature.asked(config) and feature.idle for name, feature in features().items()},
+        "train.eval_every": not _measures(config) and "train.eval is off, and nothing else is measured",
         "train.sample_tokens": not train.sample_prompts and "there are no train.sample_prompts",
-        "checkpoint.when_busy": run.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
+        "checkpoint.when_busy": config.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
     }
     found = {start: sorted(key for key in given if key.startswith(start)) for start, why in unread.items() if why}
     return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in found.items() if keys]
 
 
-def _odd_values(run: RunConfig, max_steps: int | None) -> list[str]:
-    train, notes = run.train, []
-    if max_steps is not None and (train.eval_every or 0) > max_steps and _measures(run):
+def _odd_values(config: RunConfig, max_steps: int | None) -> list[str]:
+    train, notes = config.train, []
+    if max_steps is not None and (train.eval_every or 0) > max_steps and _measures(config):
         notes.append(f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so only its end is measured")
     lengths = {key: getattr(train, key) for key in ("max_steps", "max_tokens", "epochs")}
     given = [f"train.{key} {show(value)}" for key, value in lengths.items() if value is not None]
     if len(given) > 1:
         notes.append(f"{' and '.join(given)}: the first to be reached ends the run, at step {max_steps}")
-    if run.optim.weight_decay is not None and run.optim.weight_decay > 1:
-        notes.append(f"optim.weight_decay {run.optim.weight_decay:g}: 0.1 is common; a step multiplies each weight by "
-                     f"1 - {run.optim.weight_decay:g} x its learning rate")  # fmt: skip
+    if config.optim.weight_decay is not None and config.optim.weight_decay > 1:
+        notes.append(f"optim.weight_decay {config.optim.weight_decay:g}: 0.1 is common; a step multiplies each weight by "
+                     f"1 - {config.optim.weight_decay:g} x its learning rate")  # fmt: skip
     return notes
 
 

@@ -31,7 +31,7 @@ from llmtrain.tracking.metrics import mode_of
 def refuse(
     rules: Iterable[Rule],
     subject: Any,
-    run: RunConfig,
+    config: RunConfig,
     problems: Problems,
     *trees: Mapping[str, Any],
     key_of: Callable[[str], str] = str,
@@ -48,15 +48,15 @@ def refuse(
         for keys, reason, remedy in rule.breaks(subject):
             if any(key_of(key) in wrong for key in keys):
                 continue
-            values = {key_of(key): value_of(key, run, *trees) for key in keys}
+            values = {key_of(key): value_of(key, config, *trees) for key in keys}
             what = " with ".join(assigned(key, value) for key, value in values.items())
-            places = dict.fromkeys(filter(None, (_place_of(key, run, problems) for key in values)))
+            places = dict.fromkeys(filter(None, (_place_of(key, config, problems) for key in values)))
             problems.add_text(next(iter(values)), what, reason, remedy, "; ".join(places))
 
 
-def value_of(key: str, run: RunConfig, *trees: Mapping[str, Any]) -> Any:
+def value_of(key: str, config: RunConfig, *trees: Mapping[str, Any]) -> Any:
     """Return the value at a dotted key of a run, or else of the first JSON with the key."""
-    roots: tuple[Any, ...] = (run, *trees)
+    roots: tuple[Any, ...] = (config, *trees)
     for root in roots:
         held, rest = root, key
         while rest and held is not None:
@@ -80,23 +80,23 @@ def _plain(value: Any) -> Any:
     return redact_text(value) if isinstance(value, str) else value
 
 
-def _place_of(key: str, run: RunConfig, problems: Problems) -> str | None:
+def _place_of(key: str, config: RunConfig, problems: Problems) -> str | None:
     """Return the place of a key, or of the section without it; for a key that no run has, the DeepSpeed JSON."""
-    if not hasattr(run, re.split(r"[.\[]", key)[0]):
-        return run.deepspeed
+    if not hasattr(config, re.split(r"[.\[]", key)[0]):
+        return config.deepspeed
     while key not in problems.places and re.search(r"[.\[]", key):
         key = re.sub(r"[.\[][^.\[]*$", "", key)
     return problems.places.get(key)
 
 
-def check_values(run: RunConfig, problems: Problems) -> None:
+def check_values(config: RunConfig, problems: Problems) -> None:
     """Check the rules between fields that hold for any number of ranks."""
-    refuse((*RULES, *features.rules(run).of_values), run, run, problems)
+    refuse((*RULES, *features.rules(config).of_values), config, config, problems)
 
 
-def check_masks(run: RunConfig, mix: Mix, stages: Stages, problems: Problems) -> None:
-    for (view, written), stage in zip(stage_views(run), stages, strict=True):
-        refuse(OF_MASKS, Case(run=view, mix=mix, batch=stage.batch), view, problems, key_of=written)
+def check_masks(config: RunConfig, mix: Mix, stages: Stages, problems: Problems) -> None:
+    for (view, written), stage in zip(stage_views(config), stages, strict=True):
+        refuse(OF_MASKS, Case(config=view, mix=mix, batch=stage.batch), view, problems, key_of=written)
 
 
 def _one_of(one: str, other: str, what: str, example: Mapping[str, Any]) -> tuple[Rule, ...]:
@@ -114,8 +114,8 @@ def _one_of(one: str, other: str, what: str, example: Mapping[str, Any]) -> tupl
 def _revision(key: str, model: str, example: Mapping[str, Any]) -> tuple[Rule, ...]:
     """Rules of the revision of a model on the Hub. `key`: its field. `model`: the field of the name."""
 
-    def is_one(run: RunConfig) -> bool:
-        return bool(REVISION.fullmatch(value_of(key, run)))
+    def is_one(config: RunConfig) -> bool:
+        return bool(REVISION.fullmatch(value_of(key, config)))
 
     return (
         Rule((key,), lambda r: value_of(key, r) is not None and not is_one(r),
@@ -126,31 +126,31 @@ def _revision(key: str, model: str, example: Mapping[str, Any]) -> tuple[Rule, .
     )  # fmt: skip
 
 
-def _has_length(run: RunConfig) -> bool:
-    return any(each is not None for each in (run.train.max_steps, run.train.max_tokens, run.train.epochs))
+def _has_length(config: RunConfig) -> bool:
+    return any(each is not None for each in (config.train.max_steps, config.train.max_tokens, config.train.epochs))
 
 
 def _is_model_type(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_\-]*", value) is not None
 
 
-def _packed(run: RunConfig) -> bool:
-    return run.adapter.r is not None and run.adapter.quantize is not None
+def _packed(config: RunConfig) -> bool:
+    return config.adapter.r is not None and config.adapter.quantize is not None
 
 
-def _starts_here(run: RunConfig) -> bool:
-    return run.resume in ("auto", "none")
+def _starts_here(config: RunConfig) -> bool:
+    return config.resume in ("auto", "none")
 
 
-def _last_profiled(run: RunConfig) -> int | None:
+def _last_profiled(config: RunConfig) -> int | None:
     try:
-        return profiled_steps(run.profile.steps)[1]
+        return profiled_steps(config.profile.steps)[1]
     except ValueError:
         return None
 
 
-def _compares(run: RunConfig) -> str:
-    return f"objective.name {run.objective.name} compares with the model that training starts from"
+def _compares(config: RunConfig) -> str:
+    return f"objective.name {config.objective.name} compares with the model that training starts from"
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -164,16 +164,16 @@ def _taken_names() -> set[str]:
     return {*own, *(figure.partition("/")[0] for figure in figures)}
 
 
-def figures_of(run: RunConfig) -> list[str]:
+def figures_of(config: RunConfig) -> list[str]:
     """Return the keys of the figures of the run's evaluations."""
-    names = ["loss", *(figure.name for figure in run.objective.reported)]
-    if isinstance(run.objective, NextToken):
+    names = ["loss", *(figure.name for figure in config.objective.reported)]
+    if isinstance(config.objective, NextToken):
         names += ["perplexity", "bits_per_byte"]
-    names += run.metrics
-    prefixes = [*(["eval"] if run.train.eval else []), *(f"eval/{name}" for name in run.eval.sets)]
-    prefixes += ["eval/ema"] if run.train.eval and run.ema.decay is not None else []
-    mean = ["eval/mean/loss"] if run.eval.mean else []
-    answers = [f"eval/{name}/{figure}" for name in run.eval.choices for figure in _OF_CHOICES]
+    names += config.metrics
+    prefixes = [*(["eval"] if config.train.eval else []), *(f"eval/{name}" for name in config.eval.sets)]
+    prefixes += ["eval/ema"] if config.train.eval and config.ema.decay is not None else []
+    mean = ["eval/mean/loss"] if config.eval.mean else []
+    answers = [f"eval/{name}/{figure}" for name in config.eval.choices for figure in _OF_CHOICES]
     return [f"{prefix}/{name}" for prefix in prefixes for name in names] + mean + answers
 
 
@@ -191,15 +191,15 @@ def _deciding(section: str, chosen: Callable[[RunConfig], KeepBest | StopEarly])
     """Return the rules of a metric that keeps checkpoints or ends the run."""
     key, every = f"{section}.metric", {"train.eval_every": 10}
 
-    def known(run: RunConfig) -> bool:
-        return chosen(run).metric in figures_of(run)
+    def known(config: RunConfig) -> bool:
+        return chosen(config).metric in figures_of(config)
 
-    def directed(run: RunConfig) -> bool:
-        return chosen(run).mode is not None or mode_of(str(chosen(run).metric)) is not None
+    def directed(config: RunConfig) -> bool:
+        return chosen(config).mode is not None or mode_of(str(chosen(config).metric)) is not None
 
-    def remedy(run: RunConfig, _: str) -> str:
-        figures = figures_of(run)
-        near = closest(str(chosen(run).metric), figures)
+    def remedy(config: RunConfig, _: str) -> str:
+        figures = figures_of(config)
+        near = closest(str(chosen(config).metric), figures)
         return f"did you mean {near}?" if near else f"choose one of {', '.join(figures) or 'none: there are none'}"
 
     # fmt: off
@@ -250,8 +250,8 @@ def _in_stages(name: str, wrong: Callable[[RunConfig, StageConfig], Any]) -> Cal
     return lambda r: [f"data.stages[{n}].{name}" for n, stage in enumerate(r.data.stages) if wrong(r, stage)]
 
 
-def _out_of_order(run: RunConfig) -> list[str]:
-    steps = [0, *(stage.from_step for stage in run.data.stages)]
+def _out_of_order(config: RunConfig) -> list[str]:
+    steps = [0, *(stage.from_step for stage in config.data.stages)]
     return [f"data.stages[{n}].from_step" for n, (before, step) in enumerate(pairwise(steps)) if step <= before]
 
 
@@ -426,7 +426,7 @@ OF_STARTS: tuple[Rule, ...] = (
 class Case:
     """A run, or a stage of it, in the form in which it trains: the subject of the rules below."""
 
-    run: RunConfig
+    config: RunConfig
     mix: Mix
     batch: Batch | None = None
     """The stage's batch."""
@@ -440,12 +440,12 @@ class Case:
     @property
     def length(self) -> int:
         """Tokens of a sequence."""
-        return self.run.data.sequence_length
+        return self.config.data.sequence_length
 
     @property
     def heads(self) -> dict[str, int]:
         """The model's numbers of heads, by the fields of its config.json."""
-        model = model_config(self.run, Problems()) or {}  # `check_on_disk` reports what is wrong with it
+        model = model_config(self.config, Problems()) or {}  # `check_on_disk` reports what is wrong with it
         given = {key: model.get(key) for key in ("num_attention_heads", "n_head", "num_key_value_heads")}
         return {key: count for key, count in given.items() if isinstance(count, int) and count > 0}
 
@@ -465,7 +465,7 @@ class Case:
     def sequences(self) -> int:
         """Most sequences of a forward pass."""
         assert self.batch is not None
-        return self.batch.micro_batch * (MOST if self.run.train.balance == MEASURED else 1)
+        return self.batch.micro_batch * (MOST if self.config.train.balance == MEASURED else 1)
 
     @property
     def mask_bytes(self) -> int:
@@ -476,7 +476,7 @@ class Case:
     def limit(self) -> tuple[str, float]:
         """The field that ends the run, and its units in a step."""
         assert self.stages is not None and self.max_steps is not None
-        train, tokens = self.run.train, self.stages[0].batch.tokens
+        train, tokens = self.config.train, self.stages[0].batch.tokens
         if train.max_tokens is not None and -(-train.max_tokens // tokens) == self.max_steps != train.max_steps:
             return "train.max_tokens", float(tokens)
         if train.epochs is not None and train.max_steps != self.max_steps:
@@ -508,14 +508,14 @@ def _up(number: int | None, step: int) -> int:
 # fmt: off
 OF_STAGES: tuple[Rule, ...] = (
     Rule(("data.sequence_length",), lambda c: c.length % c.degrees.sequence,
-         lambda c, _: f"must be a multiple of sequence_parallel_size = {c.degrees.sequence} ({c.run.deepspeed}): the "
+         lambda c, _: f"must be a multiple of sequence_parallel_size = {c.degrees.sequence} ({c.config.deepspeed}): the "
                       "ranks share each sequence",
          lambda c, _: f"set it to {max(c.degrees.sequence, _up(c.length, c.degrees.sequence) - c.degrees.sequence)} or "
                       f"{_up(c.length, c.degrees.sequence)}, or change the degree",
          {"data.sequence_length": 129, _SEQUENCE: 2}),
     Rule(("data.sequence_length",),
-         lambda c: c.run.model.fp8 and c.length % (_FP8_TOKENS * c.degrees.sequence),
-         lambda c, _: f"model.fp8 {c.run.model.fp8}: its products take multiples of {_FP8_TOKENS} tokens" + (
+         lambda c: c.config.model.fp8 and c.length % (_FP8_TOKENS * c.degrees.sequence),
+         lambda c, _: f"model.fp8 {c.config.model.fp8}: its products take multiples of {_FP8_TOKENS} tokens" + (
              f" on each of the {c.degrees.sequence} ranks that share a sequence" * (c.degrees.sequence > 1)),
          lambda c, _: f"set it to {_up(c.length, _FP8_TOKENS * c.degrees.sequence)}, or model.fp8 to "
                       "null",
@@ -524,7 +524,7 @@ OF_STAGES: tuple[Rule, ...] = (
 """Rules of each stage's data in a form."""
 
 OF_FORMS: tuple[Rule, ...] = (
-    *(Rule((key, form), lambda c, key=key, axis=axis: value_of(key, c.run) == "auto"  # type: ignore[misc]
+    *(Rule((key, form), lambda c, key=key, axis=axis: value_of(key, c.config) == "auto"  # type: ignore[misc]
                                                       and getattr(c.degrees, axis) > 1,
            reason, f"write a number for {key}", {key: "auto", form: 2})
       for key in ("train.micro_batch", "model.recompute.layers")
@@ -535,24 +535,24 @@ OF_FORMS: tuple[Rule, ...] = (
           (_EXPERT, "expert",
            "auto asks for the memory of a rehearsed step, and a rank's experts get as many tokens as the router sends"
            ))),
-    Rule(("train.micro_batch",), lambda c: c.run.train.micro_batch == "auto" and c.run.train.global_batch is None,
+    Rule(("train.micro_batch",), lambda c: c.config.train.micro_batch == "auto" and c.config.train.global_batch is None,
          "the memory of a device would decide the number of sequences that a step trains", "write train.global_batch",
          {"train.micro_batch": "auto", "train.global_batch": None}),
     Rule(("train.accumulation", "train.micro_batch"),
-         lambda c: c.run.train.micro_batch == "auto" and c.run.train.accumulation is not None,
+         lambda c: c.config.train.micro_batch == "auto" and c.config.train.accumulation is not None,
          "with auto, the accumulation follows from train.global_batch and the micro-batch that fits",
          "remove train.accumulation, or write a number for train.micro_batch",
          {"train.micro_batch": "auto", "train.accumulation": 2}),
     Rule(("data.stages[0].train.accumulation", "train.micro_batch"),
          lambda c: [(f"data.stages[{number}].train.accumulation", "train.micro_batch")
-                    for number, stage in enumerate(c.run.data.stages)
-                    if c.run.train.micro_batch == "auto" and stage.train.accumulation is not None
+                    for number, stage in enumerate(c.config.data.stages)
+                    if c.config.train.micro_batch == "auto" and stage.train.accumulation is not None
                     and stage.train.global_batch is stage.train.micro_batch is None],
          "the memory of a device would decide the number of sequences that a step trains",
          "write global_batch instead of the stage's accumulation",
          {"train.micro_batch": "auto", "data.stages": [{"from_step": 5, "train": {"accumulation": 2}}]}, each=True),
     Rule(("train.micro_batch", "train.balance"),
-         lambda c: c.run.train.micro_batch == "auto" and c.run.train.balance == MEASURED,
+         lambda c: c.config.train.micro_batch == "auto" and c.config.train.balance == MEASURED,
          f"a fast rank takes up to {MOST} times as many sequences as a rehearsed one",
          "write a number for train.micro_batch, or train.balance equal",
          {"train.micro_batch": "auto", "train.balance": MEASURED}),
@@ -568,27 +568,27 @@ OF_FORMS: tuple[Rule, ...] = (
          lambda c, _: f"set it to one of {divisors(math.gcd(*c.heads.values()))}; other ranks can work data-parallel, "
                       "with ZeRO 3, or in a pipeline",
          {"model.config.num_attention_heads": 6, "model.config.num_key_value_heads": 3, _TENSOR: 2}),
-    *(Rule(("adapter.quantize", key), lambda c, wrong=wrong: _packed(c.run) and wrong(c.mix),  # type: ignore[misc]
+    *(Rule(("adapter.quantize", key), lambda c, wrong=wrong: _packed(c.config) and wrong(c.mix),  # type: ignore[misc]
            "blocks of 4 bits are of whole maps that each rank has",
            "remove one of them: sharded over the ranks, weights in bf16 may take as little", {**_NF4, key: degree})
       for key, degree, wrong in ((_ZERO, 3, lambda m: m.zero_stage == 3),
                                  (_TENSOR, 2, lambda m: m.degrees.tensor > 1),
                                  (_PIPELINE, 2, lambda m: m.degrees.pipeline > 1))),
     *(Rule((key, _TENSOR),
-           lambda c, key=key: c.run.adapter.r is not None and value_of(key, c.run)  # type: ignore[misc]
+           lambda c, key=key: c.config.adapter.r is not None and value_of(key, c.config)  # type: ignore[misc]
                               and c.degrees.tensor > 1,
            "needs whole maps on each rank",
            "remove one of them: ZeRO 3, sequence parallelism and pipelines keep maps whole",
            {**_LORA, key: value, _TENSOR: 2})
       for key, value in (("adapter.dora", True), ("adapter.dropout", 0.1))),
     *(Rule((key, "zero_optimization.zero_hpz_partition_size"),
-           lambda c, key=key: c.mix.hpz and value_of(key, c.run),  # type: ignore[misc]
+           lambda c, key=key: c.mix.hpz and value_of(key, c.config),  # type: ignore[misc]
            "ZeRO 3 keeps second copies of frozen parameters with other values: it never renews them",
            "remove zero_hpz_partition_size",
            {key: value, _ZERO: 3, "zero_optimization.zero_hpz_partition_size": 2})
       for key, value in (("adapter.r", 8), ("model.train_only", ["lm_head.*"]), ("model.freeze", ["lm_head.*"]))),
     *(Rule(("fault.recheck_every", key),
-           lambda c, wrong=wrong: c.run.fault.recheck_every and wrong(c),  # type: ignore[misc]
+           lambda c, wrong=wrong: c.config.fault.recheck_every and wrong(c),  # type: ignore[misc]
            "no rank computes a gradient alone: it lacks parameters or layers, or gets other ranks' tokens",
            "set fault.recheck_every to 0, or use ZeRO 0 to 2", {"fault.recheck_every": 500, key: degree})
       for key, degree, wrong in ((_ZERO, 3, lambda c: c.mix.zero_stage == 3),
@@ -598,15 +598,15 @@ OF_FORMS: tuple[Rule, ...] = (
 """Rules of a run in a form."""
 
 OF_MASKS: tuple[Rule, ...] = (
-    Rule(("model.attention",), lambda c: c.run.model.attention == "varlen" and c.shared,
+    Rule(("model.attention",), lambda c: c.config.model.attention == "varlen" and c.shared,
          lambda c, _: f"needs whole rows and all layers in each rank, not {c.shared}",
          "set model.attention to sdpa, or use ZeRO or tensor parallelism instead",
          {"data.isolate_documents": True, "model.attention": "varlen", _SEQUENCE: 2}),
     # Where auto becomes sdpa, the start asks again (training/setup.py with_attention).
     Rule(("data.sequence_length",),
-         lambda c: c.run.data.isolate_documents and c.run.model.attention != "varlen"
-                   and (c.run.model.attention != "auto" or c.shared) and c.mask_bytes > _MASK_BYTES,
-         lambda c, _: f"with data.isolate_documents, model.attention {c.run.model.attention} makes a mask of "
+         lambda c: c.config.data.isolate_documents and c.config.model.attention != "varlen"
+                   and (c.config.model.attention != "auto" or c.shared) and c.mask_bytes > _MASK_BYTES,
+         lambda c, _: f"with data.isolate_documents, model.attention {c.config.model.attention} makes a mask of "
                       f"{size(c.mask_bytes)} ({c.sequences} sequences x length x length bytes) in each forward pass; "
                       f"at most {size(_MASK_BYTES)} are allowed",
          lambda c, _: "shorten it" if c.shared else "set model.attention to varlen, which needs none",
@@ -658,43 +658,43 @@ _BALANCED = {"train.balance": "measured"}
 OF_STEPS: tuple[Rule, ...] = (
     Rule(("schedule.warmup_steps", "train.max_steps"),
          lambda c: [("schedule.warmup_steps", c.limit[0])]
-                   if c.has_one_schedule and c.run.schedule.warmup_steps >= c.max_steps else [],
+                   if c.has_one_schedule and c.config.schedule.warmup_steps >= c.max_steps else [],
          lambda c, _: f"schedule.warmup_steps must be less than the run's {c.max_steps} steps",
          lambda c, _: f"set schedule.warmup_steps to {c.max_steps - 1} or less (0: none), or {c.limit[0]} to more than "
-                      f"{c.run.schedule.warmup_steps * c.limit[1]:.15g}",
+                      f"{c.config.schedule.warmup_steps * c.limit[1]:.15g}",
          {"schedule.warmup_steps": 100}, each=True),
     Rule(("schedule.decay_steps", "train.max_steps"),
-         lambda c: [("schedule.decay_steps", c.limit[0])] if c.has_one_schedule and c.run.schedule.warmup_steps
-                   < c.max_steps < c.run.schedule.warmup_steps + c.run.schedule.decay() else [],
-         lambda c, _: f"warm-up {c.run.schedule.warmup_steps} + decay {c.run.schedule.decay()} exceed the run's "
+         lambda c: [("schedule.decay_steps", c.limit[0])] if c.has_one_schedule and c.config.schedule.warmup_steps
+                   < c.max_steps < c.config.schedule.warmup_steps + c.config.schedule.decay() else [],
+         lambda c, _: f"warm-up {c.config.schedule.warmup_steps} + decay {c.config.schedule.decay()} exceed the run's "
                       f"{c.max_steps} steps",
-         lambda c, _: f"set schedule.decay_steps to {c.max_steps - c.run.schedule.warmup_steps} or less, or shorten "
+         lambda c, _: f"set schedule.decay_steps to {c.max_steps - c.config.schedule.warmup_steps} or less, or shorten "
                       "the warm-up",
          {"schedule.name": "wsd", "schedule.warmup_steps": 90, "schedule.decay_steps": 20}, each=True),
     *_OF_SCHEDULES,
     Rule(("ema.every",),
-         lambda c: c.run.ema.decay is not None and c.max_steps is not None and c.run.ema.every > c.max_steps,
+         lambda c: c.config.ema.decay is not None and c.max_steps is not None and c.config.ema.every > c.max_steps,
          lambda c, _: f"the run has {c.max_steps} steps, so the mean would stay as it begins",
          lambda c, _: f"set it to {c.max_steps} or less", {"ema.decay": 0.9, "ema.every": 101}),
-    Rule(("profile.steps",), lambda c: c.max_steps is not None and (_last_profiled(c.run) or 0) > c.max_steps,
+    Rule(("profile.steps",), lambda c: c.max_steps is not None and (_last_profiled(c.config) or 0) > c.max_steps,
          lambda c, _: f"the run has {c.max_steps} steps", lambda c, _: f"let it end at {c.max_steps}",
          {"profile.steps": "100:101"}),
-    Rule((_PIPELINE,), lambda c: c.run.train.balance == MEASURED and c.degrees.pipeline > 1,
+    Rule((_PIPELINE,), lambda c: c.config.train.balance == MEASURED and c.degrees.pipeline > 1,
          "train.balance measured: the stages of a pipeline send each other micro-batches of one size",
          "set train.balance to equal, or use ZeRO instead of the pipeline", {**_BALANCED, _PIPELINE: 2}),
-    Rule((_EXPERT,), lambda c: c.run.train.balance == MEASURED and c.degrees.expert > 1,
+    Rule((_EXPERT,), lambda c: c.config.train.balance == MEASURED and c.degrees.expert > 1,
          "train.balance measured: ranks compute each other's tokens in every layer, so other sequences would not "
          "change what a rank computes",
          "set train.balance to equal, or remove expert_parallel", {**_BALANCED, _EXPERT: 2}),
-    Rule(("model.compile_layers",), lambda c: c.run.train.balance == MEASURED and c.run.model.compile_layers,
+    Rule(("model.compile_layers",), lambda c: c.config.train.balance == MEASURED and c.config.model.compile_layers,
          "train.balance measured: layers are compiled for one shape of a micro-batch, and torch gives up after some "
          "others",
          "set it to false or null, or train.balance to equal", {**_BALANCED, "model.compile_layers": True}),
-    Rule(("train.deterministic",), lambda c: c.run.train.balance == MEASURED and c.run.train.deterministic,
+    Rule(("train.deterministic",), lambda c: c.config.train.balance == MEASURED and c.config.train.deterministic,
          "train.balance measured: who sums which sequences depends on the clock, and so do the last digits",
          "set one of the two otherwise", {**_BALANCED, "train.deterministic": True}),
     Rule(("train.micro_batch",),
-         lambda c: c.run.train.balance == MEASURED and c.degrees.data > 1 and c.run.train.micro_batch == 1,
+         lambda c: c.config.train.balance == MEASURED and c.degrees.data > 1 and c.config.train.micro_batch == 1,
          "train.balance measured: every micro-batch of every rank has a sequence, so a slow rank would have none to "
          "give away",
          "set it to 4 or more (train.accumulation lower by as much), or train.balance to equal",

@@ -1,7 +1,7 @@
 """The run's YAML as frozen dataclasses. A field's docstring is its help text and carries its unit.
 
 A field whose default is None and whose docstring says "or from the JSON" may be in the DeepSpeed JSON instead.
-`config/deepspeed/join.py` joins the two; a `ResolvedRun` has the result, without None.
+`config/deepspeed/join.py` joins the two; a `Run` has the result, without None.
 Nothing here imports torch, and no field can name code (no callables, no class paths).
 """
 
@@ -28,7 +28,7 @@ from llmtrain.base.choice import (
 from llmtrain.base.trees import lookup
 from llmtrain.config.stages import STAGED, Batch, Stages, data_of
 from llmtrain.config.stages import DataConfig as DataConfig
-from llmtrain.config.topology import Degrees, Mix
+from llmtrain.config.topology import Mix
 from llmtrain.features import names_of_sections, with_sections
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective
@@ -353,25 +353,28 @@ class RunConfig:
         return section
 
 
-def same_command(run: RunConfig, *more: str) -> str:
+def same_command(config: RunConfig, *more: str) -> str:
     """Words for the command that has started a run and continues it. `more`: options that it then needs."""
-    added = (*(("--resume", "auto") if run.resume == "none" else ()), *more)  # none refuses a folder with checkpoints
+    added = (
+        *(("--resume", "auto") if config.resume == "none" else ()),
+        *more,
+    )  # none refuses a folder with checkpoints
     return f"the same command with {' '.join(added)}" if added else "the same command"
 
 
-def autos(run: RunConfig) -> list[str]:
+def autos(config: RunConfig) -> list[str]:
     """Keys whose values the memory of a device decides."""
-    asked = {"train.micro_batch": run.train.micro_batch, "model.recompute.layers": run.model.recompute.layers}
+    asked = {"train.micro_batch": config.train.micro_batch, "model.recompute.layers": config.model.recompute.layers}
     return [key for key, value in asked.items() if value == "auto"]
 
 
-def stage_views(run: RunConfig) -> Iterator[tuple[RunConfig, Callable[[str], str]]]:
+def stage_views(config: RunConfig) -> Iterator[tuple[RunConfig, Callable[[str], str]]]:
     """Yield each stage as a run with its data, and the function from a key of that run to the user's key."""
     given: dict[str, int] = {}  # field of data -> the last stage that changed it
-    for number, data in enumerate(data_of(run.data)):
-        yield replace(run, data=data), partial(_written, given)
-        if number < len(run.data.stages):
-            own = run.data.stages[number]
+    for number, data in enumerate(data_of(config.data)):
+        yield replace(config, data=data), partial(_written, given)
+        if number < len(config.data.stages):
+            own = config.data.stages[number]
             changed = [name for name in STAGED if getattr(own, name) is not None]
             given = given | dict.fromkeys(changed, number)
 
@@ -383,13 +386,13 @@ def _written(given: dict[str, int], key: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedRun:
+class Run:
     """A run whose YAML, JSON and command line `config/resolve.py` has joined for a number of ranks.
 
-    Values that may be in two files are in `stages` and `optim`, where none is missing.
+    Values that may be in two files are in `stages` and `config.optim`, where none is missing.
     """
 
-    run: RunConfig
+    config: RunConfig
     """The user's run with every shared field filled in: for dumps, checkpoints, and values of the YAML alone."""
     stages: Stages
     """Data, batch and schedule of each step. The run has one stage unless data.stages names more."""
@@ -409,35 +412,17 @@ class ResolvedRun:
     """Notes for the user on values that were filled in or adapted."""
 
     @property
-    def optim(self) -> Optimizer:
-        """Optimizer settings with all defaults filled in."""
-        return self.run.optim
-
-    @property
     def batch(self) -> Batch:
         """The batch of the first stage."""
         return self.stages[0].batch
 
     @property
-    def degrees(self) -> Degrees:
-        return self.mix.degrees
-
-    @property
-    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        return self.mix.precision
-
-    @property
     def finds_loss_scale(self) -> bool:
         """True in fp16 with a dynamic loss scale, which is found by overflowing; a static one is the user's."""
-        return self.precision == "fp16" and not lookup(self.deepspeed, "fp16.loss_scale")
-
-    @property
-    def zero_stage(self) -> int:
-        """0 to 3."""
-        return self.mix.zero_stage
+        return self.mix.precision == "fp16" and not lookup(self.deepspeed, "fp16.loss_scale")
 
     @property
     def run_dir(self) -> str:
         """The run's folder, which `load.parse` sets."""
-        assert self.run.train.run_dir is not None
-        return self.run.train.run_dir
+        assert self.config.train.run_dir is not None
+        return self.config.train.run_dir

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.config.run import ModelConfig, Run
 from llmtrain.config.stages import Batch
 from llmtrain.models.skeleton import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
@@ -89,47 +89,49 @@ def _kind(config: PreTrainedConfig) -> Any:
     return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
 
 
-def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch.device) -> Trace:
+def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> Trace:
     """Train with fp32 masters, model and gradients in the run's precision."""
-    run, optim = resolved.run, resolved.optim
-    config = load_config(run.model)
-    model = _kind(config).from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(device)
+    config, optim = run.config, run.config.optim
+    of_model = load_config(config.model)
+    model = _kind(of_model).from_config(of_model, attn_implementation=order.attention, dtype=torch.float32).to(device)
     model.config.get_text_config().pad_token_id = None  # else a score is read before a last token equal to the padding
-    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
-    source = loud_source(spec, run.train.seed)
-    beside = None if run.adapter.r is None else frozen_beside(model, run.adapter)
+    spec = ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
+    source = loud_source(spec, config.train.seed)
+    beside = None if config.adapter.r is None else frozen_beside(model, config.adapter)
     chosen = {n for n, p in model.named_parameters() if p.requires_grad and (
-        not _trains(n, run.model) if beside is None else n in beside)}  # fmt: skip
+        not _trains(n, config.model) if beside is None else n in beside)}  # fmt: skip
     for name in chosen:
         model.get_parameter(name).requires_grad_(False)
-    adapt_plainly(model, run.adapter, summed=order.halves and run.model.fp8 is None)
+    adapt_plainly(model, config.adapter, summed=order.halves and config.model.fp8 is None)
     masters = {name: _value(source, name).to(device) for name, p in model.named_parameters() if p.requires_grad}
-    model.to(DTYPES[resolved.precision])
+    model.to(DTYPES[run.mix.precision])
     # Rotary frequencies stay in fp32, as transformers keeps them when it loads a model in another precision.
-    exact = dict(_kind(config).from_config(config, dtype=torch.float32).named_buffers())
+    exact = dict(_kind(of_model).from_config(of_model, dtype=torch.float32).named_buffers())
     for name, buffer in model.named_buffers():
         buffer.data = exact[name].to(device)
     frozen = _frozen(model, spec.shapes)
     for name, tensor in frozen.items():  # the family freezes some in fp32: transformers keeps a router's bias so
-        tensor.data = _value(source, name).to(device, DTYPES[resolved.precision] if name in chosen else torch.float32)
-    pack_plainly(model, run.adapter)
-    base = base_of(model, masters) if run.objective.reference == "online" else None
+        tensor.data = _value(source, name).to(device, DTYPES[run.mix.precision] if name in chosen else torch.float32)
+    pack_plainly(model, config.adapter)
+    base = base_of(model, masters) if config.objective.reference == "online" else None
     for each in (model, *([base] if base is not None else [])):
         if order.halves:
             _halve_products(each)
-        compute_in_fp8(each, run.model.fp8, halves=order.halves)
+        compute_in_fp8(each, config.model.fp8, halves=order.halves)
     optimizer = PlainOptimizer(
-        model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision), bf16=resolved.mix.bf16_moments
+        model, masters, optim, newton_schulz_dtype(optim.name, run.mix.precision), bf16=run.mix.bf16_moments
     )
-    vocabulary, objective = config.get_text_config().vocab_size, run.objective
-    tokens = Tokens(run.data, vocabulary, objective.top_k) if objective.data == "texts" else Answers(run, vocabulary)
-    teacher = PlainTeacher.of(run.objective, order.attention, DTYPES[resolved.precision], device)
+    vocabulary, objective = of_model.get_text_config().vocab_size, config.objective
+    tokens = (
+        Tokens(config.data, vocabulary, objective.top_k) if objective.data == "texts" else Answers(config, vocabulary)
+    )
+    teacher = PlainTeacher.of(config.objective, order.attention, DTYPES[run.mix.precision], device)
     trace = Trace(by_sign=optim.by_sign)
     averages = {name: value.clone() for name, value in masters.items()}
 
     def note() -> None:
         values = masters | frozen
-        if run.ema.decay is not None:
+        if config.ema.decay is not None:
             values |= {AVERAGE.format(name): value for name, value in (averages | frozen).items()}
         trace.parameters.append({name: value.detach().cpu().clone() for name, value in values.items()})
 
@@ -137,16 +139,18 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     for step in range(steps):
         _copy(masters, model, order.nudge and order.nudge * 1_000_003 + step)
         if isinstance(tokens, Answers):
-            rows = list(range(step * resolved.batch.global_batch, (step + 1) * resolved.batch.global_batch))
-            loss = _of_answers(model, run.objective, tokens, rows, order, base)
+            rows = list(range(step * run.batch.global_batch, (step + 1) * run.batch.global_batch))
+            loss = _of_answers(model, config.objective, tokens, rows, order, base)
         else:
-            loss = _forward_backward(model, tokens, resolved, step, order, device, teacher)
-        norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
+            loss = _forward_backward(model, tokens, run, step, order, device, teacher)
+        norm = optimizer.step(rate_of_step(config.schedule, step + 1, run.max_steps or steps))
         trace.losses.append(loss)
         if not optim.norm_of_update:
             trace.norms.append(norm)
-        if run.ema.decay is not None and (step + 1) % run.ema.every == 0:
-            averages = {n: run.ema.decay * mean + (1 - run.ema.decay) * masters[n] for n, mean in averages.items()}
+        if config.ema.decay is not None and (step + 1) % config.ema.every == 0:
+            averages = {
+                n: config.ema.decay * mean + (1 - config.ema.decay) * masters[n] for n, mean in averages.items()
+            }
         note()
         if step == 0:
             trace.gradients = optimizer.first_moments()
@@ -210,21 +214,21 @@ def _copy(masters: dict[str, Tensor], model: nn.Module, nudge: int) -> None:
 def _forward_backward(
     model: Any,
     tokens: Tokens,
-    plan: ResolvedRun,
+    plan: Run,
     step: int,
     order: Order,
     device: torch.device,
     teacher: PlainTeacher | None,
 ) -> float:
     """Compute gradients of the mean over all counted tokens in the global batch; return the mean (nats)."""
-    run, objective, count = plan.run, plan.run.objective, plan.batch.global_batch
+    config, objective, count = plan.config, plan.config.objective, plan.batch.global_batch
     rows = list(range(step * count, (step + 1) * count))
     if order.reverse:
         rows.reverse()
     parts = [part.to(device) for part in _rows(tokens, rows)]
     counted, total = int((parts[1] >= 0).sum()), 0.0
     pieces = order.pieces
-    if isinstance(objective, ByToken) and run.model.fp8 is None:  # in fp8 the rows of a pass decide the scales
+    if isinstance(objective, ByToken) and config.model.fp8 is None:  # in fp8 the rows of a pass decide the scales
         pieces = 1  # its terms see the full batch at once
     for some in zip(*(part.chunk(pieces) for part in parts), strict=True):
         passes = [_losses(model, teacher, *document) for document in _documents(some, tokens)]

@@ -96,16 +96,16 @@ def _scored(
     return s, d, n, torch.tensor([row[3] for row in found], device=s.device)
 
 
-def with_small_teacher(run: RunConfig, student: dict[str, Any], where: Path) -> Distill:
+def with_small_teacher(config: RunConfig, student: dict[str, Any], where: Path) -> Distill:
     """Return the run's objective with a `small_teacher`; with objective.top_k with no teacher, for the column of
     tokens.py. Raises ConfigError or ModelError."""
-    objective = run.objective
+    objective = config.objective
     assert isinstance(objective, Distill)
     if objective.top_k is not None:
         words = load_config(ModelConfig(config=student)).get_text_config().vocab_size
         top_k = min(objective.top_k, words // 2)  # else no word is left out
         return replace(objective, teacher=None, teacher_revision=None, top_k=top_k)
-    folder = str(teacher_model(objective, run.model).folder)
+    folder = str(teacher_model(objective, config.model).folder)
     return replace(objective, teacher=small_teacher(folder, student, where), teacher_revision=None)
 
 

@@ -16,7 +16,7 @@ from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import check_values
-from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, ProfileConfig, ResolvedRun, RunConfig, StopEarly
+from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, ProfileConfig, Run, RunConfig, StopEarly
 from llmtrain.config.topology import Degrees
 
 PLAN = "plan.pickle"
@@ -55,7 +55,7 @@ _NOT_IN_FP32 = ("bf16", "bfloat16", "fp16", "data_types", "communication_data_ty
 class Wanted:
     """The part of the user's run that a small run copies."""
 
-    run: RunConfig
+    config: RunConfig
     """YAML and JSON joined."""
     tree: dict[str, Any]
     """The JSON."""
@@ -64,14 +64,14 @@ class Wanted:
     precision: str
 
 
-def wanted(run: RunConfig, places: Places) -> Wanted:
+def wanted(config: RunConfig, places: Places) -> Wanted:
     """Read the run's JSON and join it. Raises ConfigError."""
     problems = Problems(places)
-    tree, _ = checked(run.deepspeed, problems)
-    run = join_values(run, tree, problems)
-    facts = read_facts(run, tree, problems)
+    tree, _ = checked(config.deepspeed, problems)
+    config = join_values(config, tree, problems)
+    facts = read_facts(config, tree, problems)
     problems.raise_if_any()
-    return Wanted(run=run, tree=tree, degrees=facts.mix.degrees, precision=facts.mix.precision)
+    return Wanted(config=config, tree=tree, degrees=facts.mix.degrees, precision=facts.mix.precision)
 
 
 def usual_ranks(degrees: Degrees) -> list[int]:
@@ -87,14 +87,18 @@ def small_run(
 ) -> RunConfig:
     """Return the user's run with a small model, few short sequences and `steps` steps; all else is unchanged. `model`:
     fields of its config.json. `shrunk_by`: its parameters over the user's."""
-    run, degrees = wanted.run, wanted.degrees
+    config, degrees = wanted.config, wanted.degrees
     data_parallel = max(1, ranks // degrees.world_size)
-    micro = run.train.micro_batch if isinstance(run.train.micro_batch, int) else _MICRO_BATCH
-    accumulation = run.train.accumulation or 1
-    if run.train.accumulation is None and run.train.micro_batch is not None and run.train.global_batch is not None:
-        accumulation = max(1, run.train.global_batch // (micro * data_parallel))
+    micro = config.train.micro_batch if isinstance(config.train.micro_batch, int) else _MICRO_BATCH
+    accumulation = config.train.accumulation or 1
+    if (
+        config.train.accumulation is None
+        and config.train.micro_batch is not None
+        and config.train.global_batch is not None
+    ):
+        accumulation = max(1, config.train.global_batch // (micro * data_parallel))
     length = lcm(_LENGTH, degrees.sequence * degrees.tensor)
-    small = replace(run.model, pretrained=None, vocabulary=None, config=model)
+    small = replace(config.model, pretrained=None, vocabulary=None, config=model)
     small = replace(small, loss_chunk_tokens=min(40, small.loss_chunk_tokens))
     small = replace(small, neftune_noise_alpha=0.0)  # like dropout
     if small.mlp_tile_tokens is not None:
@@ -103,23 +107,23 @@ def small_run(
         small = replace(small, recompute=replace(small.recompute, layers=1))
     if cpu:  # the compiler takes a minute there
         small = replace(small, compile_layers=False)
-    ema = run.ema
+    ema = config.ema
     if ema.decay is not None:  # the check has few steps
         ema = replace(ema, decay=min(0.75, ema.decay), every=min(2, steps, ema.every))
     return replace(
-        run,
+        config,
         ema=ema,
         model=small,
         data=DataConfig(
             path="(synthetic tokens)",
             sequence_length=length,
-            mask_document_starts=run.data.mask_document_starts,
-            isolate_documents=run.data.isolate_documents or run.objective.data != "texts",
+            mask_document_starts=config.data.mask_document_starts,
+            isolate_documents=config.data.isolate_documents or config.objective.data != "texts",
         ),
-        optim=replace(run.optim, lr=LR),
-        schedule=run.schedule.shortened(min(2, run.schedule.warmup_steps, steps - 1)),
+        optim=replace(config.optim, lr=LR),
+        schedule=config.schedule.shortened(min(2, config.schedule.warmup_steps, steps - 1)),
         train=replace(
-            run.train,
+            config.train,
             global_batch=None,
             micro_batch=min(_MICRO_BATCH, micro),
             balance="equal",
@@ -134,29 +138,27 @@ def small_run(
         ),
         eval=EvalConfig(),
         profile=ProfileConfig(),
-        checkpoint=replace(run.checkpoint, keep_best=KeepBest()),
-        fault=replace(run.fault, timeout_s=min(120.0, run.fault.timeout_s)),
+        checkpoint=replace(config.checkpoint, keep_best=KeepBest()),
+        fault=replace(config.fault, timeout_s=min(120.0, config.fault.timeout_s)),
     )
 
 
-def resolve_in(
-    folder: Path, wanted: Wanted, run: RunConfig, shrunk_by: float, ranks: int, precision: str
-) -> ResolvedRun:
+def resolve_in(folder: Path, wanted: Wanted, config: RunConfig, shrunk_by: float, ranks: int, precision: str) -> Run:
     """Resolve the small run under the user's JSON in "fp32", "bf16" or "fp16". Raises ConfigError."""
     from llmtrain.models.skeleton import load_config
 
-    layers = load_config(run.model).get_text_config().num_hidden_layers
+    layers = load_config(config.model).get_text_config().num_hidden_layers
     tree = small_tree(wanted.tree, shrunk_by, precision, layers)
     path = folder / f"{precision}.json"
     path.write_text(json.dumps(tree))
-    small, problems = replace(run, deepspeed=str(path)), Problems()
+    small, problems = replace(config, deepspeed=str(path)), Problems()
     try:
         check_values(small, problems)  # the small values were not in the run that was parsed
         problems.raise_if_any()
-        resolved = resolve(small, ranks, "--ranks")
+        run = resolve(small, ranks, "--ranks")
     except ConfigError as error:
-        raise ConfigError(str(error).replace(str(path), run.deepspeed)) from None
-    return resolved
+        raise ConfigError(str(error).replace(str(path), config.deepspeed)) from None
+    return run
 
 
 def small_tree(tree: dict[str, Any], shrunk_by: float, precision: str, layers: int) -> dict[str, Any]:

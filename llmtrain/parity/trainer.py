@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config.plugin_import import use
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.ranks.local_ranks import failure_reported
@@ -36,9 +36,9 @@ from llmtrain.training.setup import Setup
 from llmtrain.training.step import Position
 
 
-def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
+def train_small(run: Run, steps: int, ranks: Ranks) -> Trace:
     """Raises UserError, on all ranks."""
-    setup, source = set_up(resolved, ranks)
+    setup, source = set_up(run, ranks)
     setup.write(source)
     setup.prove()
     trace = train_steps(setup, 0, steps, ema_of(setup))
@@ -46,14 +46,14 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     return trace
 
 
-def train_watched(resolved: ResolvedRun, steps: int, ranks: Ranks, start: Path) -> None:
+def train_watched(run: Run, steps: int, ranks: Ranks, start: Path) -> None:
     """Train from the first values in the file `start`, and keep all values of each step on each rank (versions.py).
 
     Raises: UserError, on all ranks.
     """
     from llmtrain.parity.versions import FIRST, summary, values_of, watched
 
-    setup, source = set_up(resolved, ranks)
+    setup, source = set_up(run, ranks)
     if ranks.rank == 0:
         torch.save({name: summary(value) for name, value in values_of(source).items()}, start.parent / FIRST)
     source = AdaptedSource(source, {}, 0, torch.load(start, weights_only=True))
@@ -76,21 +76,21 @@ def train_watched(resolved: ResolvedRun, steps: int, ranks: Ranks, start: Path) 
     setup.engine.close()
 
 
-def set_up(resolved: ResolvedRun, ranks: Ranks) -> tuple[Setup, ParameterSource]:
+def set_up(run: Run, ranks: Ranks) -> tuple[Setup, ParameterSource]:
     """Return a run's setup over synthetic data, without weights, and their source."""
-    run = resolved.run
-    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
-    vocabulary, over_tokens = spec.facts.vocab_size, run.objective.data == "texts"
-    tokens = Tokens(run.data, vocabulary, run.objective.top_k) if over_tokens else Answers(run, vocabulary)
-    setup = Setup(Checked(resolved=resolved, spec=spec, data=tokens), ranks)
-    source = loud_source(spec, run.train.seed)
+    config = run.config
+    spec = ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
+    vocabulary, over_tokens = spec.facts.vocab_size, config.objective.data == "texts"
+    tokens = Tokens(config.data, vocabulary, config.objective.top_k) if over_tokens else Answers(config, vocabulary)
+    setup = Setup(Checked(run=run, spec=spec, data=tokens), ranks)
+    source = loud_source(spec, config.train.seed)
     setup.refer_to(source)
     return setup, source
 
 
 def ema_of(setup: Setup) -> Ema | None:
     """Return the average, which begins at the present parameters, or None without one."""
-    return None if setup.run.ema.decay is None else Ema(setup)
+    return None if setup.run.config.ema.decay is None else Ema(setup)
 
 
 def train_steps(setup: Setup, first: int, last: int, ema: Ema | None) -> Trace:
@@ -98,7 +98,7 @@ def train_steps(setup: Setup, first: int, last: int, ema: Ema | None) -> Trace:
     engine, ranks = setup.engine, setup.ranks
     trace = Trace(parameters=[_values(engine, ranks, ema)])
     session = setup.session(first)
-    with setup.loader(first * setup.resolved.batch.global_batch) as loader:
+    with setup.loader(first * setup.run.batch.global_batch) as loader:
         for step in range(first, last):
             done = session.step(next(loader))
             norm = done.update.grad_norm
@@ -155,8 +155,8 @@ def main(argv: list[str]) -> int:
         ranks = join_process_group(120.0)
         for name, seed in ((name, seed) for name in plans for seed in range(watched)):
             train_watched(plans[name], steps, ranks, folder / f"{name}-{seed}")
-        for name, resolved in () if watched else plans.items():
-            trace = train_small(resolved, steps, ranks)
+        for name, run in () if watched else plans.items():
+            trace = train_small(run, steps, ranks)
             if ranks.rank == 0:
                 torch.save(vars(trace), folder / f"{name}.trace")
         ranks.meet()

@@ -22,7 +22,7 @@ import numpy as np
 from llmtrain.base import units
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.run import Run, RunConfig
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.data.stream.loader import AnswerBatch, Course, MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
@@ -43,25 +43,25 @@ _SEQUENCES, _TOGETHER = 48, 4
 def compare_course(user: Wanted, worlds: Sequence[int]) -> tuple[list[str], bool]:
     """Return (lines of the report, True if each step follows the definition). `worlds`: world sizes to resolve the run
     for; larger ones are tried if its batches need more ranks."""
-    reason, resolved = "", None
+    reason, run = "", None
     for ranks in (*worlds, *(user.degrees.world_size * 2**power for power in range(12))):
         try:
-            resolved = resolved or resolve(user.run, ranks, "--ranks", epoch=sequences_of_epoch)
+            run = run or resolve(user.config, ranks, "--ranks", epoch=sequences_of_epoch)
         except UserError as error:
             reason = reason or str(error).splitlines()[0]
-    if resolved is None:
+    if run is None:
         return [f"  the course is not compared: {reason}", _LEFT_OUT], True
-    plan, course, wrong = _plan(user.run, resolved), _course(resolved), list[str]()
-    end = resolved.max_steps or plan[-1].first + 1000
+    plan, course, wrong = _plan(user.config, run), _course(run), list[str]()
+    end = run.max_steps or plan[-1].first + 1000
     about = {step for edge in (*(part.first for part in plan), end) for step in range(edge - 2, edge + 3)}
     near = sorted(step for step in about if 0 < step < end)
     resumes = near[:: 1 + len(near) // _RESUMES]
     for first in (0, *resumes):
-        launch, index = _course(resolved), course.at(first).index
+        launch, index = _course(run), course.at(first).index
         launch.go_on(first, json.loads(json.dumps(course.record(first, index))))
         steps = sorted({first, *(s for s in near if s > first), *(() if first else range(0, end, 1 + end // _EACH))})
-        told = zip(steps, _by_the_run(resolved, launch, steps), strict=True)
-        found = (_other(got, _by_definition(plan, step, resolved.max_steps), step, first) for step, got in told)
+        told = zip(steps, _by_the_run(run, launch, steps), strict=True)
+        found = (_other(got, _by_definition(plan, step, run.max_steps), step, first) for step, got in told)
         wrong += list(filter(None, found))[:1]
     what = f"{units.counted(end, 'step')}, {units.counted(len(plan), 'stage')}, {len(resumes)} resumes"
     line = f"  {'FAIL' if wrong else 'PASS'}  course: {what}: data, batch, length, rate, rope by their definition"
@@ -76,13 +76,13 @@ def _other(got: tuple[Any, ...], right: tuple[Any, ...], step: int, first: int) 
     return ""
 
 
-def _plan(run: RunConfig, resolved: ResolvedRun) -> list[Any]:
+def _plan(config: RunConfig, run: Run) -> list[Any]:
     """Return the stages by their definition: a value that a stage does not name is inherited from the stage before
     it."""
-    ranks, train, folders, sets, parts = resolved.batch.data_parallel, resolved.run.train, run.data.folders, [], []
-    now = SimpleNamespace(first=0, length=run.data.sequence_length, micro=train.micro_batch, batch=train.global_batch,
-                          schedule=resolved.run.schedule, since=0, rope={})  # fmt: skip
-    for number, stage in enumerate([None, *run.data.stages]):
+    ranks, train, folders, sets, parts = run.batch.data_parallel, run.config.train, config.data.folders, [], []
+    now = SimpleNamespace(first=0, length=config.data.sequence_length, micro=train.micro_batch, batch=train.global_batch,
+                          schedule=run.config.schedule, since=0, rope={})  # fmt: skip
+    for number, stage in enumerate([None, *config.data.stages]):
         if stage is not None:
             now, given = SimpleNamespace(**vars(now)), stage.train
             now.first, now.rope = stage.from_step, now.rope | (stage.rope or {})
@@ -92,7 +92,7 @@ def _plan(run: RunConfig, resolved: ResolvedRun) -> list[Any]:
                 now.batch = given.global_batch or given.accumulation * now.micro * ranks
                 now.micro = now.batch // (given.accumulation * ranks) if given.accumulation else now.micro
             if stage.schedule is not None:
-                now.schedule, now.since = resolved.stages[number].schedule, stage.from_step  # with its defaults
+                now.schedule, now.since = run.stages[number].schedule, stage.from_step  # with its defaults
         shares = {os.path.normpath(folder): weight / sum(folders.values()) for folder, weight in folders.items()}
         sets.append((shares, now.length))
         now.data = sets.index(sets[-1])
@@ -119,16 +119,16 @@ class _NotingBorders(StageBorders):
         pass
 
 
-def _course(resolved: ResolvedRun) -> Course:
+def _course(run: Run) -> Course:
     """Return a course whose data sets have an identity and no content."""
-    sharing = [resolved.stages.sharing(number)[0] for number in range(len(resolved.stages))]
+    sharing = [run.stages.sharing(number)[0] for number in range(len(run.stages))]
     sets: Any = {first: SimpleNamespace(number=first, fingerprint=str(first)) for first in sharing}
-    return Course(resolved.stages, [sets[first] for first in sharing])
+    return Course(run.stages, [sets[first] for first in sharing])
 
 
-def _by_the_run(resolved: ResolvedRun, course: Course, steps: list[int]) -> Iterator[tuple[Any, ...]]:
+def _by_the_run(run: Run, course: Course, steps: list[int]) -> Iterator[tuple[Any, ...]]:
     """Yield each step as computed by a launch that starts at the first of `steps`."""
-    setup = SimpleNamespace(course=course, engine=SimpleNamespace(module=None), resolved=resolved)
+    setup = SimpleNamespace(course=course, engine=SimpleNamespace(module=None), run=run)
     launch: Any = SimpleNamespace(setup=setup, tracker=SimpleNamespace(event=lambda *_, **__: None), loader=None)
     borders, before = _NotingBorders(launch), None
     borders.begin(Position(step=steps[0], sample_index=course.at(steps[0]).index))
@@ -138,7 +138,7 @@ def _by_the_run(resolved: ResolvedRun, course: Course, steps: list[int]) -> Iter
         if before is not None:
             borders.after_step(done)
         borders.request()
-        before, rate = at, rate_of(resolved.stages, step, max_steps=resolved.max_steps)
+        before, rate = at, rate_of(run.stages, step, max_steps=run.max_steps)
         yield at.data.number, at.index, at.batch.global_batch, at.batch.sequence_length, rate, borders.rope
 
 
@@ -238,12 +238,12 @@ class Plain:
         return where.tolist()
 
 
-def differences(run: RunConfig, precision: str) -> tuple[str, list[str]]:
+def differences(config: RunConfig, precision: str) -> tuple[str, list[str]]:
     """Return (description, differences) of the run's first sequences. Raises DataError."""
-    data, column = TrainData(run.data), run.objective.reference == "column"
+    data, column = TrainData(config.data), config.objective.reference == "column"
     if column:
         data.take_reference(precision)
-    folders = [run.data.path] if run.data.path else list(run.data.mixture or ())
+    folders = [config.data.path] if config.data.path else list(config.data.mixture or ())
     try:
         plains = [Plain.of(Path(str(folder)), column=column) for folder in folders]
     except (OSError, ValueError, KeyError) as error:
@@ -253,7 +253,7 @@ def differences(run: RunConfig, precision: str) -> tuple[str, list[str]]:
     for micro in batches_of(data.window_at, total, _TOGETHER, 0, 1, False):
         for row in range(len(micro.sample_indices)):
             documents += len(list(_documents(micro, row)))
-            wrong = [_sequence(plain, micro, row, run) for plain in plains]
+            wrong = [_sequence(plain, micro, row, config) for plain in plains]
             if all(wrong):
                 found.append(f"training sequence {micro.sample_indices[row]}: {min(wrong, key=len)}")
     what = (
@@ -269,14 +269,14 @@ def _documents(micro: MicroBatch, row: int) -> Iterator[tuple[int, int]]:
     yield from zip(begins, [*begins[1:], length], strict=True)
 
 
-def _sequence(plain: Plain, micro: MicroBatch, row: int, run: RunConfig) -> str:
+def _sequence(plain: Plain, micro: MicroBatch, row: int, config: RunConfig) -> str:
     """Return why a row of a micro-batch cannot come from this folder, or ""."""
     if micro.positions is not None:
         for first, end in _documents(micro, row):
             if micro.positions[row, first:end].tolist() != list(range(end - first)):
                 return "a document's positions do not go 0, 1, 2, ..."
     if plain.lengths is None:
-        return _text(plain, micro, row, run)
+        return _text(plain, micro, row, config)
     if isinstance(micro, AnswerBatch):
         return _answers(plain, micro, row)
     for first, end in _documents(micro, row):
@@ -292,7 +292,7 @@ def _labels(ids: list[int], counted: list[bool]) -> list[int]:
     return [*(token if counts else -100 for token, counts in zip(ids[1:], counted[1:], strict=True)), -100]
 
 
-def _text(plain: Plain, micro: MicroBatch, row: int, run: RunConfig) -> str:
+def _text(plain: Plain, micro: MicroBatch, row: int, config: RunConfig) -> str:
     """Check that the window begins at a multiple of its length and labels are the next tokens."""
     ids, labels = micro.inputs[row].tolist(), micro.labels[row].tolist()
     where = np.arange((len(plain.stream) - 1) // len(ids)) * len(ids)
@@ -300,7 +300,7 @@ def _text(plain: Plain, micro: MicroBatch, row: int, run: RunConfig) -> str:
         where = where[plain.stream.at(where + place) == token]
     for start in where.tolist():
         after = plain.stream.span(start + 1, start + len(ids) + 1)
-        hides = run.data.mask_document_starts
+        hides = config.data.mask_document_starts
         want = [
             -100 if hides and before == plain.separator and (token == before or not plain.doubled) else token
             for before, token in zip(ids, after, strict=True)
@@ -353,13 +353,13 @@ def _judged(plain: Plain, micro: UnpairedBatch, row: int, answer: int, number: i
     return ""
 
 
-def compare_folder(run: RunConfig, precision: str) -> tuple[list[str], bool] | None:
+def compare_folder(config: RunConfig, precision: str) -> tuple[list[str], bool] | None:
     """Return (lines of the report, True if the rows are the folder's), or None without the data."""
-    named = [run.data.path] if run.data.path else list(run.data.mixture or ())
+    named = [config.data.path] if config.data.path else list(config.data.mixture or ())
     if not named or not all((Path(str(folder)) / "manifest.json").is_file() for folder in named):
         return None
     try:
-        what, wrong = differences(run, precision)
+        what, wrong = differences(config, precision)
     except DataError as error:
         return [f"  data is not compared: {error}"], True
     lines = [f"  {'FAIL' if wrong else 'PASS'}  data: {what}, read from the files by their definition"]

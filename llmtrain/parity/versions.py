@@ -28,7 +28,7 @@ import llmtrain
 from llmtrain.base.errors import UserError
 from llmtrain.config import plugins
 from llmtrain.config.problems import COMMAND_LINE, stop
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.engine.ranks.local_ranks import RankError, Ranks
 from llmtrain.models.own_settings import trained_names
 from llmtrain.models.source import ParameterSource
@@ -102,13 +102,13 @@ def package_lines(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:
 
 
 def same_in_both(
-    folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str, pythons: list[str]
+    folder: Path, user: Wanted, plans: dict[str, Run], steps: int, cpu: bool, worker: str, pythons: list[str]
 ) -> bool:
     """Train and print the comparison. `worker`: the module that each rank runs. `pythons`: the interpreters here and
     there. Raises UserError, RankError."""
     one = next(iter(plans.values()))
-    spec = ModelSpec.of(one.run.model, one.run.adapter, scores=one.run.objective.scores)
-    values, trained = values_of(loud_source(spec, one.run.train.seed)), trained_names(spec)
+    spec = ModelSpec.of(one.config.model, one.config.adapter, scores=one.config.objective.scores)
+    values, trained = values_of(loud_source(spec, one.config.train.seed)), trained_names(spec)
     # A link to this package alone: around its folder may lie the other packages of this environment.
     (folder / "code").mkdir()
     (folder / "code/llmtrain").symlink_to(Path(llmtrain.__file__).parent)
@@ -123,19 +123,19 @@ def same_in_both(
         if place.name == "there":  # torch would load an operator that another torch has compiled
             variables["TORCH_EXTENSIONS_DIR"] = str(place / "compiled")
         try:
-            with Ranks(place, one.degrees.world_size, cpu=cpu, module=worker, timeout_s=TIMEOUT_S,
+            with Ranks(place, one.mix.degrees.world_size, cpu=cpu, module=worker, timeout_s=TIMEOUT_S,
                        python=python, variables=variables) as ranks:  # fmt: skip
                 ranks.wait()
         except (UserError, RankError) as error:
             raise type(error)(f"{python}: {error}") from None
     drawn, other = torch.load(folder / "there" / FIRST, weights_only=True), list[str]()
-    if user.run.model.pretrained is None:
+    if user.config.model.pretrained is None:
         other = [
             name for name in values if name not in drawn or _relative(drawn[name], summary(values[name])) > _OUTPUT
         ]
     if other:
         print(f"  FAIL  first values of {len(other)} tensors of {len(values)} are drawn otherwise, first {other[0]}")
-    return all([not other, *(_compare(folder, name, steps, one.degrees.world_size) for name in plans)])
+    return all([not other, *(_compare(folder, name, steps, one.mix.degrees.world_size) for name in plans)])
 
 
 def values_of(source: ParameterSource) -> dict[str, Tensor]:

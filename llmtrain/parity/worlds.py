@@ -18,7 +18,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.files import scratch_folder
 from llmtrain.config import plugins
 from llmtrain.config.problems import stop
-from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.config.run import ModelConfig, Run
 from llmtrain.engine.ranks.local_ranks import RankError, Ranks, ending_on_sigterm
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import layer_configs, load_config
@@ -70,26 +70,26 @@ def _worlds(
     both = [packages_of(python) for python in (sys.executable, against) if against and python]
     if not both:
         _refuse_other_scales(user)
-    fields, shrunk_by = small_model(user.run.model, user.degrees, scores=user.run.objective.scores)
-    attention = attention_here(fields, user.run.model.attention, cpu=cpu)
-    model = replace(user.run.model, attention=attention, **patterns_here(fields, user.run.model))
+    fields, shrunk_by = small_model(user.config.model, user.degrees, scores=user.config.objective.scores)
+    attention = attention_here(fields, user.config.model.attention, cpu=cpu)
+    model = replace(user.config.model, attention=attention, **patterns_here(fields, user.config.model))
     if both:  # a compiled layer calls no hooks of its parts
         model = replace(model, compile_layers=False)
-    adapter = targets_here(fields, user.run.adapter)
-    optim = own_settings_here(fields, model, adapter, user.run.optim)
-    user = replace(user, run=replace(user.run, model=model, adapter=adapter, optim=optim))
-    print(f"{title} with {user.run.deepspeed}: {_words(fields)}, {steps} steps", flush=True)
+    adapter = targets_here(fields, user.config.adapter)
+    optim = own_settings_here(fields, model, adapter, user.config.optim)
+    user = replace(user, config=replace(user.config, model=model, adapter=adapter, optim=optim))
+    print(f"{title} with {user.config.deepspeed}: {_words(fields)}, {steps} steps", flush=True)
     if both:
         print("\n".join(package_lines(*(packages for _, packages in both))), flush=True)
-    elif (of_folder := compare_folder(user.run, user.precision)) is not None:
+    elif (of_folder := compare_folder(user.config, user.precision)) is not None:
         print("\n".join(of_folder[0]), flush=True)
         yield SAME if of_folder[1] else PARTS
     with scratch_folder("parity") as made:
-        if isinstance(user.run.objective, Distill):
-            objective = with_small_teacher(user.run, fields, made / "teacher")
-            user = replace(user, run=replace(user.run, objective=objective))
+        if isinstance(user.config.objective, Distill):
+            objective = with_small_teacher(user.config, fields, made / "teacher")
+            user = replace(user, config=replace(user.config, objective=objective))
         own = "bf16" if user.precision == "fp16" and cpu else user.precision
-        in_bf16 = user.run.model.fp8 is not None and not cpu  # fp8 products come out in bf16
+        in_bf16 = user.config.model.fp8 is not None and not cpu  # fp8 products come out in bf16
         precisions = [own] if in_bf16 else list(dict.fromkeys(["fp32", own]))
         every = {}  # before any rank starts: a later refusal would hide the failure of an earlier world size
         for ranks in worlds:
@@ -105,7 +105,7 @@ def _worlds(
             print("\n".join(lines), flush=True)
             yield SAME if same else PARTS
         for folder, plans in every.items():
-            degrees = plans[precisions[0]].degrees
+            degrees = plans[precisions[0]].mix.degrees
             print(f"{degrees.world_size} ranks on {'cpu' if cpu else 'cuda'} ({degrees_text(degrees)})", flush=True)
             try:
                 if both:
@@ -121,37 +121,35 @@ def _worlds(
 def _refuse_other_scales(user: Wanted) -> None:
     """Refuse tensorwise fp8 where ranks and reference scale different tokens. Raises ConfigError. Powers of two would
     not matter: all but the smallest numbers round equally."""
-    run = user.run
-    shares = {"sequence_parallel_size": user.degrees.sequence > 1, "data.isolate_documents": run.data.isolate_documents,
-              "model.mlp_tile_tokens": run.model.mlp_tile_tokens is not None}  # fmt: skip
-    if run.model.fp8 == "tensorwise" and any(shares.values()):
+    config = user.config
+    shares = {"sequence_parallel_size": user.degrees.sequence > 1, "data.isolate_documents": config.data.isolate_documents,
+              "model.mlp_tile_tokens": config.model.mlp_tile_tokens is not None}  # fmt: skip
+    if config.model.fp8 == "tensorwise" and any(shares.values()):
         key = next(key for key, cut in shares.items() if cut)
         rule = f"a scale is of all tokens that a map computes at once, and with {key} the reference has others"
-        raise stop("model.fp8", run.model.fp8, rule, "compare with --model.fp8 rowwise")
+        raise stop("model.fp8", config.model.fp8, rule, "compare with --model.fp8 rowwise")
 
 
-def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str) -> int:
+def _check(folder: Path, user: Wanted, plans: dict[str, Run], steps: int, cpu: bool, worker: str) -> int:
     """Start the ranks, compute the references in the meantime, compare. Returns SAME, PARTS or NO_ANSWER; raises
     RankError."""
     device = torch.device("cpu" if cpu else "cuda")
     (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps, 0)))))
-    world_size = next(iter(plans.values())).degrees.world_size
+    world_size = next(iter(plans.values())).mix.degrees.world_size
     with Ranks(folder, world_size, cpu=cpu, module=worker, timeout_s=TIMEOUT_S) as ranks:
         torch.set_num_threads(1)  # small matrices, and the ranks need the cores
         references = {
-            name: [
-                train_plainly(resolved, steps, order, device) for order in orders(resolved.run.model, resolved.batch)
-            ]
-            for name, resolved in plans.items()
+            name: [train_plainly(run, steps, order, device) for order in orders(run.config.model, run.batch)]
+            for name, run in plans.items()
         }
         ranks.wait()
 
     def more(name: str, until: int) -> list[Trace]:
-        every = nudged(orders(plans[name].run.model, plans[name].batch), COUNT)
+        every = nudged(orders(plans[name].config.model, plans[name].batch), COUNT)
         return [train_plainly(plans[name], until, order, device) for order in every]
 
     codes = []
-    for name, sharp, until in comparisons(list(plans), steps, fp8=user.run.model.fp8 is not None):
+    for name, sharp, until in comparisons(list(plans), steps, fp8=user.config.model.fp8 is not None):
         got = Trace(**torch.load(folder / f"{name}.trace", weights_only=True)).until(until)
         want = [trace.until(until) for trace in references[name]]
         codes.append(_tell(user, name, plans[name], got, want, functools.partial(more, name), sharp=sharp))
@@ -177,7 +175,7 @@ def worst_of(codes: list[int]) -> int:
 def _tell(
     user: Wanted,
     name: str,
-    plan: ResolvedRun,
+    plan: Run,
     got: Trace,
     want: list[Trace],
     more: Callable[[int], list[Trace]],
@@ -185,7 +183,7 @@ def _tell(
     sharp: bool,
 ) -> int:
     """Print one comparison; return SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
-    split = plan.degrees.tensor > 1 or plan.degrees.sequence > 1
+    split = plan.mix.degrees.tensor > 1 or plan.mix.degrees.sequence > 1
     verdict = compare(got, want, fp32=sharp, split=split)
     instead = (
         f" instead of {user.precision}, which DeepSpeed has on GPUs only"
@@ -193,7 +191,7 @@ def _tell(
         else ""
     )
     title = f"{name} against plain PyTorch in {name}{instead}"
-    if (recipe := user.run.model.fp8) is not None:
+    if (recipe := user.config.model.fp8) is not None:
         title += f", both with fp8 {recipe}" + (", step 1" if sharp else "")
     found = tie(got, want, verdict, more, split=split) if sharp and not verdict.passed else None
     if found is not None and found.proves:
@@ -204,8 +202,8 @@ def _tell(
     if verdict.passed and verdict.blunt is not None:
         print("\n".join(report(title, verdict, passes="NO ANSWER")), flush=True)
         return _no_answer(verdict.blunt, recipe)
-    likely = "" if verdict.passed else hint(got, want[0], verdict, plan.optim.clip_norm)
-    if likely and isinstance(objective := user.run.objective, (ByToken, Pairs)):
+    likely = "" if verdict.passed else hint(got, want[0], verdict, plan.config.optim.clip_norm)
+    if likely and isinstance(objective := user.config.objective, (ByToken, Pairs)):
         method, what = ("terms", "tokens") if isinstance(objective, ByToken) else ("losses", "pairs")
         shared = f"the {what} that share a micro-batch, such as by a mean over them"
         if method == "terms" or objective.name not in PLAIN:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.chosen import with_chosen
-from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.config.run import RecomputeConfig, Run
 from llmtrain.models.spec import ModelSpec
 from llmtrain.plan.device import Machines
 from llmtrain.plan.rehearsal import Rehearsed
@@ -20,16 +20,14 @@ Keep = Literal["attention"] | None
 Peak = Callable[[RecomputeConfig], float]
 
 
-def decide(
-    asked: ResolvedRun, machines: Machines, rehearsed: Callable[[ResolvedRun], Found]
-) -> tuple[ResolvedRun, Found]:
+def decide(asked: Run, machines: Machines, rehearsed: Callable[[Run], Found]) -> tuple[Run, Found]:
     """Choose the largest micro-batch and the fewest recomputed layers that fit, with train.memory_margin to spare.
     Returns (the run with these values, its rehearsal).
 
     A smaller micro-batch comes before recomputation, which takes about a third of a step: layers are recomputed where
     one sequence does not fit.
     """
-    margin = asked.run.train.memory_margin or 0.0
+    margin = asked.config.train.memory_margin or 0.0
     room = math.inf if machines.memory is None else (1 - margin) * machines.memory
     tried: dict[tuple[int, RecomputeConfig], Found] = {}
 
@@ -38,9 +36,9 @@ def decide(
             tried[count, again] = rehearsed(with_chosen(asked, count, again))
         return -machines.room(needs(tried[count, again].values()), 0)[0]  # what no tensor holds included, at most
 
-    counts, again = micro_batches(asked), asked.run.model.recompute
+    counts, again = micro_batches(asked), asked.config.model.recompute
     if again.layers == "auto":
-        layers = ModelSpec.of(asked.run.model).facts.layers
+        layers = ModelSpec.of(asked.config.model).facts.layers
         again = fewest_layers(lambda given: peak(counts[0], given), layers, room, keeps(asked))
         counts = counts if again.layers is None else counts[:1]
     fitting = bisect_right(counts, room, key=lambda count: peak(count, again))
@@ -59,9 +57,9 @@ def on_host(machines: Machines, ranks: Iterable[Rehearsed]) -> int:
     return machines.slots * max(each.host if machines.on_gpu else each.peak for each in ranks)
 
 
-def micro_batches(asked: ResolvedRun) -> list[int]:
+def micro_batches(asked: Run) -> list[int]:
     """Micro-batches that divide each stage's batch and that no rule refuses; the first is 1."""
-    if asked.run.train.micro_batch != "auto":
+    if asked.config.train.micro_batch != "auto":
         return [asked.batch.micro_batch]
     sequences, found = asked.batch.accumulation, []
     for count in range(1, sequences + 1):
@@ -72,10 +70,10 @@ def micro_batches(asked: ResolvedRun) -> list[int]:
     return found
 
 
-def keeps(resolved: ResolvedRun) -> tuple[Keep, ...]:
+def keeps(run: Run) -> tuple[Keep, ...]:
     """Choices for the results that recomputed layers keep, in order of preference. Attention's take one of 24 tensors
     in a layer of Llama 3 8B, and spare the only kernel that grows with the square of the length."""
-    model = resolved.run.model
+    model = run.config.model
     if model.recompute.keep is not None:
         return (model.recompute.keep,)
     return ("attention", None) if model.attention in ("auto", "sdpa", "varlen") else (None,)

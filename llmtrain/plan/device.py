@@ -114,13 +114,13 @@ def parse_size(key: str, text: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
-def on_gpu(run: RunConfig) -> RunConfig:
+def on_gpu(config: RunConfig) -> RunConfig:
     """The run with the choices that it makes on a GPU, in terms of kernels that a CPU has.
 
     Flash attention and varlen keep what torch's own kernel keeps without a mask. fp8 keeps less than the run's
     precision, which is counted.
     """
-    model, data = replace(run.model, fp8=None), run.data
+    model, data = replace(config.model, fp8=None), config.data
     if model.attention.startswith("flash") or (data.isolate_documents and model.attention in ("auto", "varlen")):
         model, data = replace(model, attention="sdpa"), replace(data, isolate_documents=False)
-    return replace(run, model=model, data=data)
+    return replace(config, model=model, data=data)

@@ -19,7 +19,7 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
 from llmtrain.base.units import count, lines_of, size
 from llmtrain.config.chosen import without_degrees
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.models.skeleton import load_config
 from llmtrain.plan.decide import needs, on_host
 from llmtrain.plan.device import Machines
@@ -142,21 +142,21 @@ class _Point(NamedTuple):
 class Fitter:
     def __init__(
         self,
-        run: ResolvedRun,
+        run: Run,
         machines: Machines,
         speeds: Speeds,
-        resolve: Callable[[Form, dict[str, Any]], ResolvedRun],
+        resolve: Callable[[Form, dict[str, Any]], Run],
     ) -> None:
         """`resolve`: makes the run with a form and other values. Raises UserError: they are not legal together."""
         assert machines.memory is not None
-        self._memory = int((1 - (run.run.train.memory_margin or 0.0)) * machines.memory)
+        self._memory = int((1 - (run.config.train.memory_margin or 0.0)) * machines.memory)
         self._batch = run.batch
         self._machines, self._speeds, self._resolve = machines, speeds, resolve
-        self._precision = 4 if run.precision == "fp32" else 2
+        self._precision = 4 if run.mix.precision == "fp32" else 2
         self._facts = prepared(run, on_gpu=machines.on_gpu).spec.facts
-        self._config = load_config(run.run.model)
+        self._config = load_config(run.config.model)
         self._long = self._batch.sequence_length >= _LONG
-        tiles = [("all", _TILE)] if self._long and run.run.model.mlp_tile_tokens is None else []
+        tiles = [("all", _TILE)] if self._long and run.config.model.mlp_tile_tokens is None else []
         self._again: list[tuple[str | None, int | None]] = [(None, None), ("all", None), *tiles]
         """Values of model.recompute.layers and model.mlp_tile_tokens that are rehearsed, the least memory last."""
         self._points: dict[tuple[Choice, int | None], _Point] = {}
@@ -240,29 +240,29 @@ class Fitter:
 
     def _rehearse(
         self, wanted: Iterable[tuple[Choice, int | None]]
-    ) -> Iterator[tuple[tuple[Choice, int | None], ResolvedRun, dict[int, Rehearsed]]]:
+    ) -> Iterator[tuple[tuple[Choice, int | None], Run, dict[int, Rehearsed]]]:
         """Rehearse each choice with a number of layers, or all (None): one rank of each kind. Yields (one of `wanted`,
         the run, its ranks), except for a choice that a model or an engine refuses."""
         on_gpu, jobs, owners = self._machines.on_gpu, list[tuple[Checked, int]](), list[Any]()
-        runs: dict[Any, ResolvedRun] = {}
+        runs: dict[Any, Run] = {}
         for key in dict.fromkeys(wanted):
             choice, layers = key
             with contextlib.suppress(UserError):
                 run = self._resolve(choice.form, choice.values)
                 run = run if layers is None else self._shallow(run, layers)
                 checked, runs[key] = prepared(run, on_gpu=on_gpu), run
-                jobs += [(checked, rank) for rank in kinds(run.degrees)]
-                owners += [key] * len(kinds(run.degrees))
+                jobs += [(checked, rank) for rank in kinds(run.mix.degrees)]
+                owners += [key] * len(kinds(run.mix.degrees))
         found: dict[Any, dict[int, Rehearsed]] = {key: {} for key in owners}
         for number, rehearsed in rehearse_each(jobs, self._machines.slots, on_gpu=on_gpu):
             if isinstance(rehearsed, Rehearsed):
                 found[owners[number]][rehearsed.rank] = rehearsed
         for key, ranks in found.items():
-            if len(ranks) == len(kinds(runs[key].degrees)):
+            if len(ranks) == len(kinds(runs[key].mix.degrees)):
                 yield key, runs[key], ranks
 
-    def _shallow(self, run: ResolvedRun, layers: int) -> ResolvedRun:
-        config, model = self._config, run.run.model
+    def _shallow(self, run: Run, layers: int) -> Run:
+        config, model = self._config, run.config.model
         key = (getattr(config, "attribute_map", None) or {}).get("num_hidden_layers", "num_hidden_layers")
         given = model.config
         if not isinstance(given, dict):
@@ -273,7 +273,7 @@ class Fitter:
             fields["layer_types"] = fields["layer_types"][:layers]
         again = model.recompute if model.recompute.layers in (None, "all") else replace(model.recompute, layers="all")
         model = replace(model, config=fields, pretrained=None, recompute=again)
-        return replace(run, run=replace(run.run, model=model))
+        return replace(run, config=replace(run.config, model=model))
 
     def _point(self, choice: Choice) -> _Point:
         """Estimate the complete model."""

@@ -24,7 +24,7 @@ from llmtrain.base.child import ending_with_parent
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.snapshot import RankFile, written
-from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.config.run import ModelConfig, Run
 from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.api import Engine
@@ -114,33 +114,33 @@ class _FullAnswers(Answers):
         return [(draw.integers(0, self.separator_id, length), 1, -8.0 * length, wanted) for wanted in (True, False)]
 
 
-def prepared(resolved: ResolvedRun, *, on_gpu: bool) -> Checked:
+def prepared(run: Run, *, on_gpu: bool) -> Checked:
     """The run's largest stage over full rows. Raises UserError: the model cannot be built, or not in this form."""
-    largest = max(resolved.stages, key=lambda stage: (stage.batch.micro_batch * stage.batch.sequence_length,
+    largest = max(run.stages, key=lambda stage: (stage.batch.micro_batch * stage.batch.sequence_length,
                                                       stage.batch.sequence_length))  # fmt: skip
-    run = choices_on_gpu(resolved.run) if on_gpu else resolved.run
-    run = replace(run, model=replace(run.model, compile_layers=False))  # eager layers keep more
-    data = replace(largest.data, isolate_documents=run.data.isolate_documents)
-    run = replace(run, data=data)
-    resolved = replace(resolved, run=run, stages=Stages((replace(largest, first_step=0, schedule_from=0, data=data),)))
-    spec, _ = check_model(resolved)
-    if resolved.degrees.tensor > 1:  # once, and outside of the ranks' processes: the proof has threads
-        with divided(spec, "tensor_parallel.autotp_size", resolved.degrees.tensor):
+    config = choices_on_gpu(run.config) if on_gpu else run.config
+    config = replace(config, model=replace(config.model, compile_layers=False))  # eager layers keep more
+    data = replace(largest.data, isolate_documents=config.data.isolate_documents)
+    config = replace(config, data=data)
+    run = replace(run, config=config, stages=Stages((replace(largest, first_step=0, schedule_from=0, data=data),)))
+    spec, _ = check_model(run)
+    if run.mix.degrees.tensor > 1:  # once, and outside of the ranks' processes: the proof has threads
+        with divided(spec, "tensor_parallel.autotp_size", run.mix.degrees.tensor):
             _ = spec.projections
     vocabulary = spec.facts.vocab_size
-    texts = run.objective.data == "texts"
-    rows = _FullRows(data, vocabulary, run.objective.top_k) if texts else _FullAnswers(run, vocabulary)
-    return Checked(resolved=resolved, spec=spec, data=rows)
+    texts = config.objective.data == "texts"
+    rows = _FullRows(data, vocabulary, config.objective.top_k) if texts else _FullAnswers(config, vocabulary)
+    return Checked(run=run, spec=spec, data=rows)
 
 
 def _ahead(checked: Checked) -> int:
     """Bytes of parameters that ZeRO 3 gathers ahead of their use where a device has a queue."""
-    resolved = checked.resolved
-    if resolved.zero_stage != 3:
+    run = checked.run
+    if run.mix.zero_stage != 3:
         return 0
     usual = int(DeepSpeedZeroConfig.model_fields["prefetch_bucket_size"].default)
-    elements = (resolved.deepspeed.get("zero_optimization") or {}).get("stage3_prefetch_bucket_size", usual)
-    return min(int(elements), checked.spec.facts.parameters) * (4 if resolved.precision == "fp32" else 2)
+    elements = (run.deepspeed.get("zero_optimization") or {}).get("stage3_prefetch_bucket_size", usual)
+    return min(int(elements), checked.spec.facts.parameters) * (4 if run.mix.precision == "fp32" else 2)
 
 
 def rehearse(
@@ -195,8 +195,8 @@ def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalan
     warnings.simplefilter("ignore")  # about tensors without memory
     torch.set_num_threads(1)  # nothing is computed, and a forked process must not wait for its parent's threads
     if on_gpu:
-        TRIED["cpu", DTYPES[checked.resolved.precision]] = True
-    world_size = checked.resolved.degrees.world_size
+        TRIED["cpu", DTYPES[checked.run.mix.precision]] = True
+    world_size = checked.run.mix.degrees.world_size
     with rehearsed_ranks(rank, world_size, slots, imbalance) as ranks, without_memory():
         try:
             ledger, step, saved = walk(checked, ranks, on_gpu=on_gpu)
@@ -239,8 +239,8 @@ def walk(
 
     `fill`: gives the parameters their values, where there is memory for them.
     """
-    work, pipeline = Work(ranks.group_name), checked.resolved.degrees.pipeline
-    ledger = Ledger(checked.resolved.mix, work, one_memory=not on_gpu)
+    work, pipeline = Work(ranks.group_name), checked.run.mix.degrees.pipeline
+    ledger = Ledger(checked.run.mix, work, one_memory=not on_gpu)
     with ledger:
         setup = (RehearsedSetup if isinstance(ranks, RehearsedRanks) else Setup)(checked, ranks)
         setup.refer_to(_WithoutValues(setup))
@@ -250,11 +250,11 @@ def walk(
         watching = list(ledger.watch(setup.engine.module))
         ledger.mark(held(setup.engine))
         session = setup.session()
-        ema = None if setup.run.ema.decay is None else Ema(setup)
+        ema = None if setup.run.config.ema.decay is None else Ema(setup)
         # A source on a disk keeps the frozen parameters; the first save and all later ones take the same memory.
         elsewhere = setup.spec.frozen if setup.spec.model.folder is not None else ()
         pieces = written((*setup.engine.state(), *(ema.state() if ema else ())), elsewhere)
-        copied = pieces if setup.run.checkpoint.mode == "async" else []
+        copied = pieces if setup.run.config.checkpoint.mode == "async" else []
     # Outside of the ledger, which would take them for tensors of the device until they are marked.
     copies = [torch.empty(piece.own_region.numel, dtype=piece.dtype) for piece in copied]
     with ledger, collected_by_hand():
@@ -277,7 +277,7 @@ def walk(
             with piece.open() as values:
                 if copy is not None:
                     copy.copy_(values[piece.own])
-        if setup.run.train.eval:
+        if setup.run.config.train.eval:
             heart.phase("evaluate")
             with contextlib.nullcontext() if ema is None else ema.in_place():
                 micros = batch.micro_batches[:_EVALUATED]

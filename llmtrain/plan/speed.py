@@ -20,7 +20,7 @@ from llmtrain.base.threads import usable_cores
 from llmtrain.base.units import count
 from llmtrain.config.load import COMMAND_LINE
 from llmtrain.config.problems import stop
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.plan.device import Machines
 from llmtrain.plan.rehearsal import Rehearsed, kinds
 from llmtrain.plan.work import Message, Operator
@@ -140,11 +140,11 @@ def _link(machines: Machines) -> tuple[float, float, list[str]]:
     return rate, 10e-6, [f"hosts send {said} (a guess{guess})"] * several
 
 
-def speeds_for(resolved: ResolvedRun, machines: Machines) -> Speeds | None:
+def speeds_for(run: Run, machines: Machines) -> Speeds | None:
     """None: the table has no such device. Raises ConfigError: no such link."""
     across, trip_s, linked = _link(machines)
     if not machines.on_gpu:
-        measured = _measured_cpu(resolved.mix.precision, machines.slots)
+        measured = _measured_cpu(run.mix.precision, machines.slots)
         notes = (*measured.notes, *linked)
         return replace(measured, across=across, trip_s=max(trip_s, measured.trip_s), notes=notes)
     if machines.device not in _GPUS:
@@ -171,11 +171,11 @@ def speeds_for(resolved: ResolvedRun, machines: Machines) -> Speeds | None:
     )
 
 
-def step_time(resolved: ResolvedRun, machines: Machines, speeds: Speeds, found: Mapping[int, Rehearsed]) -> StepTime:
+def step_time(run: Run, machines: Machines, speeds: Speeds, found: Mapping[int, Rehearsed]) -> StepTime:
     """Estimate a step of the slowest rank. `found`: one rank of each kind."""
     slots = machines.slots
-    degrees, mix, batch = resolved.degrees, resolved.mix, resolved.batch
-    zero = resolved.deepspeed.get("zero_optimization") or {}
+    degrees, mix, batch = run.mix.degrees, run.mix, run.batch
+    zero = run.deepspeed.get("zero_optimization") or {}
     shared = degrees.data * degrees.sequence
 
     def operator_s(each: Operator) -> float:
@@ -196,7 +196,7 @@ def step_time(resolved: ResolvedRun, machines: Machines, speeds: Speeds, found: 
             return False
         return mix.zero_stage == 3 or bool(mix.zero_stage and zero.get("overlap_comm"))
 
-    saves_s, saving = 0.0, resolved.run.checkpoint
+    saves_s, saving = 0.0, run.config.checkpoint
     if machines.disk is not None and saving.mode == "sync" and saving.every_steps is not None:
         written = sum(found[rank].saved * number for rank, number in kinds(degrees).items())
         saves_s = written * degrees.world_size / degrees.pipeline / machines.disk / saving.every_steps
@@ -228,7 +228,7 @@ def step_time(resolved: ResolvedRun, machines: Machines, speeds: Speeds, found: 
         parts["saves"] = saves_s
         if sum(parts.values()) > sum(longest.values()):
             longest, hidden_s = parts, sum(hidden.values())
-    seconds, steps, price = sum(longest.values()), resolved.max_steps, machines.price
+    seconds, steps, price = sum(longest.values()), run.max_steps, machines.price
     days = None if steps is None else steps * seconds / 86400
     return StepTime(
         seconds=seconds,

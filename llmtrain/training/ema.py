@@ -37,7 +37,7 @@ class Ema(Part):
 
     def __init__(self, setup: Setup) -> None:
         """The means begin with the current parameters."""
-        self._engine, self._ranks, self._settings = setup.engine, setup.ranks, setup.run.ema
+        self._engine, self._ranks, self._settings = setup.engine, setup.ranks, setup.run.config.ema
         self._pieces = [
             piece for piece in setup.engine.state() if piece.kind == PARAM and piece.name not in setup.spec.frozen
         ]

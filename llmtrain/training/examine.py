@@ -20,7 +20,7 @@ from llmtrain.base.imports import name_cpu
 from llmtrain.config import plugins
 from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.on_disk import starts_from_model
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.config.stages import Stage, Stages
 from llmtrain.data.manifest import NEW_COLUMN, Manifest, check_vocabulary, other_begin
 from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Checked:
     """A run that has passed its checks, with its data open: the input of `training/setup.py`."""
 
-    resolved: ResolvedRun
+    run: Run
     spec: ModelSpec
     data: TrainData
     """Data of the first stage, with the objective's columns."""
@@ -56,7 +56,7 @@ class Checked:
     prompts: Prompts | None = None
 
 
-def examine(resolved: ResolvedRun) -> Checked:
+def examine(run: Run) -> Checked:
     """Check a run, and add notes to the run.
 
     `config check` and every rank of `train` call it, so that both refuse the same runs; `plan` checks the model alone.
@@ -66,75 +66,75 @@ def examine(resolved: ResolvedRun) -> Checked:
         ModelError: transformers cannot build the model, or the folder's weights are not complete.
         DataError: the prepared data cannot be used for this run.
     """
-    run = resolved.run
+    config = run.config
     for key in metrics():  # figures of a plugin would take the place of a run's own in metrics.jsonl
         name, part = key.removeprefix("eval/"), key.partition("/")[0]
-        if name in run.metrics or part in run.parts:
-            own = f"metrics.{name}" if name in run.metrics else f"parts.{part}"
+        if name in config.metrics or part in config.parts:
+            own = f"metrics.{name}" if name in config.metrics else f"parts.{part}"
             raise ConfigError(f"{own}: its figures would be {key}, which each run has; give the class another name")
-    data, *later = stage_data(resolved.stages)
-    sets = {name: EvalSet(folder, run.data) for name, folder in run.eval.sets.items()}
+    data, *later = stage_data(run.stages)
+    sets = {name: EvalSet(folder, config.data) for name, folder in config.eval.sets.items()}
     choices: dict[str, ChoiceSet] = {}
-    if run.eval.choices:
+    if config.eval.choices:
         from llmtrain.data.stream.choices import ChoiceSet
 
-        length, shared, cache = run.data.sequence_length, resolved.degrees.sequence, run.data.cache
-        for name, folder in run.eval.choices.items():
+        length, shared, cache = config.data.sequence_length, run.mix.degrees.sequence, config.data.cache
+        for name, folder in config.eval.choices.items():
             choices[name] = ChoiceSet(folder, sequence_length=length, shared=shared, cache=cache)
     for name, asked in choices.items():
         _check_tokenizer(f"eval.choices.{name}", asked.prepared.manifest, asked.prepared.name, data)
     for name, each in sets.items():
         _check_tokenizer(f"eval.sets.{name}", each.manifests[0], each.name, data)
-        each.check_counted(run.eval.sequences.get(name, run.train.eval_sequences))
-    for measured in (data, *later) if run.train.eval else ():
-        measured.check_counted(run.train.eval_sequences)
-    columns = {stage_key(stage): each for stage, each in in_stages(resolved.stages, (data, *later))}
+        each.check_counted(config.eval.sequences.get(name, config.train.eval_sequences))
+    for measured in (data, *later) if config.train.eval else ():
+        measured.check_counted(config.train.eval_sequences)
+    columns = {stage_key(stage): each for stage, each in in_stages(run.stages, (data, *later))}
     columns |= {f"eval.sets.{name}": each for name, each in sets.items()}
     references = None
-    if run.objective.reference == "column":
-        references = take_columns(columns, lambda each: each.take_reference(resolved.precision))
-    prompts = Prompts.of(run, data)
+    if config.objective.reference == "column":
+        references = take_columns(columns, lambda each: each.take_reference(run.mix.precision))
+    prompts = Prompts.of(config, data)
     name_cpu()
-    deep_check(resolved.deepspeed, run.deepspeed)
+    deep_check(run.deepspeed, config.deepspeed)
     from llmtrain.models.run.check import check_model, check_weights
 
-    spec, notes = check_model(resolved)
+    spec, notes = check_model(run)
     for manifest in (manifest for each in (data, *later) for manifest in each.manifests):
         check_vocabulary(manifest, spec.facts.vocab_size)
-    compared = spec.config.to_dict() if run.objective.reference is not None else None
-    if run.objective.teacher is not None:
+    compared = spec.config.to_dict() if config.objective.reference is not None else None
+    if config.objective.teacher is not None:
         from llmtrain.models.skeleton import load_config
         from llmtrain.models.teacher import check_teacher, teacher_model
 
-        teacher, shared = teacher_model(run.objective, run.model), resolved.degrees.sequence
-        check_teacher(teacher, spec, data.tokenizer_dir, resolved.places, sequence=shared)
+        teacher, shared = teacher_model(config.objective, config.model), run.mix.degrees.sequence
+        check_teacher(teacher, spec, data.tokenizer_dir, run.places, sequence=shared)
         compared = load_config(teacher).to_dict()
     teachers: list[str] = []
-    if isinstance(run.objective, Distill) and run.objective.top_k is not None:
-        distill, words = run.objective, spec.facts.vocab_size
+    if isinstance(config.objective, Distill) and config.objective.top_k is not None:
+        distill, words = config.objective, spec.facts.vocab_size
         teachers = take_columns(
-            columns, lambda each: each.take_teacher(each.teacher_columns(distill, words, resolved.precision))
+            columns, lambda each: each.take_teacher(each.teacher_columns(distill, words, run.mix.precision))
         )
     compared = config_of_columns(columns.values(), compared)
-    if plugins.is_of_plugin(run.optim):
+    if plugins.is_of_plugin(config.optim):
         from llmtrain.engine.deepspeed.optimizers import prove_by_element
 
-        prove_by_element(run.optim)
+        prove_by_element(config.optim)
     if plugins.hashes():
-        _try_plugins(resolved)
-    if starts_from_model(run):
+        _try_plugins(run)
+    if starts_from_model(config):
         check_weights(spec)
-        if run.adapter.start is not None:
+        if config.adapter.start is not None:
             from llmtrain.checkpoint.hf.folder_files import MARK
             from llmtrain.checkpoint.meaning import refuse_other_base
 
-            refuse_other_base(Path(run.adapter.start) / MARK, spec.config)
-    whole = [f"eval.sets.{name}: {run.eval.sets[name]} has no validation split, and all of its sequences count"
+            refuse_other_base(Path(config.adapter.start) / MARK, spec.config)
+    whole = [f"eval.sets.{name}: {config.eval.sets[name]} has no validation split, and all of its sequences count"
              for name, each in sets.items() if each.whole]  # fmt: skip
-    notes = (*notes, *_epochs(resolved, [data, *later]), *_too_large(resolved, spec), *whole)
-    resolved = replace(resolved, notes=(*resolved.notes, *notes, *_cut(choices, run.data.sequence_length)))
-    return Checked(resolved=resolved, spec=spec, data=data, later=tuple(later), references=references, sets=sets,
-                   teachers=teachers, teacher_config=None if run.objective.reference else compared, choices=choices,
+    notes = (*notes, *_epochs(run, [data, *later]), *_too_large(run, spec), *whole)
+    run = replace(run, notes=(*run.notes, *notes, *_cut(choices, config.data.sequence_length)))
+    return Checked(run=run, spec=spec, data=data, later=tuple(later), references=references, sets=sets,
+                   teachers=teachers, teacher_config=None if config.objective.reference else compared, choices=choices,
                    prompts=prompts)  # fmt: skip
 
 
@@ -216,26 +216,26 @@ def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
             for name, each in choices.items() if each.cut]  # fmt: skip
 
 
-def _try_plugins(resolved: ResolvedRun) -> None:
+def _try_plugins(run: Run) -> None:
     """Call the run's plugins once, on a few numbers. Raises ModelError, with key, method and line."""
     import torch
 
     from llmtrain.engine.losses.named import sample_terms
     from llmtrain.engine.losses.with_metrics import sums_of
 
-    run, numbers = resolved.run, torch.linspace(0.25, 4.0, 8)
+    config, numbers = run.config, torch.linspace(0.25, 4.0, 8)
     with torch.random.fork_rng(devices=[]):
-        if plugins.is_of_plugin(run.objective):
-            method, values = sample_terms(run.objective)
+        if plugins.is_of_plugin(config.objective):
+            method, values = sample_terms(config.objective)
             if not all(map(math.isfinite, values[:4])):
-                raise ModelError(f"objective.name {run.objective.name}: {method} gives a loss that is not finite for "
+                raise ModelError(f"objective.name {config.objective.name}: {method} gives a loss that is not finite for "
                                  "ordinary numbers, log-likelihoods of -0.25 to -4; correct the formula")  # fmt: skip
-        for name, metric in run.metrics.items():
+        for name, metric in config.metrics.items():
             sums_of(name, metric, numbers, torch.arange(8), numbers > 1)
-    for stage in resolved.stages:
-        steps = {stage.first_step, stage.schedule_from + stage.schedule.warmup_steps, (resolved.max_steps or 1) - 1}
+    for stage in run.stages:
+        steps = {stage.first_step, stage.schedule_from + stage.schedule.warmup_steps, (run.max_steps or 1) - 1}
         for step in sorted(steps):
-            rate_of(resolved.stages, step, max_steps=resolved.max_steps)
+            rate_of(run.stages, step, max_steps=run.max_steps)
 
 
 def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:
@@ -259,14 +259,14 @@ _NO_DEVICE_BYTES = 2 << 40
 """Limit for weights, gradients and optimizer state on one rank: no accelerator or host has more for one."""
 
 
-def _epochs(resolved: ResolvedRun, data: list[TrainData]) -> list[str]:
-    if resolved.max_steps is None:
+def _epochs(run: Run, data: list[TrainData]) -> list[str]:
+    if run.max_steps is None:
         return []
     passes: list[tuple[str, float, int]] = []
     for first, own in enumerate(data):
         sharing = [number for number, each in enumerate(data) if each is own]
         if sharing[0] == first:
-            passes += own.epochs(resolved.stages.sequences(resolved.max_steps, sharing))
+            passes += own.epochs(run.stages.sequences(run.max_steps, sharing))
     return [
         f"{times:.3g} epochs of {folder}, whose training split has {units.count(tokens)} tokens"
         + (f"; {LITTLE_NEW}" if times > USEFUL_EPOCHS else "")
@@ -275,9 +275,9 @@ def _epochs(resolved: ResolvedRun, data: list[TrainData]) -> list[str]:
     ]
 
 
-def _too_large(resolved: ResolvedRun, spec: ModelSpec) -> list[str]:
+def _too_large(run: Run, spec: ModelSpec) -> list[str]:
     # At least: 2 bytes of a weight; 14 of a gradient, master and moments of what trains, shared from ZeRO 1 on.
-    degrees, stage = resolved.degrees, resolved.zero_stage
+    degrees, stage = run.mix.degrees, run.mix.zero_stage
     own = degrees.pipeline * degrees.tensor * degrees.expert
     shards = degrees.world_size // (degrees.pipeline * degrees.tensor)
     of_a_rank = 2 * spec.facts.parameters / (shards if stage == 3 else own)

@@ -23,7 +23,7 @@ class Fetching(Part):
         shards = self._shards(position)
         if not shards or self._setup.ranks.seats[self._setup.ranks.rank].local_rank != 0:
             return
-        data = self._setup.run.data
+        data = self._setup.run.config.data
         self._process = Child(of_module("llmtrain.data.download"))
         self._process.send({"folder": data.cache, "gib": data.cache_gib, "shards": shards})
 

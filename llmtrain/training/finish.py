@@ -141,7 +141,7 @@ _BASELINE_VALIDATION_TOKENS = 262_144
 
 
 def finish(
-    run: RunConfig,
+    config: RunConfig,
     folder: RunDirectory,
     data: TrainData,
     tracker: Tracker,
@@ -152,22 +152,22 @@ def finish(
     stage. `validation_loss`: None with train.eval off. Returns the last line for the user."""
     newest = complete_checkpoints(folder.checkpoints)[0]
     lines = [("run folder", str(folder.path)), ("checkpoint", str(newest))]
-    if run.train.export:
+    if config.train.export:
         export_hf(newest, folder.export)
         tracker.event("export", path=str(folder.export))
         lines.append(("Hugging Face", str(folder.export)))
-        if run.train.export_to is not None:
-            _upload(run.train.export_to, newest, folder, tracker)
+        if config.train.export_to is not None:
+            _upload(config.train.export_to, newest, folder, tracker)
     lines.append(("plots", f"llmtrain report {folder.path}"))
     if validation_loss is None:
         log.info("no validation loss: train.eval is off")
-    elif not isinstance(run.objective, NextToken):
-        log.info(f"validation loss {validation_loss:.4f} {run.objective.unit}")
+    elif not isinstance(config.objective, NextToken):
+        log.info(f"validation loss {validation_loss:.4f} {config.objective.unit}")
     else:
         log.info(f"validation loss {validation_loss:.4f} nats/token (perplexity {perplexity(validation_loss):.2f})")
         _print_baselines(data, tracker)
-    if run.train.export and run.train.sample_prompt is not None:
-        _sample(folder, run.train.sample_prompt, Sampling(max_tokens=64, seed=run.train.seed), tracker, device)
+    if config.train.export and config.train.sample_prompt is not None:
+        _sample(folder, config.train.sample_prompt, Sampling(max_tokens=64, seed=config.train.seed), tracker, device)
         lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))
     return "\n".join(f"{what:<13} {where}" for what, where in lines)
 
@@ -207,12 +207,12 @@ def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Trac
     log.info(f"sample: {json.dumps(text, ensure_ascii=False)}")
 
 
-def stopped(run: RunConfig, checkpoints: Path | None, step: int, reason: str | None) -> str:
+def stopped(config: RunConfig, checkpoints: Path | None, step: int, reason: str | None) -> str:
     """The last line of a run that was asked to stop. `checkpoints`: None: the run had not begun."""
     if checkpoints is None:
         return f"stopped ({reason}) at step {step}, before this launch trained any; the same command begins again"
     where = step_folder(checkpoints, step)
-    return f"stopped ({reason}) at step {step}, saved in {where}; {same_command(run)} continues"
+    return f"stopped ({reason}) at step {step}, saved in {where}; {same_command(config)} continues"
 
 
 def _print_baselines(data: TrainData, tracker: Tracker) -> None:

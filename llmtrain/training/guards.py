@@ -32,7 +32,7 @@ class Limits(Part):
 
     def __init__(self, launch: Launch) -> None:
         self._requests, self._ranks = launch.requests, launch.setup.ranks
-        self._max_minutes, self._began_s = launch.setup.run.train.max_minutes, launch.began_s
+        self._max_minutes, self._began_s = launch.setup.run.config.train.max_minutes, launch.began_s
 
     def request(self) -> Request:
         """Rank 0's clock counts."""
@@ -83,8 +83,8 @@ class SkippedSteps(Part):
         ]
         samples = sorted(index for found in self._setup.ranks.gather(bad) for index in found)
         # A dynamic loss scale is found by overflowing: with a finite loss that is no fault.
-        scaling = self._setup.resolved.finds_loss_scale and not samples
-        objective = self._setup.run.objective
+        scaling = self._setup.run.finds_loss_scale and not samples
+        objective = self._setup.run.config.objective
         own = f" of the plugin's objective.name {objective.name}" if is_of_plugin(objective) else ""
         what = ("loss" if samples else "gradient") + own
         named = samples or every
@@ -97,19 +97,19 @@ class SkippedSteps(Part):
             return
         self._in_a_row += 1
         log.warn(f"step {step} skipped: non-finite {what}; samples {units.some(named)} ({self._in_a_row} in a row)")
-        if self._in_a_row >= self._setup.run.fault.max_skipped:
-            scale = None if samples else lookup(self._setup.resolved.deepspeed, "fp16.loss_scale")
+        if self._in_a_row >= self._setup.run.config.fault.max_skipped:
+            scale = None if samples else lookup(self._setup.run.deepspeed, "fp16.loss_scale")
             static = f"set fp16.loss_scale, a static {scale}, to 0, which adapts, " if scale else ""
             raise TrainingStopped(
                 f"{self._in_a_row} steps in a row were skipped for a non-finite {what}; fault.max_skipped is "
-                f"{self._setup.run.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, {static}lower "
+                f"{self._setup.run.config.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, {static}lower "
                 f"optim.lr, or resume from an earlier checkpoint in {self._checkpoints}."
             )
 
     def _return(self, step: int) -> None:
         """Warn once of a loss scale that soon grows back into the next overflow."""
         self._returns.append(step)
-        window = lookup(self._setup.resolved.deepspeed, "fp16.loss_scale_window") or 1000  # DeepSpeed's default
+        window = lookup(self._setup.run.deepspeed, "fp16.loss_scale_window") or 1000  # DeepSpeed's default
         often = len(self._returns) >= _RETURNS and step - self._returns[-_RETURNS] <= _WITHIN
         if often and window <= _WITHIN and not self._told:  # a longer one does not grow so soon
             self._told = True
@@ -149,7 +149,7 @@ class DataCheck(Part):
         self._files = [file for data in distinct.values() for file in data.sums()]
         self._files += [file for choices in setup.choices.values() for file in choices.prepared.sums()]
         self._files = [file for file in self._files if file.is_here]  # the others are compared when they arrive
-        self._ranks, self._log_every = setup.ranks, setup.run.train.log_every
+        self._ranks, self._log_every = setup.ranks, setup.run.config.train.log_every
         self._launch = launch
         self._closed, self._settled = False, False
         self._comparison: Future[str] | None = None

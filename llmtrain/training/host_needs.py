@@ -20,33 +20,33 @@ from llmtrain.storage.addresses import INDEX, is_name, is_url
 from llmtrain.storage.hub import weights
 
 
-def needs(configs: Sequence[str], run: RunConfig, mix: Mix, run_dir: str) -> Needs:
+def needs(configs: Sequence[str], config: RunConfig, mix: Mix, run_dir: str) -> Needs:
     """`configs`: the run's YAMLs."""
     return Needs(
-        files=(*configs, run.deepspeed),
-        folders=tuple(_read_by(run)),
-        folder=run.checkpoint.dir or run_dir,
-        own_folders=run.checkpoint.dir is not None,
+        files=(*configs, config.deepspeed),
+        folders=tuple(_read_by(config)),
+        folder=config.checkpoint.dir or run_dir,
+        own_folders=config.checkpoint.dir is not None,
         ops=Optimizer.CHOICES[mix.optimizer].host_ops if mix.offload_optimizer else (),
     )
 
 
-def _read_by(run: RunConfig) -> Iterator[Folder]:
+def _read_by(config: RunConfig) -> Iterator[Folder]:
     """Yield the folders and files that the ranks on each host read."""
     data: dict[tuple[str, str], set[int]] = {}
-    for each in data_of(run.data):
+    for each in data_of(config.data):
         for path in each.folders:
             data.setdefault(("data.path" if each.path else "data.mixture", path), set()).add(each.sequence_length)
-    for section, folders in {"sets": run.eval.sets, "choices": run.eval.choices}.items():
-        data |= {(f"eval.{section}.{name}", path): {run.data.sequence_length} for name, path in folders.items()}
+    for section, folders in {"sets": config.eval.sets, "choices": config.eval.choices}.items():
+        data |= {(f"eval.{section}.{name}", path): {config.data.sequence_length} for name, path in folders.items()}
     for (key, path), lengths in data.items():
         if is_url(path):  # the same for all hosts; each rank opens it
             continue
-        yield Folder(key=key, path=os.path.abspath(path), files=_of_data(run, Path(path), lengths))
+        yield Folder(key=key, path=os.path.abspath(path), files=_of_data(config, Path(path), lengths))
     models = [
-        ("model.pretrained", run.model.pretrained, reads_weights(run)),
-        ("model.config", run.model.config, False),
-        ("objective.teacher", run.objective.teacher, True),
+        ("model.pretrained", config.model.pretrained, reads_weights(config)),
+        ("model.config", config.model.config, False),
+        ("objective.teacher", config.objective.teacher, True),
     ]
     for key, given, weights_too in models:
         if isinstance(given, str) and is_url(given):
@@ -57,14 +57,16 @@ def _read_by(run: RunConfig) -> Iterator[Folder]:
             file = Path(given) if os.path.isfile(given) else Path(given) / "config.json"
             names = [file.name, *(_weights(file.parent) if weights_too else ())]
             yield Folder(key=key, path=os.path.abspath(file.parent), files=tuple(names))
-    if run.adapter.start:
+    if config.adapter.start:
         names = ["adapter_config.json", "adapter_model.safetensors"]
-        yield Folder(key="adapter.start", path=os.path.abspath(run.adapter.start), files=tuple(names))
-    if run.resume not in ("auto", "none") and not is_url(run.resume) and not has_checkpoints(run):
-        yield Folder(key="resume", path=os.path.abspath(run.resume))  # with files of its own on each host, or the same
+        yield Folder(key="adapter.start", path=os.path.abspath(config.adapter.start), files=tuple(names))
+    if config.resume not in ("auto", "none") and not is_url(config.resume) and not has_checkpoints(config):
+        yield Folder(
+            key="resume", path=os.path.abspath(config.resume)
+        )  # with files of its own on each host, or the same
 
 
-def _of_data(run: RunConfig, folder: Path, lengths: set[int]) -> tuple[str, ...]:
+def _of_data(config: RunConfig, folder: Path, lengths: set[int]) -> tuple[str, ...]:
     """Return the files of a prepared folder that the run opens; only the manifest if it is broken.
 
     `lengths`: sequence lengths in which the run reads the folder."""
@@ -75,9 +77,9 @@ def _of_data(run: RunConfig, folder: Path, lengths: set[int]) -> tuple[str, ...]
     read = [shard for split in SPLITS for shard in manifest.shards[split]]
     rows = [Path(shard.file).with_suffix(".rows").name for shard in read if shard.rows]
     columns = []
-    if run.objective.reference == "column":
+    if config.objective.reference == "column":
         columns = ["reference.json", *(f"reference-{split}.f32" for split in SPLITS)]
-    if run.objective.top_k is not None:
+    if config.objective.top_k is not None:
         for stem in map(column_stem, sorted(lengths) if manifest.chat is None else [None]):
             columns += [f"{stem}.json", *(f"{stem}-{split}.{kind}" for split in SPLITS for kind in ("f32", "words"))]
     return ("manifest.json", "tokenizer/tokenizer.json", *(shard.file for shard in read), *rows, *columns)

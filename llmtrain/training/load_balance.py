@@ -248,17 +248,17 @@ class LoadBalance(Part):
 
     def __init__(self, launch: Launch) -> None:
         setup = launch.setup
-        engine, ranks, batch = setup.engine, setup.ranks, setup.resolved.batch
+        engine, ranks, batch = setup.engine, setup.ranks, setup.run.batch
         self.pace: Pace = HostPace()
         """Measures this rank."""
         if ranks.device.type == "cuda":
             self.pace = DevicePace(engine.module, gathers=engine.partitions_parameters)
         self._ranks, self._loader, self._tracker = ranks, launch.loader, launch.tracker
         self._balance = Balance(
-            [setup.resolved.degrees.place(rank).data for rank in range(ranks.world_size)],
+            [setup.run.mix.degrees.place(rank).data for rank in range(ranks.world_size)],
             global_batch=batch.global_batch,
             accumulation=batch.accumulation,
-            at_once=setup.resolved.zero_stage >= 2,
+            at_once=setup.run.mix.zero_stage >= 2,
         )
 
     @property

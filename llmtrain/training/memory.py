@@ -18,7 +18,7 @@ from llmtrain.checkpoint.snapshot import memory_available
 from llmtrain.config import plugins
 from llmtrain.config.chosen import in_words, with_chosen
 from llmtrain.config.planned import stored
-from llmtrain.config.run import RecomputeConfig, ResolvedRun, autos
+from llmtrain.config.run import RecomputeConfig, Run, autos
 from llmtrain.config.strict_yaml import dump
 from llmtrain.config.topology import ranks_of_this_host
 from llmtrain.engine.ranks.device import memory_of
@@ -36,19 +36,19 @@ def decided(checked: Checked, ranks: Ranks) -> Checked:
     Without a plan for a device of at most this size, rank 0 rehearses in a process of its own, for the free memory of
     the fullest device; the process stores its answer.
     """
-    resolved, on_gpu = checked.resolved, ranks.device.type == "cuda"
-    if not autos(resolved.run):
+    run, on_gpu = checked.run, ranks.device.type == "cuda"
+    if not autos(run.config):
         return checked
     least, free = (min(ranks.gather(held)) for held in (memory_of(ranks.device), free_bytes(ranks.device)))
-    planned = ranks.first(lambda: stored(resolved, on_gpu=on_gpu))
+    planned = ranks.first(lambda: stored(run, on_gpu=on_gpu))
     # A driver takes up to 2 % of the memory that a device's name promises.
     if planned is not None and planned.chosen and planned.memory and least >= 0.98 * planned.memory:
         chosen, why = planned.chosen, f"for {size(planned.memory)}: {planned.text()}"
     else:
-        chosen, why = _rehearsed(resolved, free, ranks)
-    run = with_chosen(resolved, chosen["micro_batch"], RecomputeConfig(**chosen["recompute"]))
-    note = f"{' and '.join(autos(resolved.run))} auto: {in_words(chosen)}, {why}"
-    return replace(checked, resolved=replace(run, notes=(*resolved.notes, note)))
+        chosen, why = _rehearsed(run, free, ranks)
+    decided = with_chosen(run, chosen["micro_batch"], RecomputeConfig(**chosen["recompute"]))
+    note = f"{' and '.join(autos(run.config))} auto: {in_words(chosen)}, {why}"
+    return replace(checked, run=replace(decided, notes=(*run.notes, note)))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -58,9 +58,9 @@ def free_bytes(device: torch.device) -> int:
     return memory_available() // ranks_of_this_host()
 
 
-def _rehearsed(resolved: ResolvedRun, free: int, ranks: Ranks) -> tuple[dict[str, Any], str]:
+def _rehearsed(run: Run, free: int, ranks: Ranks) -> tuple[dict[str, Any], str]:
     """Return the choice, and the reason for it in words."""
-    run = replace(resolved.run, parts={}, trackers={})  # parts of a Python program have no YAML
+    config = replace(run.config, parts={}, trackers={})  # parts of a Python program have no YAML
     slots = ranks_of_this_host() if ranks.world_size % ranks_of_this_host() == 0 else ranks.world_size
     words = ["--hosts", str(ranks.world_size // slots), "--slots", str(slots), "--memory", str(free), "--begun"]
     words += [] if ranks.device.type == "cuda" else ["--device", "cpu"]
@@ -68,10 +68,10 @@ def _rehearsed(resolved: ResolvedRun, free: int, ranks: Ranks) -> tuple[dict[str
     with contextlib.ExitStack() as stack:
         child = None
         if ranks.rank == 0:
-            log.info(f"{' and '.join(autos(run))} auto: rehearsing the run for {size(free)} of free memory")
+            log.info(f"{' and '.join(autos(config))} auto: rehearsing the run for {size(free)} of free memory")
             stack.enter_context(ending_on_sigterm())
             file = stack.enter_context(scratch_folder("plan")) / "run.yaml"
-            file.write_text(dump(run))
+            file.write_text(dump(config))
             child = Child(of_module("llmtrain", "plan", str(file), *words, "--json"), preexec_fn=ending_with_parent())
             stack.callback(child.close)
         answer = ranks.at_length(lambda: None if child is None else _answer(child))
@@ -79,7 +79,7 @@ def _rehearsed(resolved: ResolvedRun, free: int, ranks: Ranks) -> tuple[dict[str
     if isinstance(found, dict):
         return found["chosen"], f"for {size(free)}: {size(found['peak'])} of tensors on the fullest rank"
     command = shlex.join(["llmtrain", "plan", "RUN.yaml", *words])
-    least = {"micro_batch": 1, "recompute": {"layers": "all", "keep": run.model.recompute.keep}}
+    least = {"micro_batch": 1, "recompute": {"layers": "all", "keep": config.model.recompute.keep}}
     return least, f"the choice that takes least memory: {found}; `{command}` decides it before a start"
 
 

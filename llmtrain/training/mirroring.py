@@ -29,20 +29,20 @@ _RESTART_S = 10.0
 """Least time between two starts of the process."""
 
 
-def look(run: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
+def look(config: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
     """Fetch the mirror's newest checkpoint for a run with `resume: auto` and none on disk; else refuse a mirror with
     another run's checkpoints. All ranks call it together. Raises AgreedError."""
-    url = run.checkpoint.mirror
+    url = config.checkpoint.mirror
     if url is None:
         return
 
     def there() -> None:
         if not folder.leads:
             return
-        if run.resume != "auto" or complete_checkpoints(folder.path):
-            refuse_other(url, folder.path, continues=run.resume != "none")
+        if config.resume != "auto" or complete_checkpoints(folder.path):
+            refuse_other(url, folder.path, continues=config.resume != "none")
         else:
-            found = fetch_newest(url, folder.path, str(run.train.run_dir), heart.beat)
+            found = fetch_newest(url, folder.path, str(config.train.run_dir), heart.beat)
             what = "holds no checkpoint yet" if found is None else f"{found.name} is fetched from there"
             log.info(f"checkpoint.mirror {redact_text(url)}: {what}")
 

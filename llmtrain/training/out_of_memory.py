@@ -11,16 +11,16 @@ from llmtrain.base.rank.device_faults import OUT_OF_MEMORY, device_fault
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.units import size
 from llmtrain.config.planned import Planned, stored
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.engine.ranks.device import memory_of
 
 
-def explain(error: Exception, resolved: ResolvedRun, device: torch.device) -> str:
+def explain(error: Exception, run: Run, device: torch.device) -> str:
     """Empty for an error of another kind."""
     if device_fault(f"{type(error).__name__}: {error}") is not OUT_OF_MEMORY:
         return ""
     on_gpu, total = device.type == "cuda", size(memory_of(device))
-    planned = stored(resolved, on_gpu=on_gpu)
+    planned = stored(run, on_gpu=on_gpu)
     if on_gpu:
         free, _ = torch.cuda.mem_get_info(device)
         held, kept = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

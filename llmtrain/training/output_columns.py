@@ -24,7 +24,7 @@ from llmtrain.base.errors import ModelError, UserError, number_in
 from llmtrain.base.files import scratch_folder
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
-from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ResolvedRun, RunConfig
+from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, Run, RunConfig
 from llmtrain.config.stages import Stages
 from llmtrain.data.manifest import SPLITS, Split, read_manifest
 from llmtrain.data.shards import PreparedSet
@@ -52,29 +52,29 @@ _BYTES_AT_ONCE = 32 << 20
 _WORDS = "words.json"
 
 
-def write(resolved: ResolvedRun) -> None:
-    """Write the objective's columns into the run's data folders. `resolved`: for the launcher's number of ranks. Raises
+def write(run: Run) -> None:
+    """Write the objective's columns into the run's data folders. `run`: for the launcher's number of ranks. Raises
     UserError."""
-    resolved = with_base(resolved)
-    teacher = teacher_model(resolved.run.objective, resolved.run.model) if resolved.run.objective.top_k else None
-    given = resolved
+    run = with_base(run)
+    teacher = teacher_model(run.config.objective, run.config.model) if run.config.objective.top_k else None
+    given = run
     if teacher is not None:
-        student = ModelSpec.of(resolved.run.model, resolved.run.adapter)
-        tokenizer_dir, shared = TrainData(resolved.run.data).tokenizer_dir, resolved.degrees.sequence
-        check_teacher(teacher, student, tokenizer_dir, resolved.places, sequence=shared)
-        resolved = of_teacher(resolved, teacher)
+        student = ModelSpec.of(run.config.model, run.config.adapter)
+        tokenizer_dir, shared = TrainData(run.config.data).tokenizer_dir, run.mix.degrees.sequence
+        check_teacher(teacher, student, tokenizer_dir, run.places, sequence=shared)
+        run = of_teacher(run, teacher)
     # What it trains for needs the column that is to be written here.
-    resolved = replace(resolved, run=replace(resolved.run, objective=NextToken()))
-    checked = examine(resolved)
+    run = replace(run, config=replace(run.config, objective=NextToken()))
+    checked = examine(run)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    run = checked.resolved.run
-    ranks = join_process_group(run.fault.timeout_s, start_timeout_s=run.fault.start_timeout_s)
+    config = checked.run.config
+    ranks = join_process_group(config.fault.timeout_s, start_timeout_s=config.fault.start_timeout_s)
     try:
         if ranks.rank == 0:
-            asked = run.model.pretrained if teacher is None else given.run.objective.teacher
+            asked = config.model.pretrained if teacher is None else given.config.objective.teacher
             log.info(f"{asked} goes over the data, on {units.counted(ranks.world_size, 'rank')}")
         if teacher is not None:
-            write_teacher(checked, ranks, given.run)
+            write_teacher(checked, ranks, given.config)
         else:
             write_columns(checked, ranks)
     except BaseException as error:
@@ -94,21 +94,21 @@ def write_on_ranks_here(words: list[str], cpu: bool, count: int) -> None:
                 raise UserError(f"no column was written: {error}") from error
 
 
-def of_teacher(resolved: ResolvedRun, teacher: ModelConfig) -> ResolvedRun:
+def of_teacher(run: Run, teacher: ModelConfig) -> Run:
     """Return a run of the teacher that trains norms alone, so that masters and moments take no memory: a pipeline's
     stage needs a trained parameter."""
     few = [name for name, each in ModelSpec.of(teacher).skeleton.named_parameters() if each.dim() == 1]
     model = replace(teacher, train_only=few)
-    run = replace(resolved.run, model=model, adapter=AdapterConfig(), resume="none", resume_weights_only=False)
-    stages = Stages(tuple(replace(stage, rope={}) for stage in resolved.stages))  # it keeps its own positions
-    return replace(resolved, run=run, stages=stages)
+    config = replace(run.config, model=model, adapter=AdapterConfig(), resume="none", resume_weights_only=False)
+    stages = Stages(tuple(replace(stage, rope={}) for stage in run.stages))  # it keeps its own positions
+    return replace(run, config=config, stages=stages)
 
 
-def _folders(resolved: ResolvedRun) -> list[tuple[DataConfig, int]]:
+def _folders(run: Run) -> list[tuple[DataConfig, int]]:
     """Return (data, micro-batch) for each prepared folder of the stages and the evaluation; texts have a column per
     sequence length."""
-    read = [(stage, folder) for stage in resolved.stages for folder in stage.data.folders]
-    read += [(resolved.stages[0], folder) for folder in resolved.run.eval.sets.values()]
+    read = [(stage, folder) for stage in run.stages for folder in stage.data.folders]
+    read += [(run.stages[0], folder) for folder in run.config.eval.sets.values()]
     found: dict[tuple[str, int | None], tuple[DataConfig, int]] = {}
     for stage, folder in read:
         length = stage.data.sequence_length if read_manifest(Path(folder)).chat is None else None
@@ -124,16 +124,16 @@ def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
     `checked`: a run of the teacher. `asked`: the run of the student.
     """
     setup = Setup(decided(checked, ranks), ranks)
-    resolved, engine, vocabulary = setup.resolved, setup.engine, setup.spec.facts.vocab_size
+    run, engine, vocabulary = setup.run, setup.engine, setup.spec.facts.vocab_size
     setup.write(setup.spec.initial_weights(0, ranks.device))
     weights, objective = teacher_hash(asked, ranks), asked.objective
     assert weights is not None and isinstance(objective, Distill)
     model = setup.spec.config.to_dict()
-    for config, micro_batch in _folders(resolved):
+    for config, micro_batch in _folders(run):
         folder = str(config.path)
         with ranks.together():
             data = TrainData(config, trains=False)
-            [column] = data.teacher_columns(objective, vocabulary, resolved.precision, weights, model)
+            [column] = data.teacher_columns(objective, vocabulary, run.mix.precision, weights, model)
             writer = None
             if ranks.rank == 0:
                 places = units.counted(sum(column.places.values()), "token")
@@ -203,18 +203,18 @@ def _take(
 def write_columns(checked: Checked, ranks: Ranks) -> None:
     """Write the reference's column of each data folder. All ranks call it together. Raises UserError on all of them."""
     setup = Setup(decided(checked, ranks), ranks)
-    run, resolved = setup.run, setup.resolved
-    setup.start_from(setup.spec.initial_weights(run.train.seed, ranks.device))
+    config, run = setup.run.config, setup.run
+    setup.start_from(setup.spec.initial_weights(config.train.seed, ranks.device))
     assert setup.began_with is not None
-    for config, micro_batch in _folders(resolved):
-        folder = str(config.path)
-        columns = {split: _column(setup, config, split, micro_batch) for split in SPLITS}
+    for data, micro_batch in _folders(run):
+        folder = str(data.path)
+        columns = {split: _column(setup, data, split, micro_batch) for split in SPLITS}
         with ranks.together():
             if ranks.rank == 0:
                 model = setup.spec.config.to_dict()
-                write_reference(PreparedSet(folder), setup.began_with, resolved.precision, columns, model)
+                write_reference(PreparedSet(folder), setup.began_with, run.mix.precision, columns, model)
         rows = sum(map(len, columns.values()))
-        log.info(f"{folder}: log-probabilities of {units.counted(rows, 'answer')} of {run.model.pretrained}")
+        log.info(f"{folder}: log-probabilities of {units.counted(rows, 'answer')} of {config.model.pretrained}")
     setup.engine.close()
 
 

@@ -207,8 +207,8 @@ def _figures(given: dict[str, Any]) -> dict[str, Any]:
 def guarded(launch: Launch) -> list[Part]:
     """Open the parts of the section `parts`, in order. All ranks call it. Raises AgreedError."""
     setup = launch.setup
-    surroundings = Surroundings(setup.engine.module, setup.resolved.zero_stage)
-    made = [Guarded(name, part, setup.ranks, surroundings) for name, part in setup.run.parts.items()]
+    surroundings = Surroundings(setup.engine.module, setup.run.mix.zero_stage)
+    made = [Guarded(name, part, setup.ranks, surroundings) for name, part in setup.run.config.parts.items()]
     for part in made:
         part.open(launch)
     return list(made)
@@ -221,7 +221,7 @@ def first_failure(parts: Sequence[Part], ranks: Ranks) -> str | None:
     return next((f"rank {rank}: {failure}" if ranks.world_size > 1 else failure for rank, failure in found), None)
 
 
-def close_all(parts: Sequence[Part], ranks: Ranks, run: RunConfig) -> None:
+def close_all(parts: Sequence[Part], ranks: Ranks, config: RunConfig) -> None:
     """Close the parts of plugins after a run has saved, the last first. All ranks call it.
 
     Raises: AgreedError, if one has failed on a rank, here or before.
@@ -230,5 +230,5 @@ def close_all(parts: Sequence[Part], ranks: Ranks, run: RunConfig) -> None:
         if isinstance(part, Guarded):
             part.close(None)
     if failure := first_failure(parts, ranks):
-        raise AgreedError(f"{failure}. The run has saved; fix the plugin, and {same_command(run, CHANGED, 'ok')} "
+        raise AgreedError(f"{failure}. The run has saved; fix the plugin, and {same_command(config, CHANGED, 'ok')} "
                           "continues", PluginError.exit_code)  # fmt: skip

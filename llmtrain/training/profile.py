@@ -30,7 +30,7 @@ class Profile(Part):
     def __init__(self, launch: Launch) -> None:
         self._setup, self._speed = launch.setup, launch.speed
         self._folder = launch.folder.path / "profile"
-        self._first, self._last = profiled_steps(launch.setup.run.profile.steps)
+        self._first, self._last = profiled_steps(launch.setup.run.config.profile.steps)
         self._open: contextlib.ExitStack | None = None
         self._spent = dict.fromkeys([*_PHASES, "collectives"], 0.0)
         self._steps, self._began_s, self._gradients = 0, 0.0, 0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.base.errors import DataError, ModelError, UserError
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.run import Run, RunConfig
 from llmtrain.config.stages import Stage
 from llmtrain.config.topology import Place
 from llmtrain.data.manifest import NEW_COLUMN
@@ -95,7 +95,7 @@ def twice(window: Window) -> Window:
 class Known:
     """The figures of a run that are known before its first step."""
 
-    run: RunConfig
+    config: RunConfig
     precision: str
     evaluate: Evaluate
     loss: LossFunction
@@ -110,14 +110,14 @@ class Known:
 
     def broken(self, module: nn.Module) -> Iterator[UserError]:
         """Yield an error for each identity that the initial weights violate. All ranks iterate together."""
-        objective = self.run.objective
+        objective = self.config.objective
         if objective.reference is not None:
             yield from self._reference()
         if isinstance(objective, OverAnswers) and type(objective).equal is not OverAnswers.equal:
             yield from self._equals(objective)
         if isinstance(objective, Distill):
             yield from self._itself(objective)
-        if self.run.adapter.r is not None and self.run.adapter.start is None:
+        if self.config.adapter.r is not None and self.config.adapter.start is None:
             yield from self._adapter(module)
 
     @property
@@ -126,7 +126,7 @@ class Known:
 
     @property
     def _begin(self) -> str:
-        return f"objective.name {self.run.objective.name}: before the first step"
+        return f"objective.name {self.config.objective.name}: before the first step"
 
     def _figures(self, loss: LossFunction, micros: Sequence[MicroBatch]) -> dict[str, float]:
         if isinstance(loss, LooksAhead):
@@ -137,7 +137,7 @@ class Known:
     def _reference(self) -> Iterator[UserError]:
         """The first loss of dpo is ln 2 and its margin 0, kto's z is 0: each log-probability is the reference's."""
         others = [each.mismatched for each in self.first if isinstance(each, UnpairedBatch)]
-        remedy = NEW_COLUMN if self.run.objective.reference == "column" else "train with a column instead of online"
+        remedy = NEW_COLUMN if self.config.objective.reference == "column" else "train with a column instead of online"
         for whose, micros in (("an answer", self.first), ("a prompt with the answer to another", others)):
             apart = self._figures(self.reference(Apart()), micros)["loss"] if micros else 0.0
             if _off(apart, 0.0, self._few):
@@ -182,14 +182,14 @@ class Known:
                 )
 
     def _adapter(self, module: nn.Module) -> Iterator[UserError]:
-        scored = self.run.objective.scores
+        scored = self.config.objective.scores
         plain, micros = (self.loss, self.alike) if scored else (NEXT_TOKEN, self.first)
         adapted = self._figures(plain, micros)["loss"]
         with without_adapter(module):
             base = self._figures(plain, micros)["loss"]
         if _off(adapted, base, self._few * max(1.0, abs(base))):
             yield ModelError(
-                f"adapter.r {self.run.adapter.r}: a new adapter changes nothing, for its B is 0, and before the first "
+                f"adapter.r {self.config.adapter.r}: a new adapter changes nothing, for its B is 0, and before the first "
                 f"step the loss is {adapted:.6g} with it and {base:.6g} without: please report it with your JSON."
             )
 
@@ -240,7 +240,7 @@ def prove_sharding(spec: ModelSpec, degree: int, ranks: Ranks) -> None:
 
 def prove_start(
     engine: Engine,
-    resolved: ResolvedRun,
+    run: Run,
     objective: LossFunction,
     reference: Callable[[LossFunction], LossFunction],
     of: tuple[Stage, TrainData],
@@ -252,16 +252,16 @@ def prove_start(
     """Prove on a few sequences the figures that are known without training. `reference`: adds the run's reference to an
     objective. `of`: the data and its first stage. `own_teacher`: the teacher has the initial weights. Raises
     AgreedError."""
-    run, (stage, data) = resolved.run, of
+    config, (stage, data) = run.config, of
     batch, key = stage.batch, stage_key(stage)
     dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")
     few, one = batch.micro_batch, 1
-    over_answers = run.objective.data != "texts"
+    over_answers = config.objective.data != "texts"
     with ranks.together():  # a damaged shard is met by one rank
         first = list(batches_of(data.window_at, few * batch.data_parallel, few, *dealt))
         alike = list(batches_of(lambda _: twice(data.window_at(0)), batch.data_parallel, one, *dealt)) \
             if over_answers else []  # fmt: skip
-    known = Known(run, resolved.precision, engine.evaluate, objective, reference, first, alike, own_teacher)
+    known = Known(config, run.mix.precision, engine.evaluate, objective, reference, first, alike, own_teacher)
     with compiler.uncompiled():
         for error in known.broken(engine.module):  # of numbers that all ranks have
             raise AgreedError(f"{key}: {error}" if key else str(error), error.exit_code)

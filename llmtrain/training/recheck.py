@@ -43,9 +43,9 @@ class Recheck(Part):
     """Compares the ranks' arithmetic at the start of a launch and every `fault.recheck_every` steps."""
 
     def __init__(self, launch: Launch) -> None:
-        self._launch, self._every = launch, launch.setup.run.fault.recheck_every
+        self._launch, self._every = launch, launch.setup.run.config.fault.recheck_every
         self._engine, self._ranks = launch.setup.engine, launch.setup.ranks
-        degrees = launch.setup.resolved.degrees
+        degrees = launch.setup.run.mix.degrees
         self._data, self._place = degrees.data, degrees.place(self._ranks.rank)
         self._replica = self._ranks.world_size // self._data
         """Ranks that share a sequence or a matrix."""
@@ -108,7 +108,9 @@ class Recheck(Part):
         if type(micro) is not MicroBatch:
             return micro
         setup = self._launch.setup
-        unit = setup.resolved.degrees.sequence * (16 if setup.run.model.fp8 else 1)  # fp8's products take 16 tokens
+        unit = setup.run.mix.degrees.sequence * (
+            16 if setup.run.config.model.fp8 else 1
+        )  # fp8's products take 16 tokens
         few = micro.columns(max(1, micro.inputs.shape[1] * 5 // 8 // unit) * unit)
         return few if (few.labels != IGNORED).any() else micro  # an answer that stands at the end
 

@@ -37,15 +37,15 @@ class Record(Part):
     def __init__(self, launch: Launch) -> None:
         setup = launch.setup
         self._setup, self._ranks, self._tracker, self._folder = setup, setup.ranks, launch.tracker, launch.folder
-        self._checkpoints, self._most_pinned = launch.checkpoints, setup.run.fault.pinned
-        self._every, self._degrees = setup.run.train.log_every, setup.resolved.degrees
+        self._checkpoints, self._most_pinned = launch.checkpoints, setup.run.config.fault.pinned
+        self._every, self._degrees = setup.run.config.train.log_every, setup.run.mix.degrees
         self._sums: list[Tensor] = []
         """Sums of each micro-batch since the last reading, on the device."""
         self._norms: list[Tensor | float] = []
         self._steps: list[StepRow] = []
         """Steps since the last reading, without their figures."""
         self.detector = Detector()
-        self._limit, self._session = setup.run.optim.skip_outliers, launch.session
+        self._limit, self._session = setup.run.config.optim.skip_outliers, launch.session
         if self._limit is not None:
             self._every = 1  # a verdict needs all steps before
         self._started = launch.start.position.step
@@ -113,7 +113,7 @@ class Record(Part):
         self._steps, self._sums, self._norms = [], [], []
         if self._file is not None:
             self._file.append(rows)
-        finds_scale = self._setup.resolved.finds_loss_scale
+        finds_scale = self._setup.run.finds_loss_scale
         for row in (row for row in rows if row.weight):
             # A dynamic loss scale is found by overflowing: with a finite loss that is no fault.
             scaling = finds_scale and math.isfinite(row.loss) and not math.isfinite(row.norm)

@@ -72,8 +72,8 @@ class Replay(Part):
         self._step = launch.start.position.step
         self._largest: list[float] = []
         """Losses of the sequences with a gradient norm, largest first."""
-        run, zero = self._setup.run, self._setup.resolved.mix.zero_stage > 0
-        self._has_gradients = norm_of(run.optim.name, zero=zero) == "gradient"
+        config, zero = self._setup.run.config, self._setup.run.mix.zero_stage > 0
+        self._has_gradients = norm_of(config.optim.name, zero=zero) == "gradient"
         """False: DeepSpeed would change Muon's momentum on the way to the norm."""
 
     def request(self) -> Request:

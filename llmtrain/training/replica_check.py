@@ -217,12 +217,12 @@ class ReplicaCheck(Part):
 
     def __init__(self, launch: Launch) -> None:
         self._launch, setup = launch, launch.setup
-        run, exact = setup.run, setup.resolved.deepspeed
-        self._every, self._command = run.fault.check_every, same_command(run)
+        config, exact = setup.run.config, setup.run.deepspeed
+        self._every, self._command = config.fault.check_every, same_command(config)
         self._engine, self._ranks, self._tracker = setup.engine, setup.ranks, launch.tracker
-        self._degrees = setup.resolved.degrees
+        self._degrees = setup.run.mix.degrees
         self._replicas = Replicas(self._engine, self._ranks)
-        settings = json.dumps({"run": asdict(run), "json": exact}, sort_keys=True)
+        settings = json.dumps({"run": asdict(config), "json": exact}, sort_keys=True)
         configuration = hashlib.sha256(settings.encode()).hexdigest()[:16]
         data = " ".join(dict.fromkeys(each.fingerprint for each in setup.course.data))
         self._constant = {"data fingerprint": data, "configuration": configuration}

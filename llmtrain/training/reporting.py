@@ -42,21 +42,21 @@ class Evaluation(Part):
 
     def __init__(self, launch: Launch) -> None:
         """Raises DataError, on all ranks: no tokenizer has the bytes of its tokens."""
-        setup, run = launch.setup, launch.setup.run
+        setup, config = launch.setup, launch.setup.run.config
         self._setup, self._tracker, self._speed, self._ema = setup, launch.tracker, launch.speed, None
-        if run.ema.decay is not None:  # its means are measured on the validation sequences, too
+        if config.ema.decay is not None:  # its means are measured on the validation sequences, too
             from llmtrain.training.ema import Ema
 
             self._ema = launch.part(Ema)
         self._stages = [
-            Measured("eval", data, run.train.eval_sequences, stage.batch.micro_batch)
+            Measured("eval", data, config.train.eval_sequences, stage.batch.micro_batch)
             for data, stage in zip(setup.course.data, setup.course.stages, strict=True)
         ]
-        self._measured = self._stages[:1] if run.train.eval else []
+        self._measured = self._stages[:1] if config.train.eval else []
         """The first is the data of the stage that was trained last."""
         for name, data in setup.sets.items():
-            sequences = run.eval.sequences.get(name, run.train.eval_sequences)
-            self._measured.append(Measured(f"eval/{name}", data, sequences, setup.resolved.batch.micro_batch))
+            sequences = config.eval.sequences.get(name, config.train.eval_sequences)
+            self._measured.append(Measured(f"eval/{name}", data, sequences, setup.run.batch.micro_batch))
         self._lengths: np.ndarray | None = None
         """Bytes of each token, where likelihoods are measured."""
         self._bytes: dict[int, int] = {}
@@ -67,12 +67,12 @@ class Evaluation(Part):
                 for each in self._measured:
                     self._count_bytes(each)
         self._best: BestSteps | None = None
-        if (best := Best.chosen(run.checkpoint.keep_best)) is not None:
+        if (best := Best.chosen(config.checkpoint.keep_best)) is not None:
             kept = setup.ranks.first(lambda: best_of(launch.checkpoints.path, best))
             steps = {step_of(path) or 0: figure for path, figure in kept.items()}
             now = launch.start.position.step  # later checkpoints are of the training that this launch does again
             self._best = BestSteps(best, ((step, figure) for step, figure in steps.items() if step <= now))
-        self._patience = None if run.train.stop_early.metric is None else Patience(run.train.stop_early)
+        self._patience = None if config.train.stop_early.metric is None else Patience(config.train.stop_early)
         self._metrics, self._began = launch.folder.path / "metrics.jsonl", launch.start.position.step
         self._last: tuple[int, dict[str, float]] | None = None
         """Step and figures of this launch's last evaluation."""
@@ -106,7 +106,7 @@ class Evaluation(Part):
     def is_due(self, done: Done) -> bool:
         """True if an evaluation follows the step; after the last step the caller evaluates."""
         setup = self._setup
-        every = setup.run.train.eval_every
+        every = setup.run.config.train.eval_every
         wanted = bool(self._measured or setup.choices or setup.prompts)
         return wanted and (done.complete if done.last else is_due(every, done.steps))
 
@@ -121,7 +121,7 @@ class Evaluation(Part):
         setup = self._setup
         if self._last is not None and self._last[0] == position.step:
             return self._last[1]
-        if setup.run.train.eval:
+        if setup.run.config.train.eval:
             self._measured[0] = self._stages[setup.course.done(position.step).stage]
         with heart.during("evaluate"):
             self._sample(position.step)
@@ -129,10 +129,10 @@ class Evaluation(Part):
             for name, choices in setup.choices.items():
                 figures = choices.figures(choice_log_probs(setup, choices))
                 row |= {f"eval/{name}/{figure}": value for figure, value in figures.items()}
-            if self._ema is not None and setup.run.train.eval:
+            if self._ema is not None and setup.run.config.train.eval:
                 with self._ema.in_place():
                     row |= {key.replace("eval/", "eval/ema/", 1): value for key, value in self._figures(0).items()}
-        if mean := setup.run.eval.mean:
+        if mean := setup.run.config.eval.mean:
             weighted = sum(weight * row[f"eval/{name}/loss"] for name, weight in mean.items())
             row["eval/mean/loss"] = weighted / sum(mean.values())
         if row and not self._is_there(position.step, row):
@@ -180,7 +180,7 @@ class Evaluation(Part):
 
     def _figures(self, index: int) -> dict[str, float]:
         measured, engine = self._measured[index], self._setup.engine
-        objective = with_metrics(self._setup.objective, self._setup.run.metrics)
+        objective = with_metrics(self._setup.objective, self._setup.run.config.metrics)
         if isinstance(objective, LooksAhead):
             objective.look(list(evaluation_batches(self._setup, measured)), engine.evaluate)
         figures, weight = engine.evaluate(evaluation_batches(self._setup, measured), objective)
@@ -271,7 +271,7 @@ def evaluation_batches(setup: Setup, measured: Measured) -> Iterator[MicroBatch]
         sequences=measured.sequences,
         micro_batch=measured.micro_batch,
         rank=setup.mesh.place.data,
-        data_parallel=setup.resolved.batch.data_parallel,
+        data_parallel=setup.run.batch.data_parallel,
         pin_memory=setup.ranks.device.type == "cuda",
     )
 
@@ -280,7 +280,7 @@ def choice_log_probs(setup: Setup, choices: ChoiceSet) -> np.ndarray:
     """fp32 [rows]: log-probability of each choice in nats, the same on all ranks. All ranks call it together."""
     from llmtrain.engine.losses.answers import LogProbs  # most runs measure texts alone
 
-    batch, collect = setup.resolved.batch, LogProbs()
+    batch, collect = setup.run.batch, LogProbs()
     dealt = (batch.micro_batch * batch.sequence_length, setup.mesh.place.data, batch.data_parallel)
     for micros in choices.batches(*dealt, pin_memory=setup.ranks.device.type == "cuda"):
         setup.engine.evaluate(micros, collect)
@@ -297,7 +297,7 @@ class Logging(Part):
         # another thread with the step's.
         beside, ranks = any(part.communicates_beside for part in launch.parts), setup.ranks
         self._counts_comm = ranks.world_size > 1 and ranks.device.type == "cpu" and not beside
-        planned = stored(setup.resolved, on_gpu=ranks.device.type == "cuda")
+        planned = stored(setup.run, on_gpu=ranks.device.type == "cuda")
         if planned is not None and planned.step_s:
             launch.tracker.event("planned", step_s=planned.step_s)
 
@@ -306,7 +306,7 @@ class Logging(Part):
         if self._setup.course.stages[done.batch.stage].first_step == done.position.step - 1:
             self._speed.flops = flops_of(self._setup, done.batch.stage)
         self._speed.step(tokens=done.batch.tokens, data_wait_s=done.data_wait_s, comm=comm)
-        if done.last or is_due(self._setup.run.train.log_every, done.steps):
+        if done.last or is_due(self._setup.run.config.train.log_every, done.steps):
             self._log(done)
 
     def _log(self, done: Done) -> None:
@@ -314,14 +314,14 @@ class Logging(Part):
         norm, routing = done.update.grad_norm, self._launch.session.routing()
         read, data = done.batch.first_index + done.batch.sequences, self._setup.course.data[done.batch.stage]
         epoch = read / data.sequences_per_epoch
-        if self._setup.resolved.max_steps is None and epoch > USEFUL_EPOCHS and self._setup.ranks.rank == 0:
+        if self._setup.run.max_steps is None and epoch > USEFUL_EPOCHS and self._setup.ranks.rank == 0:
             log.warn_once(f"the run goes over its data for the {int(epoch) + 1}th time: {LITTLE_NEW}")
         row = {
             "step": done.position.step,
             "tokens": done.position.tokens,
             "epoch": round(epoch, 6),
             **self._launch.session.figures(done),
-            "lr": self._setup.resolved.optim.lr * done.lr_factor,
+            "lr": self._setup.run.config.optim.lr * done.lr_factor,
             "grad_norm": None if norm is None else float(norm),
             **({} if scale is None else {"loss_scale": scale}),
             **({} if routing is None else routing_metrics(routing.aux_loss, routing.tokens_LE)),
@@ -335,11 +335,11 @@ class Logging(Part):
 
 def flops_of(setup: Setup, stage: int) -> TokenFlops:
     """FLOPs per token in sequences of that stage's length."""
-    return setup.spec.facts.flops(setup.resolved.stages[stage].batch.sequence_length)
+    return setup.spec.facts.flops(setup.run.stages[stage].batch.sequence_length)
 
 
 def throughput_of(setup: Setup, step: int = 0) -> Throughput:
     """`step`: the step to continue from."""
-    flops = flops_of(setup, setup.resolved.stages.number(step))
-    peak = peak_flops(device_name(setup.ranks.device), setup.resolved.precision)
+    flops = flops_of(setup, setup.run.stages.number(step))
+    peak = peak_flops(device_name(setup.ranks.device), setup.run.mix.precision)
     return Throughput(flops=flops, devices=setup.ranks.world_size, peak=peak)

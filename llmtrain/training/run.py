@@ -25,7 +25,7 @@ from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_chec
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.planned import refuse_without_room, stored
 from llmtrain.config.plugins import hashes, place_of
-from llmtrain.config.run import ResolvedRun, autos, same_command
+from llmtrain.config.run import Run, autos, same_command
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.engine.deepspeed.process_group import join_process_group
@@ -58,47 +58,47 @@ _COLLECTED_EVERY = 20
 
 def train(checked: Checked) -> int:
     """Run one launch on this rank. Returns the exit code; raises UserError, AgreedError on all ranks."""
-    resolved, run = checked.resolved, checked.resolved.run
+    run, config = checked.run, checked.run.config
     # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     count_collectives(torch)
-    if run.train.deterministic:
+    if config.train.deterministic:
         use_deterministic_kernels()
     heart.phase("rendezvous")
     ranks = join_process_group(
-        run.fault.timeout_s,
-        start_timeout_s=run.fault.start_timeout_s,
+        config.fault.timeout_s,
+        start_timeout_s=config.fault.start_timeout_s,
         settings={
-            **asdict(run),
-            "json": resolved.deepspeed,
-            "bf16_optimizer_states": resolved.mix.bf16_moments,
+            **asdict(config),
+            "json": run.deepspeed,
+            "bf16_optimizer_states": run.mix.bf16_moments,
             "plugin": hashes(),
             "configuration of the model": checked.spec.config.to_dict(),  # each host reads its own file
         },
     )
     introduce(ranks)
-    if autos(run):
+    if autos(config):
         from llmtrain.training.memory import decided
 
         checked = decided(checked, ranks)
-        resolved, run = checked.resolved, checked.resolved.run
-    if run.train.memory_margin is not None:
+        run, config = checked.run, checked.run.config
+    if config.train.memory_margin is not None:
         least = min(ranks.gather(memory_of(ranks.device)))
         with ranks.together():
             if ranks.rank == 0:  # the plan is in the cache of one host
-                refuse_without_room(resolved, least, on_gpu=ranks.device.type == "cuda")
-    _describe(resolved, ranks)
+                refuse_without_room(run, least, on_gpu=ranks.device.type == "cuda")
+    _describe(run, ranks)
     heart.phase("model")
-    folder = RunDirectory(resolved.run_dir, run.checkpoint.dir)
+    folder = RunDirectory(run.run_dir, config.checkpoint.dir)
     with contextlib.ExitStack() as stack:
         stack.push(_leave)
         try:
-            requests = stack.enter_context(StopRequests(run.fault.preempt_file))
+            requests = stack.enter_context(StopRequests(config.fault.preempt_file))
             with ranks.together():
                 if ranks.rank == 0:
                     stack.enter_context(folder)
-            checkpoints = stack.enter_context(open_checkpoints(folder, run, ranks))
-            if run.train.eval:
+            checkpoints = stack.enter_context(open_checkpoints(folder, config, ranks))
+            if config.train.eval:
                 with ranks.together():
                     for data in (checked.data, *checked.later):
                         check_validation(data)  # now, not after days of training
@@ -107,23 +107,23 @@ def train(checked: Checked) -> int:
             with contextlib.suppress(RuntimeError, MemoryError):  # the device, or the host, may answer nothing more
                 from llmtrain.training.out_of_memory import explain
 
-                if words := explain(error, resolved, ranks.device):
+                if words := explain(error, run, ranks.device):
                     print(f"rank {ranks.rank}: {words}", file=sys.stderr, flush=True)  # whichever rank it is
             watch.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
     return 0
 
 
-def _describe(resolved: ResolvedRun, ranks: Ranks) -> None:
+def _describe(run: Run, ranks: Ranks) -> None:
     """Give the agent the facts about the run, before memory is taken."""
-    tracking, mix, words = resolved.run.tracking, resolved.mix, dict[str, str]()
-    if planned := stored(resolved, on_gpu=ranks.device.type == "cuda"):
+    tracking, mix, words = run.config.tracking, run.mix, dict[str, str]()
+    if planned := stored(run, on_gpu=ranks.device.type == "cuda"):
         from llmtrain.training.out_of_memory import told
 
         words = {phase: told(planned, phase) for phase in planned.phases}
     watch.describe(
         tracking={"wandb": tracking.wandb, "project": tracking.project, "entity": tracking.entity},
-        again=same_command(resolved.run).capitalize(),
+        again=same_command(run.config).capitalize(),
         zero_stage=mix.zero_stage,
         alike=mix.degrees.pipeline == 1,
         planned=words,
@@ -163,10 +163,10 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
                 position, ended, began = start.position, False, False
             reason, asked = (None, False) if ended else _reason(launch)
             last_words = _conclude(launch, position, reason, began=began)
-            if setup.run.parts:
+            if setup.run.config.parts:
                 from llmtrain.training.plugin_parts import close_all
 
-                close_all(parts, ranks, setup.run)
+                close_all(parts, ranks, setup.run.config)
             if ranks.rank == 0:
                 said = "complete" if ended else "stopped" if asked else "ended"
                 messages.emit("end", status=said, code=0, reason=reason)
@@ -181,35 +181,35 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
 
 
 def _of_few_runs(launch: Launch) -> Iterator[Part]:
-    run = launch.setup.run
-    if run.adapter.r is not None:
+    config = launch.setup.run.config
+    if config.adapter.r is not None:
         from llmtrain.training.adapter_check import AdapterCheck
 
         yield AdapterCheck(launch)
 
 
 def _before_plugins(launch: Launch) -> Iterator[Part]:
-    setup, run = launch.setup, launch.setup.run
-    if run.train.balance != "equal" and setup.resolved.batch.data_parallel > 1:
+    setup, config = launch.setup, launch.setup.run.config
+    if config.train.balance != "equal" and setup.run.batch.data_parallel > 1:
         from llmtrain.training.load_balance import LoadBalance
 
         yield LoadBalance(launch)
-    if run.ema.decay is not None:
+    if config.ema.decay is not None:
         from llmtrain.training.ema import Ema
 
         yield Ema(setup)
 
 
 def _recheck(launch: Launch) -> Iterator[Part]:
-    setup, run = launch.setup, launch.setup.run
-    if run.fault.recheck_every > 0 and setup.resolved.degrees.data > 1:
+    setup, config = launch.setup, launch.setup.run.config
+    if config.fault.recheck_every > 0 and setup.run.mix.degrees.data > 1:
         from llmtrain.training.recheck import Recheck
 
         yield Recheck(launch)
 
 
 def _at_last(launch: Launch) -> Iterator[Part]:
-    if launch.setup.run.profile.steps is not None:
+    if launch.setup.run.config.profile.steps is not None:
         from llmtrain.training.profile import Profile
 
         yield Profile(launch)
@@ -220,7 +220,7 @@ def _at_last(launch: Launch) -> Iterator[Part]:
 
 
 def _plugins(launch: Launch) -> Iterable[Part]:
-    if not launch.setup.run.parts:
+    if not launch.setup.run.config.parts:
         return ()
     from llmtrain.training.plugin_parts import guarded
 
@@ -264,7 +264,11 @@ def _parts(launch: Launch) -> Iterator[Part]:
     for entry in ORDER:
         if isinstance(entry, str):
             feature = features().get(entry)
-            if feature is not None and feature.asked(launch.setup.run) and (part := feature.part(launch)) is not None:
+            if (
+                feature is not None
+                and feature.asked(launch.setup.run.config)
+                and (part := feature.part(launch)) is not None
+            ):
                 yield part
         else:
             made = entry(launch)
@@ -277,7 +281,7 @@ def train_steps(launch: Launch) -> tuple[Position, bool]:
     Returns: (counters of the run, False if it was asked to stop).
     """
     session, loader, parts, position = launch.session, launch.loader, launch.parts, launch.start.position
-    limit = launch.setup.resolved.max_steps
+    limit = launch.setup.run.max_steps
 
     def complete() -> bool:
         return (limit is not None and position.step >= limit) or any(part.ended for part in parts)
@@ -343,16 +347,16 @@ def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any
 def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict[str, Any]) -> Tracker:
     return Tracker(
         folder.path,
-        tracking=setup.run.tracking,
+        tracking=setup.run.config.tracking,
         run_id=start.run_id,
-        config={"run": asdict(setup.run), "deepspeed": setup.resolved.deepspeed, "environment": environment}
+        config={"run": asdict(setup.run.config), "deepspeed": setup.run.deepspeed, "environment": environment}
         | {"parameters": setup.spec.facts.parameters},
-        total_steps=setup.resolved.max_steps,
+        total_steps=setup.run.max_steps,
         enabled=setup.ranks.rank == 0,
         start_step=start.position.step,
-        trackers=setup.run.trackers,
+        trackers=setup.run.config.trackers,
         where=place_of,
-        norm=norm_of(setup.resolved.optim.name, zero=setup.resolved.zero_stage > 0),
+        norm=norm_of(setup.run.config.optim.name, zero=setup.run.mix.zero_stage > 0),
         show=messages.show_progress(),
     )
 
@@ -381,10 +385,10 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
         evaluation.evaluate(position)
     with heart.during("save"):
         if began:
-            launch.part(Saving).last(position, complete=complete, exports=complete and setup.run.train.export)
+            launch.part(Saving).last(position, complete=complete, exports=complete and setup.run.config.train.export)
     validation_loss = evaluation.evaluate(position).get("eval/loss") if complete else None
     failure = None
-    if setup.run.parts:
+    if setup.run.config.parts:
         from llmtrain.training.plugin_parts import first_failure
 
         failure = first_failure(launch.parts, setup.ranks)
@@ -398,14 +402,14 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
         if complete:
             heart.phase("export")
             device = setup.ranks.device
-            if planned := stored(setup.resolved, on_gpu=device.type == "cuda"):
+            if planned := stored(setup.run, on_gpu=device.type == "cuda"):
                 measured, whose = units.size(max_memory_gib(device) * units.GIB), "tensors"
                 whose = whose if device.type == "cuda" else "the process with its code"
                 log.info(f"memory: planned {units.size(planned.of_rank_0)} of tensors, measured {measured} of {whose}")
             data = setup.course.done(position.step).data
-            last_words = finish(setup.run, folder, data, tracker, validation_loss, setup.ranks.device)
+            last_words = finish(setup.run.config, folder, data, tracker, validation_loss, setup.ranks.device)
         else:
-            last_words = stopped(setup.run, launch.checkpoints.path if began else None, position.step, reason)
+            last_words = stopped(setup.run.config, launch.checkpoints.path if began else None, position.step, reason)
     return last_words
 
 
@@ -423,8 +427,8 @@ def _write_files(setup: Setup, folder: RunDirectory) -> dict[str, Any]:
 
                 environment["attention"] = f"varlen, {varlen.kernel}"
             try:
-                (folder.path / "config.yaml").write_text(dump(setup.run))
-                (folder.path / "deepspeed.json").write_text(json.dumps(setup.resolved.deepspeed, indent=2) + "\n")
+                (folder.path / "config.yaml").write_text(dump(setup.run.config))
+                (folder.path / "deepspeed.json").write_text(json.dumps(setup.run.deepspeed, indent=2) + "\n")
                 write_environment(folder.path, environment)
             except OSError as error:
                 why = f"cannot be written: {error.strerror}. Make room, or give another folder."
@@ -433,13 +437,13 @@ def _write_files(setup: Setup, folder: RunDirectory) -> dict[str, Any]:
 
 
 def _announce(launch: Launch) -> None:
-    setup, start, resolved = launch.setup, launch.start, launch.setup.resolved
-    run, batch, mix, sizes = resolved.run, resolved.batch, resolved.mix, setup.spec.facts
-    lines = [*resolved.notes, *setup.engine.module.notes, *start.lines]
-    named = {"parts": run.parts, "metrics": run.metrics, "trackers": run.trackers}
+    setup, start, run = launch.setup, launch.start, launch.setup.run
+    config, batch, mix, sizes = run.config, run.batch, run.mix, setup.spec.facts
+    lines = [*run.notes, *setup.engine.module.notes, *start.lines]
+    named = {"parts": config.parts, "metrics": config.metrics, "trackers": config.trackers}
     lines += [f"{section}: {', '.join(names)}" for section, names in named.items() if names]
-    if resolved.max_steps is not None and start.position.step >= resolved.max_steps:
-        lines.append(f"max_steps {resolved.max_steps} is reached, nothing to do: raise it to train on")
+    if run.max_steps is not None and start.position.step >= run.max_steps:
+        lines.append(f"max_steps {run.max_steps} is reached, nothing to do: raise it to train on")
     frozen = f" ({units.count(sizes.trained)} trained)" if sizes.trained < sizes.parameters else ""
     by_auto = ' (by the JSON\'s "auto")' if any(FP32_BY_AUTO in line for line in lines) else ""
     log.info(

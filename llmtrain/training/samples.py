@@ -21,9 +21,9 @@ _ROUND = 16
 
 def continuations(setup: Setup, prompts: Prompts) -> list[str]:
     """Return the text after each prompt. All ranks call it together, with the same prompts; each continues some."""
-    batch, shared = setup.resolved.batch, _ROUND * setup.resolved.degrees.sequence
+    batch, shared = setup.run.batch, _ROUND * setup.run.mix.degrees.sequence
     longest = max(map(len, prompts.ids)) + prompts.tokens
-    length = min(-(-longest // shared) * shared, setup.run.data.sequence_length)
+    length = min(-(-longest // shared) * shared, setup.run.config.data.sequence_length)
     new: list[list[int]] = [[] for _ in prompts.ids]
     going = set(range(len(new)))
     for _ in range(prompts.tokens):
@@ -36,7 +36,7 @@ def continuations(setup: Setup, prompts: Prompts) -> list[str]:
             inputs[: len(ids)] = ids
             labels = np.full(length, IGNORED, dtype=np.int64)
             labels[len(ids) - 1] = 0
-            return Window(inputs, labels, np.arange(length) if setup.run.data.isolate_documents else None)
+            return Window(inputs, labels, np.arange(length) if setup.run.config.data.isolate_documents else None)
 
         dealt = (batch.micro_batch, setup.mesh.place.data, batch.data_parallel, setup.ranks.device.type == "cuda")
         with compiler.uncompiled():

@@ -32,19 +32,19 @@ class Saving(Part):
     def __init__(self, launch: Launch) -> None:
         """Raises AgreedError: the ranks' pieces do not cover each tensor once."""
         setup, folder, start, parts = launch.setup, launch.checkpoints, launch.start, launch.parts
-        self._setup, self._settings, self._ranks = setup, setup.run.checkpoint, setup.ranks
+        self._setup, self._settings, self._ranks = setup, setup.run.config.checkpoint, setup.ranks
         self._folder, self._tracker, self._speed, self._requests = folder, launch.tracker, launch.speed, launch.requests
         self._start, self._parts, self._evaluation = start, parts, launch.part(Evaluation)
         self._record = launch.part(Record)
         self._best = Best.chosen(self._settings.keep_best)
-        self._command = same_command(setup.run)
+        self._command = same_command(setup.run.config)
 
         def more() -> list[StateTensor]:
             return [tensor for part in parts for tensor in part.state()]
 
-        self._saver = Saver(setup.engine, folder, self._settings, setup.resolved.mix, self._ranks, start.frozen, more)
+        self._saver = Saver(setup.engine, folder, self._settings, setup.run.mix, self._ranks, start.frozen, more)
         self._saved_step = start.saved_step
-        self._max_failed, self._failed_in_a_row = setup.run.fault.max_failed_saves, 0
+        self._max_failed, self._failed_in_a_row = setup.run.config.fault.max_failed_saves, 0
         self._began_s, self._signalled = time.monotonic(), False
         self._mirror: Mirror | None = None
         self._saver.check_shares()  # now: a form that has its shards wrong must not train until its first save
@@ -167,7 +167,9 @@ class Saving(Part):
         self._save_last(position)
         if self._settings.mirror is not None:
             mirror = self._mirror
-            idle_s = 0.5 * self._setup.run.fault.longest_s  # the end of the mirror's process is no end of the run
+            idle_s = (
+                0.5 * self._setup.run.config.fault.longest_s
+            )  # the end of the mirror's process is no end of the run
             finish = (lambda: None) if mirror is None else partial(mirror.finish, complete=complete, idle_s=idle_s)
             self._ranks.at_length(finish)
         if exports and self._folder.split:  # each host has its own ranks' files

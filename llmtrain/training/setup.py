@@ -21,7 +21,7 @@ from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.config.plugins import is_of_plugin
 from llmtrain.config.problems import Problems
 from llmtrain.config.rules import check_masks
-from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig
+from llmtrain.config.run import ModelConfig, Run, RunConfig
 from llmtrain.config.topology import Mix
 from llmtrain.data.manifest import NEW_COLUMN
 from llmtrain.data.stream.loader import Course, TrainLoader
@@ -66,22 +66,22 @@ class Setup:
 
     def __init__(self, checked: Checked, ranks: Ranks) -> None:
         """Raises UserError, on all ranks."""
-        self.run, self.data, self.sets, self.ranks = checked.resolved.run, checked.data, checked.sets, ranks
+        self.data, self.sets, self.ranks = checked.data, checked.sets, ranks
         with ranks.together():
-            self.spec, notes = with_attention(checked.resolved, checked.spec, ranks.device)
-        self.resolved = replace(checked.resolved, notes=(*checked.resolved.notes, *notes))
-        self.course = Course(self.resolved.stages, (checked.data, *checked.later))
+            self.spec, notes = with_attention(checked.run, checked.spec, ranks.device)
+        self.run = replace(checked.run, notes=(*checked.run.notes, *notes))
+        self.course = Course(self.run.stages, (checked.data, *checked.later))
         """Data and batch for each step."""
         self.choices, self.prompts = checked.choices, checked.prompts
-        self.mesh = mesh_of(self.resolved.degrees)
+        self.mesh = mesh_of(self.run.mix.degrees)
         self.references = checked.references
         """Distinct hashes of the reference's weights: the columns' model, or, with an online reference, of the modules
         that train in full next to the adapter."""
         with ranks.together():
-            reads_column = self.run.objective.top_k is not None
-            student, precision = self.spec.model, self.resolved.precision
+            reads_column = self.run.config.objective.top_k is not None
+            student, precision = self.spec.model, self.run.mix.precision
             teacher = None if reads_column else self._teacher(student, precision)
-            self.objective = loss_of(self.run.objective, teacher)
+            self.objective = loss_of(self.run.config.objective, teacher)
         self.teacher = self._hash_of_teacher(checked.teachers)
         """Hash of the teacher's weights; None: the objective has no teacher."""
         self.teacher_config = checked.teacher_config
@@ -96,8 +96,8 @@ class Setup:
 
     def _check_device(self) -> None:
         """Raises ConfigError: this device cannot compute the run."""
-        run = self.run
-        check_device(self.resolved.precision, self.spec.model.attention, run.model.fp8, run.deepspeed)
+        config = self.run.config
+        check_device(self.run.mix.precision, self.spec.model.attention, config.model.fp8, config.deepspeed)
 
     def _load_teacher(self, model: ModelConfig, precision: str, language: Callable[..., LanguageModel]) -> Teacher:
         from llmtrain.models.teacher import load_teacher
@@ -105,18 +105,18 @@ class Setup:
         return load_teacher(model, precision, self.ranks.device, language)
 
     def _hash_of_teacher(self, columns: list[str]) -> str | None:
-        return taught_by(self.run, columns, self.ranks)
+        return taught_by(self.run.config, columns, self.ranks)
 
     def _hash_of_reference(self, source: ParameterSource) -> None:
         self.references = [weights_hash(source_checksums(source, self.spec.saved, self.ranks))]
 
     def _start_engine(self) -> Engine:
-        return start_engine(self.resolved, self.spec, self.ranks, self.mesh)
+        return start_engine(self.run, self.spec, self.ranks, self.mesh)
 
     def _teacher(self, student: ModelConfig, precision: str) -> Teacher | None:
         """Load the teacher on ranks that compute a loss: a pipeline's last stages, or all. Raises ModelError, on this
         rank alone."""
-        objective, mesh = self.run.objective, self.mesh
+        objective, mesh = self.run.config.objective, self.mesh
         if objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
             return None
         from llmtrain.models.teacher import teacher_model
@@ -133,7 +133,7 @@ class Setup:
 
         Raises: AgreedError.
         """
-        if self.run.objective.reference != "online":
+        if self.run.config.objective.reference != "online":
             return
         self._base = base_of(self.engine, self.spec, source)
         self.objective = self._with_reference(self.objective)
@@ -141,7 +141,7 @@ class Setup:
             self._hash_of_reference(source)
 
     def _with_reference(self, objective: LossFunction) -> LossFunction:
-        return with_reference(objective, self.run.objective, self._base)
+        return with_reference(objective, self.run.config.objective, self._base)
 
     def write(self, source: ParameterSource) -> dict[str, int]:
         return write_weights(self.engine, source, self.ranks)
@@ -153,10 +153,10 @@ class Setup:
         """
         checksums = self.write(source)
         self.began_with = weights_hash(reference_checksums(self.spec, checksums))
-        if self.run.objective.reference == "column" and set(self.references or []) != {self.began_with}:
+        if self.run.config.objective.reference == "column" and set(self.references or []) != {self.began_with}:
             raise AgreedError(
-                f"objective.name {self.run.objective.name}: the log-probabilities of the reference in the data are of "
-                f"other weights than model.pretrained = {self.run.model.pretrained!r} has; {NEW_COLUMN}",
+                f"objective.name {self.run.config.objective.name}: the log-probabilities of the reference in the data are of "
+                f"other weights than model.pretrained = {self.run.config.model.pretrained!r} has; {NEW_COLUMN}",
                 DataError.exit_code,
             )
         return checksums
@@ -164,27 +164,27 @@ class Setup:
     def prove(self) -> None:
         """Prove on a few tokens that the loss equals the loss of the model's own logits; in a new run also prove
         figures that are known without training. Raises AgreedError."""
-        if is_of_plugin(self.run.objective):
+        if is_of_plugin(self.run.config.objective):
             from llmtrain.training.proofs import prove_alike
 
-            prove_alike(self.run.objective, self.ranks)
+            prove_alike(self.run.config.objective, self.ranks)
         row = torch.from_numpy(self.data.sequence(0)[0])
-        prove_loss(self.engine, row, self.ranks, shared_by=self.resolved.degrees.sequence,
-                   isolate_documents=self.run.data.isolate_documents)  # fmt: skip
+        prove_loss(self.engine, row, self.ranks, shared_by=self.run.mix.degrees.sequence,
+                   isolate_documents=self.run.config.data.isolate_documents)  # fmt: skip
         of_tokens = isinstance(self.objective, NextTokenLoss)
-        if self.began_with is None or (of_tokens and self.run.adapter.r is None):
+        if self.began_with is None or (of_tokens and self.run.config.adapter.r is None):
             return
         from llmtrain.training.proofs import prove_start
 
         for stage, data in in_stages(self.course.stages, self.course.data):
-            prove_start(self.engine, self.resolved, self.objective, self._with_reference, (stage, data),
+            prove_start(self.engine, self.run, self.objective, self._with_reference, (stage, data),
                         self.mesh.place, self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
 
     def session(self, step: int = 0) -> Session:
         """`step`: optimizer steps done before, skipped ones included."""
-        in_training = {name: metric for name, metric in self.run.metrics.items() if metric.in_training}
-        rate = partial(rate_of, self.resolved.stages, max_steps=self.resolved.max_steps)
-        return Session(self.engine, self.ranks, self.resolved.degrees, rate, seed=self.run.train.seed,
+        in_training = {name: metric for name, metric in self.run.config.metrics.items() if metric.in_training}
+        rate = partial(rate_of, self.run.stages, max_steps=self.run.max_steps)
+        return Session(self.engine, self.ranks, self.run.mix.degrees, rate, seed=self.run.config.train.seed,
                        objective=with_metrics(self.objective, in_training), step=step)  # fmt: skip
 
     def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None, *, step: int = 0) -> TrainLoader:
@@ -194,93 +194,95 @@ class Setup:
                            sequences=sequences, step=step)  # fmt: skip
 
 
-def with_attention(resolved: ResolvedRun, spec: ModelSpec, device: torch.device) -> tuple[ModelSpec, list[str]]:
+def with_attention(run: Run, spec: ModelSpec, device: torch.device) -> tuple[ModelSpec, list[str]]:
     """Choose the attention for model.attention auto. Returns the model and a note on isolated documents, which need a
     mask over all pairs of tokens in sdpa. Raises ConfigError: a mask is too large."""
-    run, asked = resolved.run, resolved.run.model.attention
-    if not run.data.isolate_documents or asked not in ("auto", "sdpa"):
+    config, asked = run.config, run.config.model.attention
+    if not config.data.isolate_documents or asked not in ("auto", "sdpa"):
         return spec, []
-    masked, problems = replace(run, model=replace(run.model, attention="sdpa")), Problems(resolved.places)
-    check_masks(masked, resolved.mix, resolved.stages, problems)
-    reason, degrees = "", resolved.degrees
+    masked, problems = replace(config, model=replace(config.model, attention="sdpa")), Problems(run.places)
+    check_masks(masked, run.mix, run.stages, problems)
+    reason, degrees = "", run.mix.degrees
     if degrees.pipeline * degrees.sequence > 1:
         reason = "varlen needs whole rows and all layers in each rank"
     elif device.type != "cuda" and not problems:
         reason = "varlen is for GPUs"
-    elif device.type == "cuda" and resolved.precision == "fp32":
+    elif device.type == "cuda" and run.mix.precision == "fp32":
         reason = "varlen's kernel computes in bf16 and fp16"
     if asked == "sdpa":
         slow = "with data.isolate_documents sdpa computes all pairs of a row's tokens, under a mask"
         return spec, [] if reason else [f"model.attention sdpa: {slow}; auto takes varlen, which does not, if it can"]
     chosen = spec
     if not reason:
-        chosen = ModelSpec.of(replace(run.model, attention="varlen"), run.adapter, scores=spec.scores)
+        chosen = ModelSpec.of(replace(config.model, attention="varlen"), config.adapter, scores=spec.scores)
         reason = why_not_varlen(chosen)
-    if not reason and run.objective.teacher is not None:
+    if not reason and config.objective.teacher is not None:
         from llmtrain.models.teacher import teacher_model
 
-        reason = why_not_varlen(ModelSpec.of(teacher_model(run.objective, chosen.model)))
+        reason = why_not_varlen(ModelSpec.of(teacher_model(config.objective, chosen.model)))
     if reason:
         problems.raise_if_any()
         return spec, [f"model.attention auto: sdpa, as {reason}"]
     return chosen, ["model.attention auto: varlen, which computes within documents and needs no mask"]
 
 
-def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
+def start_engine(run: Run, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
     """Make the engine of a run; its parameters have no values yet.
 
     Raises: UserError, on all ranks.
     """
-    if resolved.degrees.tensor > 1:
+    if run.mix.degrees.tensor > 1:
         from llmtrain.training.proofs import prove_sharding
 
-        prove_sharding(spec, resolved.degrees.tensor, ranks)
+        prove_sharding(spec, run.mix.degrees.tensor, ranks)
     with ranks.together():
-        compiles = _compiles_layers(spec, resolved.mix, ranks, one_shape=resolved.run.train.balance == "equal")
-        run = replace(resolved.run, model=replace(resolved.run.model, compile_layers=compiles))
-        model = build_model(replace(resolved, run=run), spec, ranks.device, mesh)
+        compiles = _compiles_layers(spec, run.mix, ranks, one_shape=run.config.train.balance == "equal")
+        config = replace(run.config, model=replace(run.config.model, compile_layers=compiles))
+        model = build_model(replace(run, config=config), spec, ranks.device, mesh)
     if compiles:
         model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
     if spec.model.attention == VARLEN and ranks.device.type == "cuda":
         from llmtrain.models.varlen import choose_kernel
 
         model.notes.append(choose_kernel(ranks.device))
-    mix = resolved.mix
+    mix = run.mix
     if mix.zero_stage == 3 and mix.degrees.data * mix.degrees.sequence == 1 and not mix.offload_param:
         model.notes.append(
             "ZeRO 3 shares nothing here, as no other rank holds the same, and DeepSpeed waits for the device wherever "
             "a parameter is used: zero_optimization.stage 1 takes no more memory and does not wait"
         )
     own = {}
-    if resolved.optim.has_own_settings:
+    if run.config.optim.has_own_settings:
         from llmtrain.models.own_settings import own_settings
 
-        own = own_settings(spec, resolved.optim)
-    engine = build_engine(model, resolved, own, ranks, mesh)
-    apply_group_timeout(resolved.run.fault.timeout_s)  # to the groups that DeepSpeed has made
+        own = own_settings(spec, run.config.optim)
+    engine = build_engine(model, run, own, ranks, mesh)
+    apply_group_timeout(run.config.fault.timeout_s)  # to the groups that DeepSpeed has made
     progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
     return engine
 
 
-def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:
+def teacher_hash(config: RunConfig, ranks: Ranks) -> str | None:
     """Return the hash of the teacher's weights; None: the run has none. All ranks call it: each reads a part. Raises
     AgreedError."""
-    if run.objective.teacher is None:
+    if config.objective.teacher is None:
         return None
     from llmtrain.models.teacher import teacher_checksums, teacher_model
 
     with ranks.together():
-        mine = teacher_checksums(teacher_model(run.objective, run.model), ranks.rank, ranks.world_size)
+        mine = teacher_checksums(teacher_model(config.objective, config.model), ranks.rank, ranks.world_size)
     return weights_hash({name: value for share in ranks.gather(mine) for name, value in share.items()})
 
 
-def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
+def taught_by(config: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
     """Return the hash of the teacher. `columns`: hashes recorded in the data. All ranks call it. Raises AgreedError:
     they differ."""
-    named = teacher_hash(run, ranks)
+    named = teacher_hash(config, ranks)
     made = {*columns, *([named] if named is not None else [])}
     if len(made) > 1:
-        whose = f"other weights than objective.teacher = {run.objective.teacher!r} has" if named else "several teachers"
+        whose = (
+            f"other weights than objective.teacher = {config.objective.teacher!r} has" if named else "several teachers"
+        )
         raise AgreedError(f"objective.top_k: the likeliest words in the data are of {whose}; {NEW_COLUMN}",
                           DataError.exit_code)  # fmt: skip
     return min(made, default=None)

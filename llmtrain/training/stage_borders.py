@@ -17,7 +17,7 @@ class StageBorders(Part):
     def __init__(self, launch: Launch) -> None:
         setup, self._tracker, self._loader = launch.setup, launch.tracker, launch.loader
         self._course, self._module = setup.course, setup.engine.module
-        self._degrees = asdict(setup.resolved.degrees)
+        self._degrees = asdict(setup.run.mix.degrees)
         self._several = len(self._course.stages) > 1 or self._course.first_number > 0
         self._step = 0
         self._turned = 0

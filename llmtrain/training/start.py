@@ -52,21 +52,21 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
 
     Raises: AgreedError.
     """
-    run, spec, ranks = setup.run, setup.spec, setup.ranks
+    config, spec, ranks = setup.run.config, setup.spec, setup.ranks
     source = None
-    if run.objective.reference == "online":  # the reference reads its first values again, after a resume as well
+    if config.objective.reference == "online":  # the reference reads its first values again, after a resume as well
         with ranks.together():
-            source = spec.initial_weights(run.train.seed, ranks.device)
+            source = spec.initial_weights(config.train.seed, ranks.device)
         setup.refer_to(source)
     trainer = state_of(setup)
-    if run.checkpoint.mirror is not None:
+    if config.checkpoint.mirror is not None:
         from llmtrain.training.mirroring import look  # most runs have none
 
-        look(run, checkpoints, ranks)
+        look(config, checkpoints, ranks)
     with ranks.together():
-        candidates = agreed_candidates(run, folder, checkpoints, ranks)
+        candidates = agreed_candidates(config, folder, checkpoints, ranks)
     if not candidates:
-        source = source or spec.initial_weights(run.train.seed, ranks.device)
+        source = source or spec.initial_weights(config.train.seed, ranks.device)
         checksums = setup.start_from(source)  # a new run: its weights
         frozen = frozen_source(source, spec.frozen, checksums)
         return Start(trainer=trainer, position=Position(), frozen=frozen, saved_step=None, folder=None, kept={},
@@ -74,7 +74,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     from llmtrain.checkpoint.load import resume
 
     with ranks.together():
-        resumed = resume(setup.engine, run, candidates, checkpoints, trainer, ranks)
+        resumed = resume(setup.engine, config, candidates, checkpoints, trainer, ranks)
     frozen = resumed.frozen.only(spec.frozen)
     lines = [*resumed.lines, *_frozen_lines(frozen)]
     trainer = replace(trainer, began_from=resumed.began_from)
@@ -102,12 +102,12 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
 
 def state_of(setup: Setup) -> TrainerState:
     """Return the state before the first step. All ranks call it together."""
-    run, data, mix, course = setup.run, setup.data, setup.resolved.mix, setup.course
+    config, data, mix, course = setup.run.config, setup.data, setup.run.mix, setup.course
     state = TrainerState(
         wandb_id=setup.ranks.first(new_run_id),
         model_config=setup.engine.module.config.to_dict(),
         data_fingerprint=course.done(0).data.fingerprint,
-        optimizer=run.optim.name,
+        optimizer=config.optim.name,
         vocab_size=setup.spec.facts.vocab_size,
         epoch_sequences=course.data[-1].sequences_per_epoch,
         plan=[
@@ -121,9 +121,9 @@ def state_of(setup: Setup) -> TrainerState:
         separator_id=data.separator_id,
         tokenizer_dir=str(data.tokenizer_dir.resolve()),  # to-hf may run anywhere
         tokenizer=data.manifests[0].tokenizer_fingerprint,
-        sampling=_sampling(run.model.folder, data.tokenizer_dir),
-        run=asdict(run),
-        deepspeed=setup.resolved.deepspeed,
+        sampling=_sampling(config.model.folder, data.tokenizer_dir),
+        run=asdict(config),
+        deepspeed=setup.run.deepspeed,
         versions=versions(),
         plugins=hashes(),
         layout={**asdict(mix.degrees), "zero_stage": mix.zero_stage, **mix.moments},
@@ -145,13 +145,13 @@ def _frozen_lines(source: FrozenSource) -> list[str]:
     return [line] if source.parts else []
 
 
-def agreed_candidates(run: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks) -> Candidates:
+def agreed_candidates(config: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks) -> Candidates:
     """Return the leaders' candidates, the same on every rank: on a shared file system, ranks that look alone could see
     different newest checkpoints."""
     mine, refusal = Candidates(paths=[], own=False), None
     if where.leads:
         try:
-            mine = candidates_of(run, folder)
+            mine = candidates_of(config, folder)
         except CheckpointError as error:
             refusal = str(error)
     shares = ranks.gather((mine, refusal))
@@ -166,32 +166,32 @@ def agreed_candidates(run: RunConfig, folder: RunDirectory, where: CheckpointFol
     return Candidates(paths=paths, own=own, incomplete=incomplete)
 
 
-def candidates_of(run: RunConfig, folder: RunDirectory) -> Candidates:
+def candidates_of(config: RunConfig, folder: RunDirectory) -> Candidates:
     """The checkpoints in this rank's view. With a path in `resume`, the run folder's own checkpoints win if they began
     from that path. Raises CheckpointError: they began elsewhere."""
     own = Candidates(paths=complete_checkpoints(folder.checkpoints), own=True)
-    if run.resume == "none":
+    if config.resume == "none":
         folder.refuse_old_checkpoints()
         return Candidates(paths=[], own=True)
-    if run.resume == "auto":
+    if config.resume == "auto":
         return own
-    meant = Path(run.resume).resolve()
-    if meant in (folder.path.resolve(), folder.checkpoints.resolve()) and not run.resume_weights_only and own:
+    meant = Path(config.resume).resolve()
+    if meant in (folder.path.resolve(), folder.checkpoints.resolve()) and not config.resume_weights_only and own:
         return own  # the run's own folder: as auto
     if meant.parent == folder.checkpoints.resolve():
-        if run.resume_weights_only:
+        if config.resume_weights_only:
             raise CheckpointError(
-                f"resume: {run.resume} with resume_weights_only begins a new run, but the checkpoint is in the run "
+                f"resume: {config.resume} with resume_weights_only begins a new run, but the checkpoint is in the run "
                 f"folder {folder.path} itself. Give the new run a train.run_dir of its own."
             )
-        folder.refuse_going_back(run.resume)
-        return Candidates(paths=[Path(run.resume)], own=True)
+        folder.refuse_going_back(config.resume)
+        return Candidates(paths=[Path(config.resume)], own=True)
     if not own:
-        return Candidates(paths=_named(run.resume), own=False)
-    began, meant_origin = _began_from(own.paths) or {}, origin(run)
+        return Candidates(paths=_named(config.resume), own=False)
+    began, meant_origin = _began_from(own.paths) or {}, origin(config)
     if {key: began.get(key) for key in meant_origin} != meant_origin:
         raise CheckpointError(
-            f"resume: {run.resume}, but {folder.path} holds {own.paths[0].name} of a run that did not begin there. Use "
+            f"resume: {config.resume}, but {folder.path} holds {own.paths[0].name} of a run that did not begin there. Use "
             "--resume auto to continue that run, or give the new one a train.run_dir of its own."
         )
     return own

@@ -39,8 +39,8 @@ def plain_adapted(case: Case) -> Any:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatchcase(name.rpartition(".")[0], pattern) for pattern in whole):
             parameter.requires_grad_(True)
-    resolved = resolved_run(case, 1)
-    source = ModelSpec.of(resolved.run.model, resolved.run.adapter).initial_weights(0, torch.device("cpu"))
+    run = resolved_run(case, 1)
+    source = ModelSpec.of(run.config.model, run.config.adapter).initial_weights(0, torch.device("cpu"))
     values = {
         name: source.read(name, 0, math.prod(source.shape(name))).view(source.shape(name)).clone()
         for name in source.order()

@@ -48,13 +48,11 @@ def prove_first(
     from llmtrain.engine.losses.named import loss_of, with_reference
     from llmtrain.training.proofs import prove_start
 
-    resolved = resolved_run(case, ranks.world_size)
-    resolved = replace(resolved, run=replace(resolved.run, objective=config))
+    run = resolved_run(case, ranks.world_size)
+    run = replace(run, config=replace(run.config, objective=config))
     wrap = functools.partial(with_reference, objective=config, base=base)
     objective = wrap(loss_of(config))
-    prove_start(
-        engine, resolved, objective, wrap, (resolved.stages[0], data), engine.mesh.place, ranks, own_teacher=False
-    )
+    prove_start(engine, run, objective, wrap, (run.stages[0], data), engine.mesh.place, ranks, own_teacher=False)
 
 
 def spoil(engine: ZeroEngine) -> None:
@@ -85,7 +83,7 @@ def trained_answers(
     from llmtrain.engine.losses.named import loss_of
 
     engine, ranks = make_engine(case)
-    resolved = resolved_run(case, ranks.world_size)
+    run = resolved_run(case, ranks.world_size)
     if resumes:
         spoil(engine)
         load_checkpoint(engine, CheckpointReader(next(Path(folder).glob("step-*"))), TrainerState(), ranks)
@@ -94,8 +92,8 @@ def trained_answers(
         if step == 2 and folder and not resumes:
             state = {**counted(engine), "step": 2,
                      "tokens": 0,
-                     "model_config": engine.module.config.to_dict(), "run": asdict(resolved.run)}  # fmt: skip
-            save_checkpoint(engine, Path(folder), 2, state, resolved, ranks)
+                     "model_config": engine.module.config.to_dict(), "run": asdict(run.config)}  # fmt: skip
+            save_checkpoint(engine, Path(folder), 2, state, run, ranks)
 
     if not folder:
         prove_first(case, engine, ranks, config, data)

@@ -116,7 +116,7 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, **form["json"]}))
-    run = {
+    words = {
         "deepspeed": "ds.json",
         "data": {"path": "data", "sequence_length": 64},
         "optim": {"name": "adamw", "lr": 1e-3},
@@ -124,10 +124,10 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
         "checkpoint": {"mode": "async"},
         **form["run"],
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    (folder / "run.yaml").write_text(yaml.safe_dump(words))
     os.chdir(folder)
-    resolved = resolve(parse(["run.yaml"], check_paths=False).run, form["ranks"])
-    checked, held = rehearsal.prepared(resolved, on_gpu=True), list[Any]()
+    run = resolve(parse(["run.yaml"], check_paths=False).config, form["ranks"])
+    checked, held = rehearsal.prepared(run, on_gpu=True), list[Any]()
 
     def keep(setup: Any) -> None:
         setup.engine.closes, setup.engine.close = setup.engine.close, lambda: None
@@ -161,7 +161,7 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
                 part._gradients(micros)
         mine = CheckpointFolder(path=folder, leaders=(ranks.rank,) * ranks.world_size, rank=ranks.rank,
                                 hosts=("a host",) * ranks.world_size)  # fmt: skip
-        with Saver(engine, mine, resolved.run.checkpoint, resolved.mix, ranks) as saver:
+        with Saver(engine, mine, run.config.checkpoint, run.mix, ranks) as saver:
             saver.prepare()
             assert saver._copy is not None and saver._copy.problem() is None, "no page-locked copy"
             with patch.object(saver._copy.writer(), "send", lambda job: None):

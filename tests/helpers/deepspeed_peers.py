@@ -40,7 +40,7 @@ def adamw(module: nn.Module, case: Case, *, one_group: bool = False) -> torch.op
 
 
 def set_rate(engine: Any, case: Case, step: int) -> None:
-    schedule = resolved_run(case, 1).run.schedule
+    schedule = resolved_run(case, 1).config.schedule
     for group in engine.optimizer.param_groups:
         group["lr"] = case.lr * schedule.factor(step, case.steps)
 

@@ -227,19 +227,19 @@ def graphs_of(case: dict[str, Any], folder: Path) -> list[Graph]:
         (folder / "ds.json").write_text(json.dumps(tree))
         model = dict(case["model"])
         model["recompute"] = RecomputeConfig(**model.pop("recompute", {}))
-        run = RunConfig(
+        config = RunConfig(
             deepspeed=str(folder / "ds.json"), model=ModelConfig(**model),
             data=DataConfig(path="(none)", sequence_length=case["tokens"]), optim=AdamW(lr=1e-4), schedule=Constant(),
             train=TrainConfig(micro_batch=1, accumulation=1, max_steps=1),
         )  # fmt: skip
-        resolved = resolve(run, 1, "one process")
+        run = resolve(config, 1, "one process")
         torch._dynamo.reset()
         with FakeTensorMode():
-            spec = ModelSpec.of(run.model)
+            spec = ModelSpec.of(config.model)
             for buffer in spec.skeleton.buffers():
                 buffer.constant = None  # type: ignore[attr-defined]  # of small tensors the mode keeps the values, too
             mesh = SimpleNamespace(data_and_sequence=dist.group.WORLD)
-            module: Any = build_model(resolved, spec, torch.device("cuda"), mesh)  # type: ignore[arg-type]
+            module: Any = build_model(run, spec, torch.device("cuda"), mesh)  # type: ignore[arg-type]
             inputs = torch.zeros(1, case["tokens"], dtype=torch.int64, device="cuda")
             summed_loss(module.train(), inputs, inputs).backward()
     finally:

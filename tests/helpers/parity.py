@@ -25,7 +25,7 @@ from llmtrain.config.run import (
     EmaConfig,
     ModelConfig,
     RecomputeConfig,
-    ResolvedRun,
+    Run,
     RunConfig,
     TrainConfig,
 )
@@ -136,7 +136,7 @@ def _small(model: str, attention: str, scores: bool) -> str:
     return json.dumps(small)
 
 
-def resolved(form: Form) -> ResolvedRun:
+def resolved(form: Form) -> Run:
     """As the command resolves it."""
     model = ({**FAMILIES, **VARIANTS, **FROZEN})[form.family] | json.loads(form.changes)
     if form.tied is not None:
@@ -146,7 +146,7 @@ def resolved(form: Form) -> ResolvedRun:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ds.json"
         path.write_text(json.dumps(tree))
-        run = RunConfig(
+        config = RunConfig(
             deepspeed=str(path),
             model=ModelConfig(
                 config=model,
@@ -164,16 +164,16 @@ def resolved(form: Form) -> ResolvedRun:
             schedule=Cosine(warmup_steps=100),
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
         )
-        check_values(run, problems := Problems())
+        check_values(config, problems := Problems())
         problems.raise_if_any()
-        user = wanted(run, {})
-        small = json.loads(_small(json.dumps(model), run.model.attention, user.run.objective.scores))
-        run = small_run(user, small, 1e-3, form.ranks, form.steps, cpu=True)
-        run = replace(run, model=replace(run.model, neftune_noise_alpha=form.noise))
+        user = wanted(config, {})
+        small = json.loads(_small(json.dumps(model), config.model.attention, user.config.objective.scores))
+        config = small_run(user, small, 1e-3, form.ranks, form.steps, cpu=True)
+        config = replace(config, model=replace(config.model, neftune_noise_alpha=form.noise))
         if form.global_batch is not None:
             batch = {"global_batch": form.global_batch, "accumulation": form.accumulation, "micro_batch": None}
-            run = replace(run, train=replace(run.train, **batch))
-        return resolve_in(Path(folder), user, run, 1e-3, form.ranks, form.precision)
+            config = replace(config, train=replace(config.train, **batch))
+        return resolve_in(Path(folder), user, config, 1e-3, form.ranks, form.precision)
 
 
 @contextlib.contextmanager
@@ -203,11 +203,11 @@ def references(form: Form) -> list[Trace]:
     run = resolved(form)
     with fp16(form.device_fp16):
         return [
-            train_plainly(run, form.steps, order, torch.device("cpu")) for order in orders(run.run.model, run.batch)
+            train_plainly(run, form.steps, order, torch.device("cpu")) for order in orders(run.config.model, run.batch)
         ]
 
 
-def train_on_rank(run: ResolvedRun, steps: int, fault: str | None) -> dict[str, Any] | None:
+def train_on_rank(run: Run, steps: int, fault: str | None) -> dict[str, Any] | None:
     """On a rank of a pool."""
     from llmtrain.parity.trainer import train_small
     from tests.helpers.faults import FAULTS
@@ -241,6 +241,6 @@ def check(pools: Any, form: Form, fault: str | None = None) -> Outcome:
     verdict = compare(trace, want, fp32=form.precision == "fp32", split=split)
     return Outcome(
         verdict,
-        "" if verdict.passed else hint(trace, want[0], verdict, run.optim.clip_norm),
+        "" if verdict.passed else hint(trace, want[0], verdict, run.config.optim.clip_norm),
         trace,
     )

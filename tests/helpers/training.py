@@ -25,7 +25,7 @@ from llmtrain.config.run import (
     DataConfig,
     ModelConfig,
     RecomputeConfig,
-    ResolvedRun,
+    Run,
     RunConfig,
     TrainConfig,
 )
@@ -115,27 +115,27 @@ def save_checkpoint(
     checkpoints: Path,
     step: int,
     trainer: dict[str, Any],
-    resolved: ResolvedRun,
+    run: Run,
     ranks: Ranks,
     frozen: FrozenSource = NOWHERE,
     more: Callable[[], list[StateTensor]] = list,
 ) -> Path:
     """Save and wait until it is durable. `frozen`, `more`: as of Saver."""
     folder = find_folder(checkpoints, ranks)
-    with Saver(engine, folder, resolved.run.checkpoint, resolved.mix, ranks, frozen, more) as saver:
+    with Saver(engine, folder, run.config.checkpoint, run.mix, ranks, frozen, more) as saver:
         saver.begin(step, {"step": step, "tokens": 0, **trainer})
         outcome = saver.drain()
     assert outcome is not None and outcome.path is not None, outcome
     return outcome.path
 
 
-def resume_from(engine: Any, run: RunConfig, folder: str, now: dict[str, Any], ranks: Ranks) -> Resumed | None:
+def resume_from(engine: Any, config: RunConfig, folder: str, now: dict[str, Any], ranks: Ranks) -> Resumed | None:
     """As a launch with this run folder does it."""
-    where = RunDirectory(folder, run.checkpoint.dir)
-    found = find_folder(where.checkpoints, ranks, own=run.checkpoint.dir is not None)
-    chosen = agreed_candidates(run, where, found, ranks)
+    where = RunDirectory(folder, config.checkpoint.dir)
+    found = find_folder(where.checkpoints, ranks, own=config.checkpoint.dir is not None)
+    chosen = agreed_candidates(config, where, found, ranks)
     state = TrainerState.from_json(json.loads(json.dumps({"step": 0, "tokens": 0, **now})), Path("now"))
-    return resume(engine, run, chosen, found, state, ranks) if chosen else None
+    return resume(engine, config, chosen, found, state, ranks) if chosen else None
 
 
 def case_data(case: Case) -> DataConfig:
@@ -172,7 +172,7 @@ def deepspeed_tree(degrees: Degrees, stage: int, offload: str, precision: str, m
     return tree
 
 
-def resolved_run(case: Case, world_size: int) -> ResolvedRun:
+def resolved_run(case: Case, world_size: int) -> Run:
     """As a launch resolves the case's YAML and JSON."""
     degrees = case_degrees(case, world_size)
     more = dict(case.extra)
@@ -183,7 +183,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ds.json"
         path.write_text(json.dumps(tree))
-        run = RunConfig(
+        config = RunConfig(
             deepspeed=str(path),
             model=ModelConfig(
                 config=None if case.pretrained else dict(case.model),
@@ -216,9 +216,9 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 max_steps=case.steps,
             ),
         )
-        resolved = resolve(run, world_size)
-    assert resolved.degrees == degrees, (resolved.degrees, degrees)
-    return replace(resolved, run=replace(resolved.run, deepspeed="(test)"))  # the same on all ranks
+        run = resolve(config, world_size)
+    assert run.mix.degrees == degrees, (run.mix.degrees, degrees)
+    return replace(run, config=replace(run.config, deepspeed="(test)"))  # the same on all ranks
 
 
 def uneven(batch: StepBatch) -> StepBatch:
@@ -273,12 +273,12 @@ def make_engine(case: Case, proves: bool = False) -> tuple[ZeroEngine, Ranks]:
     return setup.engine, setup.ranks
 
 
-def checked(resolved: ResolvedRun) -> Checked:
+def checked(run: Run) -> Checked:
     """The run as `examine` gives it, without its checks and the columns of its data."""
-    run = resolved.run
-    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.scores)
-    data, *later = stage_data(resolved.stages)
-    return Checked(resolved=resolved, spec=spec, data=data, later=tuple(later))
+    config = run.config
+    spec = ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
+    data, *later = stage_data(run.stages)
+    return Checked(run=run, spec=spec, data=data, later=tuple(later))
 
 
 @dataclass
@@ -317,12 +317,12 @@ def train_steps(
     """Steps [first, last) with the engine. `data`: in place of the case's. `before`: called with a step's number before
     the step."""
     trace = Trace([], [])
-    resolved = resolved_run(case, ranks.world_size)
-    place = resolved.degrees.place(ranks.rank)
-    source = batches(case, (place.data, resolved.degrees.data), case.accumulation, first, data)
-    rate = functools.partial(resolved.run.schedule.factor, max_steps=resolved.max_steps)
-    seed = resolved.run.train.seed
-    session = Session(engine, ranks, resolved.degrees, rate, seed=seed, objective=objective, step=first)
+    run = resolved_run(case, ranks.world_size)
+    place = run.mix.degrees.place(ranks.rank)
+    source = batches(case, (place.data, run.mix.degrees.data), case.accumulation, first, data)
+    rate = functools.partial(run.config.schedule.factor, max_steps=run.max_steps)
+    seed = run.config.train.seed
+    session = Session(engine, ranks, run.mix.degrees, rate, seed=seed, objective=objective, step=first)
     for step in range(first, last):
         before(step)
         done = session.step(next(source), before_update=before_update)

@@ -119,7 +119,9 @@ class Machine:
         with mock.patch.object(training, "GLOBAL_BATCH", global_batch):
             self.setup = setup = training.make_setup(case, proves=False)
         self.rank = setup.ranks.rank
-        tracker = Tracker(".", tracking=setup.run.tracking, run_id="", config={}, total_steps=None, enabled=False)
+        tracker = Tracker(
+            ".", tracking=setup.run.config.tracking, run_id="", config={}, total_steps=None, enabled=False
+        )
         self.events: list[str] = []
         tracker.event = lambda kind, **fields: self.events.append(fields["what"])  # type: ignore[method-assign]
         self.loader = setup.loader(0, step=0)

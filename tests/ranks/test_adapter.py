@@ -95,7 +95,7 @@ def trained(case: Case) -> tuple[Trace, set[str]]:
     trace = train_steps(case, engine, ranks, 0, case.steps)
     stepped = {piece.name for piece in engine.state() if piece.kind != PARAM}
     trace.parameters = assembled(engine, ranks)
-    spec = ModelSpec.of(resolved_run(case, ranks.world_size).run.model, AdapterConfig(**case.adapter))
+    spec = ModelSpec.of(resolved_run(case, ranks.world_size).config.model, AdapterConfig(**case.adapter))
     assert all(torch.equal(before[name], trace.parameters[name]) for name in spec.frozen)
     engine.close()
     return trace, stepped
@@ -184,13 +184,13 @@ def state_of(engine: Any, ranks: Any) -> dict[str, dict[str, Tensor]]:
 def saved(case: Case, folder: str) -> dict[str, dict[str, Tensor]]:
     """Some steps from a folder of weights, and a checkpoint as a run saves it."""
     engine, ranks = make_engine(case)
-    resolved = resolved_run(case, ranks.world_size)
-    spec = ModelSpec.of(resolved.run.model, resolved.run.adapter)
+    run = resolved_run(case, ranks.world_size)
+    spec = ModelSpec.of(run.config.model, run.config.adapter)
     source: Any = spec.initial_weights(0, torch.device("cpu"))
     left_out = frozen_source(getattr(source, "base", source), spec.frozen, prove_weights(engine, source, ranks))
     train_steps(case, engine, ranks, 0, 3)
-    trainer = trainer_state(3) | {"run": asdict(resolved.run), "model_config": spec.config.to_dict()}
-    save_checkpoint(engine, Path(folder) / "checkpoints", 3, trainer, resolved, ranks, left_out)
+    trainer = trainer_state(3) | {"run": asdict(run.config), "model_config": spec.config.to_dict()}
+    save_checkpoint(engine, Path(folder) / "checkpoints", 3, trainer, run, ranks, left_out)
     state = state_of(engine, ranks)
     engine.close()
     return state
@@ -202,9 +202,9 @@ def resumed(case: Case, folder: str) -> dict[str, dict[str, Tensor]]:
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.data.add_(1.0)
-    run = resolved_run(case, ranks.world_size).run
-    now = trainer_state(3) | {"run": asdict(run), "model_config": engine.module.config.to_dict()}
-    assert resume_from(engine, run, folder, now, ranks) is not None
+    config = resolved_run(case, ranks.world_size).config
+    now = trainer_state(3) | {"run": asdict(config), "model_config": engine.module.config.to_dict()}
+    assert resume_from(engine, config, folder, now, ranks) is not None
     state = state_of(engine, ranks)
     engine.close()
     return state

@@ -25,7 +25,7 @@ from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.trainer_state import TrainerState
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.models.adapter import plain_name
 from llmtrain.models.parameters import PREFIX, WEIGHTS
 from llmtrain.parity.compare import AVERAGE, Trace, compare
@@ -46,7 +46,7 @@ PLAIN: covering.Cell = {
 }  # fmt: skip
 
 
-def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str | None) -> Any:
+def part(run: Run, first: int, last: int, folder: str, checkpoint: str | None) -> Any:
     """Steps [first, last) on a rank: from first values, with a save at the end; or from a checkpoint. Returns rank 0's
     trace, and the checkpoint."""
     from llmtrain.parity.trainer import ema_of, set_up, train_steps
@@ -72,15 +72,15 @@ def part(run: ResolvedRun, first: int, last: int, folder: str, checkpoint: str |
             "tokens": 0,
             **counted(engine),
             "model_config": setup.spec.config.to_dict(),
-            "run": asdict(run.run),
+            "run": asdict(run.config),
         }
         checkpoint = str(save_checkpoint(engine, Path(folder), last, state, run, ranks, more=ema.state))
     engine.close()
     return vars(trace) if ranks.rank == 0 else None, checkpoint
 
 
-def noisy_part(run: ResolvedRun, *args: Any) -> Any:
-    with known_noise(run.run.model.neftune_noise_alpha):
+def noisy_part(run: Run, *args: Any) -> Any:
+    with known_noise(run.config.model.neftune_noise_alpha):
         return part(run, *args)
 
 
@@ -95,7 +95,7 @@ def plainly(form: Form) -> list[Trace]:
     """In the precision of the form. fp32: two orders of summation, for what rounding can do."""
     run = resolved(form)
     with fp16(form.device_fp16), known_noise(form.noise):
-        ways = orders(run.run.model, run.batch)[: 2 if form.precision == "fp32" else 1]
+        ways = orders(run.config.model, run.batch)[: 2 if form.precision == "fp32" else 1]
         return [train_plainly(run, STEPS, order, torch.device("cpu")) for order in ways]
 
 

@@ -198,7 +198,7 @@ def test_whether_a_gpu_compiles_layers_unasked(pools, small_data, changes, compi
 
 def decided_on_cuda(case: Case, trouble: str | None, one_shape: bool = True) -> bool:
     ranks = replace(joined(), device=torch.device("cuda"))
-    resolved = resolved_run(case, ranks.world_size)
+    run = resolved_run(case, ranks.world_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "_answers", {"cuda": trouble})
-        return setup._compiles_layers(ModelSpec.of(resolved.run.model), resolved.mix, ranks, one_shape=one_shape)
+        return setup._compiles_layers(ModelSpec.of(run.config.model), run.mix, ranks, one_shape=one_shape)

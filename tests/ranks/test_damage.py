@@ -70,14 +70,14 @@ def try_resume(case: Case, attempts: list[dict[str, Any]], broken: Callable[[Any
         if broken is not None:
             broken((patch, ranks))
         for attempt in attempts:
-            run = replace(
-                resolved_run(case, ranks.world_size).run,
+            config = replace(
+                resolved_run(case, ranks.world_size).config,
                 resume=attempt.get("resume", "auto"),
                 resume_weights_only=attempt.get("weights_only", False),
             )
             now = {**NOW, **attempt.get("now", {})}
             try:
-                resumed = resume_from(engine, run, attempt["folder"], now, ranks)
+                resumed = resume_from(engine, config, attempt["folder"], now, ranks)
                 assert resumed is not None
                 found.append((resumed.folder.name, resumed.lines))
             except UserError as error:
@@ -147,12 +147,12 @@ def resumed_state(case: Case, attempt: dict[str, Any]) -> tuple[dict[str, dict[s
     """All tensors by kind, and the optimizer's step, after a resume."""
     engine, ranks = make_engine(case)
     train_steps(case, engine, ranks, 0, 1)  # its own state is not the one that a new engine has
-    run = replace(
-        resolved_run(case, ranks.world_size).run,
+    config = replace(
+        resolved_run(case, ranks.world_size).config,
         resume=attempt.get("resume", "auto"),
         resume_weights_only=attempt.get("weights_only", False),
     )
-    resume_from(engine, run, attempt["folder"], NOW, ranks)
+    resume_from(engine, config, attempt["folder"], NOW, ranks)
     state = {kind: assembled(engine, ranks, kind) for kind in (PARAM, "exp_avg", "exp_avg_sq")}
     step = counted(engine)["optimizer_step"]
     engine.close()

@@ -105,9 +105,9 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
 
     ranks = joined()
     config = Distill(teacher=folder, top_k=top_k, **TERMS)
-    resolved = resolved_run(writes, ranks.world_size)
-    asked = replace(resolved.run, objective=config, data=case_data(writes))
-    of = of_teacher(resolved, teacher_model(config, asked.model))
+    run = resolved_run(writes, ranks.world_size)
+    asked = replace(run.config, objective=config, data=case_data(writes))
+    of = of_teacher(run, teacher_model(config, asked.model))
     write_teacher(checked(of), ranks, asked)
     ranks.meet()
     data = TrainData(case_data(learns))

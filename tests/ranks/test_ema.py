@@ -33,7 +33,7 @@ Tensors = dict[str, torch.Tensor]
 
 def setup_of(case: Case) -> Setup:
     setup = make_setup(case)
-    setup.run = replace(setup.run, ema=EmaConfig(decay=DECAY))
+    setup.run.config = replace(setup.run.config, ema=EmaConfig(decay=DECAY))
     return setup
 
 
@@ -57,12 +57,12 @@ def train_and_save(case: Case, folder: str) -> tuple[list[Tensors], Tensors, tup
     """(masters before and after each step, the means, losses of the masters, of the means and of the masters again,
     the checkpoint)"""
     setup = setup_of(case)
-    engine, ranks, resolved = setup.engine, setup.ranks, resolved_run(case, setup.ranks.world_size)
+    engine, ranks, run = setup.engine, setup.ranks, resolved_run(case, setup.ranks.world_size)
     assert isinstance(engine, ZeroEngine)
-    ema, session = Ema(setup), Session(engine, ranks, resolved.degrees, lambda _: 1.0, seed=0)
+    ema, session = Ema(setup), Session(engine, ranks, run.mix.degrees, lambda _: 1.0, seed=0)
     ema.begin(Position())
-    place, masters = resolved.degrees.place(ranks.rank), [assembled(engine, ranks)]
-    source = batches(case, (place.data, resolved.degrees.data), case.accumulation)
+    place, masters = run.mix.degrees.place(ranks.rank), [assembled(engine, ranks)]
+    source = batches(case, (place.data, run.mix.degrees.data), case.accumulation)
     for step in range(1, STEPS + 1):
         done = session.step(batch := next(source))
         ema.after_step(Done(**vars(done), position=Position(step=step), complete=False,
@@ -77,7 +77,7 @@ def train_and_save(case: Case, folder: str) -> tuple[list[Tensors], Tensors, tup
     assert all(map(torch.equal, before, forward_copies(engine)))
     assert all(torch.equal(value, masters[-1][name]) for name, value in assembled(engine, ranks).items())
     where = find_folder(Path(folder), ranks)
-    with Saver(engine, where, resolved.run.checkpoint, resolved.mix, ranks, more=ema.state) as saver:
+    with Saver(engine, where, run.config.checkpoint, run.mix, ranks, more=ema.state) as saver:
         saver.begin(STEPS, {"optimizer_step": STEPS, "ema": ema.to_json()})
         outcome = saver.drain()
     found = means(ema, setup)

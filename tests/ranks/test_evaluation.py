@@ -46,15 +46,15 @@ def measured(case: Case, folder: str) -> tuple[dict[str, Any], list[str]]:
     from llmtrain.training.setup import Setup
 
     ranks = joined()
-    resolved = resolved_run(case, ranks.world_size)
-    train = replace(resolved.run.train, eval_sequences=5, sample_prompts=PROMPTS, sample_tokens=TOKENS)
+    run = resolved_run(case, ranks.world_size)
+    train = replace(run.config.train, eval_sequences=5, sample_prompts=PROMPTS, sample_tokens=TOKENS)
     evaluated = EvalConfig(sets={"all": folder}, sequences={"all": 7}, mean={"all": 2.0})
-    run = replace(resolved.run, eval=evaluated, train=train)
-    (stage,) = resolved.stages
+    config = replace(run.config, eval=evaluated, train=train)
+    (stage,) = run.stages
     stages = Stages((replace(stage, batch=replace(stage.batch, micro_batch=MICRO_BATCH)),))
-    found = checked(replace(resolved, run=run, stages=stages))
-    sets = {name: EvalSet(path, run.data) for name, path in run.eval.sets.items()}
-    setup = Setup(replace(found, sets=sets, prompts=Prompts.of(run, found.data)), ranks)
+    found = checked(replace(run, config=config, stages=stages))
+    sets = {name: EvalSet(path, config.data) for name, path in config.eval.sets.items()}
+    setup = Setup(replace(found, sets=sets, prompts=Prompts.of(config, found.data)), ranks)
     setup.write(setup.spec.initial_weights(0, torch.device("cpu")))
     tracker = _Tracker()
     launch: Any = SimpleNamespace(setup=setup, tracker=tracker, speed=throughput_of(setup),

@@ -37,8 +37,8 @@ def run_of(case: Case, root: str, ranks: Ranks, mode: Any = "sync") -> tuple[Run
     """The run as this rank's host has it, and its run folder."""
     host = Path(root) / f"host-{ranks.rank}"
     settings = CheckpointConfig(mode=mode, dir=str(host / "checkpoints"), keep=1)
-    run = resolved_run(case, ranks.world_size).run
-    return replace(run, checkpoint=settings), str(host / "run")
+    config = resolved_run(case, ranks.world_size).config
+    return replace(config, checkpoint=settings), str(host / "run")
 
 
 def save(case: Case, engine: Any, root: str, ranks: Ranks, steps: list[int], mode: str = "sync") -> list[Outcome]:

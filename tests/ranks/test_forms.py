@@ -262,8 +262,8 @@ def born_partitioned(case: Case) -> tuple[int, int]:
     from tests.helpers.training import joined, resolved_run
 
     ranks = joined()
-    resolved = resolved_run(case, ranks.world_size)
-    model = build_model(resolved, ModelSpec.of(resolved.run.model), ranks.device, mesh_of(resolved.degrees))
+    run = resolved_run(case, ranks.world_size)
+    model = build_model(run, ModelSpec.of(run.config.model), ranks.device, mesh_of(run.mix.degrees))
     held = sum(p.numel() + p.ds_tensor.numel() for p in model.parameters())
     return held, sum(p.ds_numel for p in model.parameters())
 

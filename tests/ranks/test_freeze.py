@@ -84,12 +84,12 @@ MIXTRAL = {
 def begun(case: Case, folder: str) -> dict[str, dict[str, torch.Tensor]]:
     """Two steps from a folder of weights, and a checkpoint as a run saves it."""
     engine, ranks = make_engine(case)
-    resolved = resolved_run(case, ranks.world_size)
-    spec = ModelSpec.of(resolved.run.model)
+    run = resolved_run(case, ranks.world_size)
+    spec = ModelSpec.of(run.config.model)
     source = SafetensorsSource(case.pretrained, spec.layout)
     left_out = frozen_source(source, spec.frozen, prove_weights(engine, source, ranks))
     train_steps(case, engine, ranks, 0, 2)
-    save_checkpoint(engine, Path(folder) / "checkpoints", 2, trainer_state(2), resolved, ranks, left_out)
+    save_checkpoint(engine, Path(folder) / "checkpoints", 2, trainer_state(2), run, ranks, left_out)
     state = state_of(engine, ranks)
     engine.close()
     return state
@@ -102,7 +102,7 @@ def gone_on(case: Case, folder: str) -> tuple[str, dict[str, dict[str, torch.Ten
         for parameter in engine.module.parameters():
             parameter.data.add_(1.0)
     try:
-        resumed = resume_from(engine, resolved_run(case, ranks.world_size).run, folder, trainer_state(2), ranks)
+        resumed = resume_from(engine, resolved_run(case, ranks.world_size).config, folder, trainer_state(2), ranks)
     except UserError as error:
         engine.close()
         return f"{type(error).__name__}: {error}", {}

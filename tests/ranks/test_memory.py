@@ -107,9 +107,9 @@ def live_while_packed(case: Case, folder: str) -> dict[str, Any]:
         finally:
             setup.prove_weights = proves
         most["proved"] = live.most
-        resolved, stays = resolved_run(case, ranks.world_size), live.now()
-        run = resolved.run
-        spec = ModelSpec.of(run.model, run.adapter)
+        run, stays = resolved_run(case, ranks.world_size), live.now()
+        config = run.config
+        spec = ModelSpec.of(config.model, config.adapter)
         source: Any = spec.initial_weights(0, torch.device("cpu"))
         frozen = frozen_source(source.base, spec.frozen, source_checksums(source.base, spec.frozen, ranks))
         first = [each.weight.data.clone() for each in engine.module.modules() if isinstance(each, PackedLinear)]
@@ -118,14 +118,14 @@ def live_while_packed(case: Case, folder: str) -> dict[str, Any]:
         assert apart(engine, ranks) is None and Replicas(engine, ranks).differences({}) == []
         most["compared"] = live.most - sum(each.nbytes for each in first)
         live.most = 0
-        trainer = trainer_state(1) | {"run": asdict(run), "model_config": spec.config.to_dict()}
-        save_checkpoint(engine, Path(folder) / "checkpoints", 1, trainer, resolved, ranks, frozen)
+        trainer = trainer_state(1) | {"run": asdict(config), "model_config": spec.config.to_dict()}
+        save_checkpoint(engine, Path(folder) / "checkpoints", 1, trainer, run, ranks, frozen)
         most["saved"] = live.most - sum(each.nbytes for each in first)
         packed = [each for each in engine.module.modules() if isinstance(each, PackedLinear)]
         for each in packed:
             each.weight.data.zero_()
         live.most = 0
-        assert resume_from(engine, run, folder, trainer, ranks) is not None
+        assert resume_from(engine, config, folder, trainer, ranks) is not None
         most["resumed"] = live.most - sum(each.nbytes for each in first)
     assert all(torch.equal(each.weight, was) for each, was in zip(packed, first, strict=True))
     plain, kept = ([getattr(each, name) for each in packed] for name in ("plain_bytes", "nbytes"))
@@ -153,8 +153,8 @@ class Damaged:
 def told_of_damage(case: Case) -> str:
     """What the start says where rank 1 of 2 has read a wrong value, which nothing holds once it is packed."""
     engine, ranks = make_engine(case)
-    run = resolved_run(case, ranks.world_size).run
-    source: Any = ModelSpec.of(run.model, run.adapter).initial_weights(0, torch.device("cpu"))
+    config = resolved_run(case, ranks.world_size).config
+    source: Any = ModelSpec.of(config.model, config.adapter).initial_weights(0, torch.device("cpu"))
     try:
         setup.write_weights(engine, Damaged(source, UP) if ranks.rank == 1 else source, ranks)
     except UserError as error:

@@ -56,9 +56,9 @@ def plainly(folder: str, mixture: bool) -> np.ndarray:
 def scored(case: Case, folder: str) -> tuple[np.ndarray, dict[str, float], list[list[int]]]:
     """As a run's evaluation does it."""
     setup = make_setup(case)
-    (stage,) = setup.resolved.stages
+    (stage,) = setup.run.stages
     stages = Stages((replace(stage, batch=replace(stage.batch, sequence_length=LENGTH)),))
-    setup.resolved = replace(setup.resolved, stages=stages)
+    setup.run = replace(setup.run, stages=stages)
     choices = ChoiceSet(folder, sequence_length=LENGTH, shared=setup.mesh.degrees.sequence)
     log_probs = choice_log_probs(setup, choices)
     setup.engine.close()

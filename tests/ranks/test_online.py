@@ -55,14 +55,14 @@ def trained(case: Case, config: Objective) -> tuple[Trace, Figures]:
     from tests.helpers.training import checked, joined
 
     ranks = joined()
-    resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
+    run, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
     if config.reference == "column":
-        write_columns(checked(resolved), ranks)
+        write_columns(checked(run), ranks)
         ranks.meet()
-        data.take_reference(resolved.precision)
+        data.take_reference(run.mix.precision)
     engine, ranks = make_engine(case)
-    batch, rank = resolved.batch, engine.mesh.place.data
-    spec = ModelSpec.of(resolved.run.model, resolved.run.adapter)
+    batch, rank = run.batch, engine.mesh.place.data
+    spec = ModelSpec.of(run.config.model, run.config.adapter)
     base = base_of(engine, spec, spec.initial_weights(0, ranks.device))
     objective = with_reference(loss_of(config), config, base)
     prove_first(case, engine, ranks, config, data, base)
@@ -102,20 +102,20 @@ def halves(case: Case, config: Objective, folder: str, first: int) -> tuple[Trac
     from tests.helpers.training import resume_from, save_checkpoint
 
     engine, ranks = make_engine(case)
-    resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
-    spec = ModelSpec.of(resolved.run.model, resolved.run.adapter)
+    run, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
+    spec = ModelSpec.of(run.config.model, run.config.adapter)
     source: Any = spec.initial_weights(0, ranks.device)
-    trainer = trainer_state(HALF) | {"run": asdict(resolved.run), "model_config": spec.config.to_dict()}
+    trainer = trainer_state(HALF) | {"run": asdict(run.config), "model_config": spec.config.to_dict()}
     if first:
         spoil(engine)
-        assert resume_from(engine, resolved.run, folder, trainer, ranks) is not None
+        assert resume_from(engine, run.config, folder, trainer, ranks) is not None
     else:
         left_out = frozen_source(getattr(source, "base", source), spec.frozen, prove_weights(engine, source, ranks))
     objective = with_reference(loss_of(config), config, base_of(engine, spec, source))
 
     def save(step: int) -> None:
         if step == HALF and not first:
-            save_checkpoint(engine, Path(folder) / "checkpoints", HALF, trainer, resolved, ranks, left_out)
+            save_checkpoint(engine, Path(folder) / "checkpoints", HALF, trainer, run, ranks, left_out)
 
     trace = train_steps(case, engine, ranks, first, STEPS, objective=objective, data=data, before=save)
     trace.parameters = assembled(engine, ranks)

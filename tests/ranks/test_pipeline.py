@@ -101,8 +101,8 @@ def held(case: Case) -> tuple[list[str], int, list[str]]:
     from llmtrain.models.spec import ModelSpec
 
     ranks = joined()
-    resolved = resolved_run(case, ranks.world_size)
-    model: Any = build_model(resolved, ModelSpec.of(resolved.run.model), ranks.device, mesh_of(resolved.degrees))
+    run = resolved_run(case, ranks.world_size)
+    model: Any = build_model(run, ModelSpec.of(run.config.model), ranks.device, mesh_of(run.mix.degrees))
     assert not any(p.is_meta for p in model.parameters())
     elements = sum(p.numel() for p in model.parameters())
     return [local.name for local in model.local_parameters()], elements, model.notes

@@ -137,10 +137,10 @@ def written(folder: Path, model: dict[str, Any]) -> str:
 
 
 def run_of(cell: Cell, case: Case) -> Checked:
-    run = checked(resolved_run(case, RANKS))
+    made = checked(resolved_run(case, RANKS))
     ema = EmaConfig(decay=0.9 if cell.form == "ema" else None)
-    resolved = replace(run.resolved, run=replace(run.resolved.run, ema=ema))
-    return replace(run, resolved=resolved)
+    run = replace(made.run, config=replace(made.run.config, ema=ema))
+    return replace(made, run=run)
 
 
 def counted(cell: Cell, case: Case, among: int) -> tuple[int, int, int, Work]:
@@ -201,7 +201,7 @@ def errors(
     """(error of the peak, of the bytes between steps, the plan) for each kind of rank, whose work is equal."""
     case = case_of(cell, data, folder)
     real, run = pools(RANKS).run(counted, cell, case, imbalance), run_of(cell, case)
-    for planned in rehearse(run, list(kinds(run.resolved.degrees)), RANKS, imbalance=imbalance):
+    for planned in rehearse(run, list(kinds(run.run.mix.degrees)), RANKS, imbalance=imbalance):
         peak, kept, _, work = real[planned.rank]
         *planned_work, moved = work_of(planned.step)
         # Without elements, ZeRO 3 copies fewer gradients into its bucket: up to 6.5 % of all bytes, cause unknown.
@@ -316,12 +316,12 @@ def test_static_bytes_are_the_arithmetic(name: str, small_data: str, monkeypatch
         steps=2,
     )
     run = checked(resolved_run(case, published.ranks))
-    found = [planned.highest for planned in rehearse(run, list(kinds(run.resolved.degrees)), published.ranks)]
+    found = [planned.highest for planned in rehearse(run, list(kinds(run.run.mix.degrees)), published.ranks)]
     elements = matrices + vectors
     if published.tensor > 1:
         assert not run.spec.projections.whole
         elements = matrices // published.tensor + vectors
-    whole, shared = elements, elements // run.resolved.degrees.data
+    whole, shared = elements, elements // run.run.mix.degrees.data
     if published.stage == 3:
         whole = shared
     assert sum(parts["weights"] for parts in found) == 2 * whole

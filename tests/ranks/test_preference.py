@@ -89,9 +89,9 @@ def trained(case: Case, config: Objective, column: bool) -> tuple[Trace, Figures
     from tests.helpers.training import checked, joined
 
     ranks = joined()
-    resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
+    run, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
     if column:
-        write_columns(checked(resolved), ranks)
+        write_columns(checked(run), ranks)
         ranks.meet()
     data.take_reference("fp32")
     return trained_answers(case, config, data)

@@ -69,7 +69,7 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
 
     load_balance.SETTLE_STEPS, load_balance.WINDOW_STEPS = 0, 1
     setup = make_setup(case)
-    engine, ranks, resolved = setup.engine, setup.ranks, setup.resolved
+    engine, ranks, run = setup.engine, setup.ranks, setup.run
     kept = None
     if steps.start:
         with torch.no_grad():
@@ -81,7 +81,7 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
         kept = trainer.entries["shares"]
     session = setup.session(steps.start)
     tracker: Any = SimpleNamespace(event=lambda *args, **kwargs: None)
-    with setup.loader(steps.start * resolved.batch.global_batch) as loader:
+    with setup.loader(steps.start * run.batch.global_batch) as loader:
         launch: Any = SimpleNamespace(setup=setup, session=session, loader=loader, tracker=tracker)
         shares = LoadBalance(launch)
         shares.pace = Said([each[ranks.rank] for each in speeds])
@@ -99,7 +99,7 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
             shares.after_step(Done(**vars(done), position=Position(step=step + 1), complete=False,
                                    data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
     trainer = {"step": steps.stop, **counted(engine), "shares": shares.to_json()}
-    save_checkpoint(engine, Path(folder) / "checkpoints", steps.stop, trainer, resolved, ranks)
+    save_checkpoint(engine, Path(folder) / "checkpoints", steps.stop, trainer, run, ranks)
     found.parameters = assembled(engine, ranks)
     engine.close()
 

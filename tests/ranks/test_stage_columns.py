@@ -43,8 +43,8 @@ def reading_columns(case: Case) -> Setup:
 
     ranks = joined()
     made = checked(resolved_run(case, ranks.world_size))
-    data = {stage_key(stage): each for stage, each in in_stages(made.resolved.stages, (made.data, *made.later))}
-    objective = made.resolved.run.objective
+    data = {stage_key(stage): each for stage, each in in_stages(made.run.stages, (made.data, *made.later))}
+    objective = made.run.config.objective
     if isinstance(objective, Distill):
         form = (objective, made.spec.facts.vocab_size, "fp32")
         made = replace(made, teachers=take_columns(data, lambda own: own.take_teacher(own.teacher_columns(*form))))
@@ -58,13 +58,13 @@ def with_columns(case: Case) -> Setup:
     from tests.helpers.training import checked, joined
 
     ranks = joined()
-    resolved = resolved_run(case, ranks.world_size)
-    run = resolved.run
-    plain = replace(resolved, run=replace(run, objective=NextToken()))
-    if isinstance(run.objective, Distill):
+    run = resolved_run(case, ranks.world_size)
+    config = run.config
+    plain = replace(run, config=replace(config, objective=NextToken()))
+    if isinstance(config.objective, Distill):
         from llmtrain.models.teacher import teacher_model
 
-        write_teacher(checked(of_teacher(plain, teacher_model(run.objective, run.model))), ranks, run)
+        write_teacher(checked(of_teacher(plain, teacher_model(config.objective, config.model))), ranks, config)
     else:
         write_columns(checked(plain), ranks)
     ranks.meet()

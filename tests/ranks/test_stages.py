@@ -114,7 +114,7 @@ def trained(
     part = StageBorders(launch)
     part.begin(Position(step=first))
     with setup.loader(setup.course.at(first).index, step=first) as loader:
-        for number in range(first + 1, setup.run.train.max_steps + 1):
+        for number in range(first + 1, setup.run.config.train.max_steps + 1):
             batch = next(loader)
             step = session.step(batch, part.request())
             part.after_step(Done(**vars(step), position=Position(step=number), complete=False,
@@ -125,7 +125,7 @@ def trained(
             if number in saves and checkpoint is None:
                 record = setup.course.record(number, loader.next_index)
                 state = {"step": number, **counted(setup.engine), "data_stages": record}
-                saved[number] = save_checkpoint(setup.engine, folder, number, state, setup.resolved, setup.ranks)
+                saved[number] = save_checkpoint(setup.engine, folder, number, state, setup.run, setup.ranks)
     trace.parameters = assembled(setup.engine, setup.ranks)
     setup.engine.close()
     return trace, micros, saved

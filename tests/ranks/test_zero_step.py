@@ -214,7 +214,7 @@ def test_the_norm_is_deepspeeds(pools, small_data, form):
 def groups_of(case: Case, largest: float) -> list[tuple[str, int]]:
     """(name, elements) of the parameter groups."""
     engine, ranks = make_engine(case)
-    groups = parameter_groups(engine.module, resolved_run(case, ranks.world_size).run.optim, {}, largest)
+    groups = parameter_groups(engine.module, resolved_run(case, ranks.world_size).config.optim, {}, largest)
     engine.close()
     return [(group["name"], sum(p.numel() for p in group["params"])) for group in groups]
 

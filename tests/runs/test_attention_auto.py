@@ -19,7 +19,7 @@ def on_a_gpu(rank: int) -> None:
     from llmtrain.training import setup
 
     choose = setup.with_attention
-    setup.with_attention = lambda resolved, spec, device: choose(resolved, spec, torch.device("cuda"))
+    setup.with_attention = lambda run, spec, device: choose(run, spec, torch.device("cuda"))
 
 
 def test_a_start_says_what_attention_it_has_and_an_older_run_goes_on(tmp_path: Path) -> None:

@@ -245,8 +245,8 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
     monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cpu")
     words = ["--config", "launch/recipes/quickstart.yaml", "--deepspeed", "ds_configs/fp16.json"]
     with pytest.raises(UserError) as refused:
-        resolved = resolve(parse(words, check_paths=False).run, 1)
-        check_device(resolved.precision, resolved.run.model.attention, None, resolved.run.deepspeed)
+        run = resolve(parse(words, check_paths=False).config, 1)
+        check_device(run.mix.precision, run.config.model.attention, None, run.config.deepspeed)
     shown_errors.remove(str(refused.value))
 
     error = next(e for e in shown_errors if "data_fingerprint" in e)

@@ -228,20 +228,20 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
     from llmtrain.training.start import resume_or_start
     from llmtrain.training.step import Session, Step
 
-    resolved = load(["--config", str(path)], 1, "the benchmark")
-    run = resolved.run
-    ranks = join_process_group(run.fault.timeout_s)
-    with RunDirectory(str(run.train.run_dir)) as folder:
+    run = load(["--config", str(path)], 1, "the benchmark")
+    config = run.config
+    ranks = join_process_group(config.fault.timeout_s)
+    with RunDirectory(str(config.train.run_dir)) as folder:
         checkpoints = find_folder(folder.checkpoints, ranks)
-        setup = Setup(examine(resolved), ranks)
+        setup = Setup(examine(run), ranks)
         start = resume_or_start(setup, folder, checkpoints)
         setup.prove()  # as a run: what it leaves behind in compiled layers is in the figures
         tracker = Tracker(
             folder.path,
-            tracking=run.tracking,
+            tracking=config.tracking,
             run_id=start.run_id,
-            config={"run": asdict(run)},
-            total_steps=resolved.max_steps,
+            config={"run": asdict(config)},
+            total_steps=run.max_steps,
             enabled=True,
         )
         step = Session.step

@@ -138,7 +138,7 @@ def ours(task: Attempt) -> Any:
         mlp_tile_tokens=task.mlp_tile_tokens,
         loss_chunk_tokens=task.loss_chunk_tokens,
     )
-    run = RunConfig(
+    config = RunConfig(
         deepspeed=task.deepspeed,
         model=model,
         data=DataConfig(path="(random)", sequence_length=task.tokens),
@@ -146,12 +146,12 @@ def ours(task: Attempt) -> Any:
         schedule=Constant(),
         train=TrainConfig(micro_batch=1, accumulation=1, max_steps=2),
     )
-    resolved = resolve(run, 1, "one process")
+    run = resolve(config, 1, "one process")
     ranks = join_process_group(3600.0)
-    mesh = mesh_of(resolved.degrees)
+    mesh = mesh_of(run.mix.degrees)
     spec = ModelSpec.of(model)
-    language = build_model(resolved, spec, ranks.device, mesh)
-    engine = build_engine(language, resolved, {}, ranks, mesh)
+    language = build_model(run, spec, ranks.device, mesh)
+    engine = build_engine(language, run, {}, ranks, mesh)
     fill_parameters(engine, spec.initial_weights(0, torch.device("cpu")))
     engine.refresh()
 

@@ -55,7 +55,7 @@ def resolved_run(stages: int, micro_batches: int) -> Any:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(tree, file)
         file.flush()
-        run = RunConfig(
+        config = RunConfig(
             deepspeed=file.name,
             model=ModelConfig(config=dict(MODEL)),
             data=DataConfig(path="-", sequence_length=LENGTH),
@@ -63,7 +63,7 @@ def resolved_run(stages: int, micro_batches: int) -> Any:
             schedule=Constant(),
             train=TrainConfig(micro_batch=1, accumulation=micro_batches, max_steps=1),
         )
-        return resolve(run, stages, "the benchmark")
+        return resolve(config, stages, "the benchmark")
 
 
 def time_instructions(engine: Any) -> list[tuple[str, float]]:
@@ -102,11 +102,11 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     from llmtrain.models.spec import ModelSpec
 
     ranks = join_process_group(120.0)
-    resolved = resolved_run(stages, micro_batches)
-    mesh = mesh_of(resolved.degrees)
-    spec = ModelSpec.of(resolved.run.model)
-    model: Any = build_model(resolved, spec, ranks.device, mesh)
-    engine = build_engine(model, resolved, {}, ranks, mesh)
+    run = resolved_run(stages, micro_batches)
+    mesh = mesh_of(run.mix.degrees)
+    spec = ModelSpec.of(run.config.model)
+    model: Any = build_model(run, spec, ranks.device, mesh)
+    engine = build_engine(model, run, {}, ranks, mesh)
     fill_parameters(engine, spec.initial_weights(0, ranks.device))
     engine.refresh()
 

@@ -123,7 +123,7 @@ def compare_others(wanted: Sequence[int] | None) -> None:
             pool = RankPool(RANKS)
             real = pool.run(counted, cell, case, 1)
             pool.close()
-            planned = max(rehearse(run, list(kinds(run.resolved.degrees)), RANKS), key=lambda each: each.peak)
+            planned = max(rehearse(run, list(kinds(run.run.mix.degrees)), RANKS), key=lambda each: each.peak)
             peak = real[planned.rank][0]
             # The others estimate a device; here the peak has a save's copy and what is offloaded, too.
             on_device = peak - sum(size for part, size in planned.parts.items() if part.endswith(HOST))
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             real = pool.run(resident, cell, small, large)
             pool.close()
             run = run_of(cell, large)
-            for planned in rehearse(run, list(kinds(run.resolved.degrees)), RANKS):
+            for planned in rehearse(run, list(kinds(run.run.mix.degrees)), RANKS):
                 took = real[planned.rank]
                 print(f"{cell!s:28} {planned.rank:4} {planned.peak / 1e6:11.1f} {took / 1e6:12.1f} "
                       f"{planned.peak / took - 1:+.1%}", flush=True)  # fmt: skip

@@ -30,7 +30,7 @@ from llmtrain.config.run import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
-    ResolvedRun,
+    Run,
     RunConfig,
     TrainConfig,
 )
@@ -87,14 +87,14 @@ class Save:
     bytes: int
 
 
-def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[ZeroEngine, Ranks, ResolvedRun]:
+def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[ZeroEngine, Ranks, Run]:
     """A bf16 engine of our own build. Its weights are zeros: no figure depends on them."""
     ranks = _joined()
     tree = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(tree, file)
         file.flush()
-        run = RunConfig(
+        config = RunConfig(
             deepspeed=file.name,
             model=ModelConfig(config=dict(task.model)),
             data=DataConfig(path="(bench)", sequence_length=task.sequence),
@@ -103,17 +103,17 @@ def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Zer
             train=TrainConfig(micro_batch=task.micro_batch, accumulation=task.accumulation, max_minutes=60.0),
             checkpoint=CheckpointConfig(keep=1),
         )
-        resolved = resolve(run, ranks.world_size, "the benchmark")
+        run = resolve(config, ranks.world_size, "the benchmark")
     # The resolver leaves the section out: what it says is for DeepSpeed's own loading, the other contestant's.
-    resolved = replace(resolved, deepspeed={**resolved.deepspeed, "checkpoint": {"load_universal": universal}})
-    mesh = mesh_of(resolved.degrees)
-    model = build_model(resolved, ModelSpec.of(resolved.run.model), ranks.device, mesh)
+    run = replace(run, deepspeed={**run.deepspeed, "checkpoint": {"load_universal": universal}})
+    mesh = mesh_of(run.mix.degrees)
+    model = build_model(run, ModelSpec.of(run.config.model), ranks.device, mesh)
     if stage < 3:
         torch.manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
-    return build_engine(model, resolved, {}, ranks, mesh), ranks, resolved
+    return build_engine(model, run, {}, ranks, mesh), ranks, run
 
 
 @cache
@@ -151,9 +151,9 @@ class Trainer:
 class Ours:
     """llmtrain's Saver, as the loop uses it."""
 
-    def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
+    def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks, run: Run, folder: Path) -> None:
         self._engine, self._ranks, self._folder = engine, ranks, folder
-        self._saver = Saver(engine, find_folder(folder, ranks), resolved.run.checkpoint, resolved.mix, ranks)
+        self._saver = Saver(engine, find_folder(folder, ranks), run.config.checkpoint, run.mix, ranks)
         self._saver.prepare()
         self.waited_s = 0.0
 
@@ -185,7 +185,7 @@ class Ours:
 class DeepSpeed:
     """engine.save_checkpoint: the loop stands still until the files are written (not: durable)."""
 
-    def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
+    def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks, run: Run, folder: Path) -> None:
         self._engine, self._folder = engine, folder
         self.waited_s = 0.0
 
@@ -211,7 +211,7 @@ class Dcp:
 
     kind = "thread"
 
-    def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
+    def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks, run: Run, folder: Path) -> None:
         self._engine, self._ranks, self._folder = engine, ranks, folder
         self._group = _gloo()
         self._future: Any = None
@@ -269,12 +269,12 @@ CONTESTANTS: dict[str, Any] = {"llmtrain": Ours, "deepspeed": DeepSpeed, "dcp th
 
 def saves(task: Task) -> tuple[dict[str, list[Save]], list[float]]:
     """Rounds of saves beside training, the contestants by turns; and the seconds of undisturbed steps."""
-    engine, ranks, resolved = make_engine(task, task.stage)
+    engine, ranks, run = make_engine(task, task.stage)
     trainer = Trainer(task, engine, ranks)
     results: dict[str, list[Save]] = {name: [] for name in task.savers}
     plain = [trainer.step() for _ in range(3)][1:]
     folder = Path(task.folder) / "saves"
-    made = {name: CONTESTANTS[name](task, engine, ranks, resolved, folder / name) for name in task.savers}
+    made = {name: CONTESTANTS[name](task, engine, ranks, run, folder / name) for name in task.savers}
     for _ in range(task.rounds + 1):  # the first one warms up: memory is got, processes are started
         for name, contestant in made.items():
             plain.append(trainer.step())
@@ -286,7 +286,7 @@ def saves(task: Task) -> tuple[dict[str, list[Save]], list[float]]:
     for contestant in made.values():
         contestant.close()
     if task.source:
-        DeepSpeed(task, engine, ranks, resolved, Path(task.folder) / "source").begin(trainer.step_number)
+        DeepSpeed(task, engine, ranks, run, Path(task.folder) / "source").begin(trainer.step_number)
     engine.close()
     return {name: found[1:] for name, found in results.items()}, plain
 
@@ -334,10 +334,10 @@ def _one_save(task: Task, trainer: Trainer, contestant: Any, plain: list[float],
 
 def writes(task: Task) -> list[tuple[float, float]]:
     """Seconds of (our save with nothing beside it, a plain O_DIRECT write and fsync of as many bytes), by turns."""
-    engine, ranks, resolved = make_engine(task, task.stage)
+    engine, ranks, run = make_engine(task, task.stage)
     Trainer(task, engine, ranks).step()
     folder = Path(task.folder) / "writes"
-    ours = Ours(task, engine, ranks, resolved, folder)
+    ours = Ours(task, engine, ranks, run, folder)
     found = []
     for step in range(1, task.rounds + 2):
         ranks.meet()

@@ -16,7 +16,7 @@ from llmtrain.base.rank.processes import Process, identify
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch.job import Job, say
 from llmtrain.cluster.launch.launchers import launcher_of
-from llmtrain.cluster.launch.plan import Options, Plan, Run, host_of_rank, make_plan, place_lines
+from llmtrain.cluster.launch.plan import LaunchedRun, Options, Plan, host_of_rank, make_plan, place_lines
 from llmtrain.tracking.local import write_event
 
 FAULT_CODE = 1
@@ -217,7 +217,7 @@ _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
 
 
 class Launch:
-    def __init__(self, options: Options, mark: str, run: Run) -> None:
+    def __init__(self, options: Options, mark: str, run: LaunchedRun) -> None:
         self._run = run
         self._options, self._mark = options, mark
         self._hosts = options.hosts

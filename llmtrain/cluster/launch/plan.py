@@ -53,7 +53,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class LaunchedRun:
     """Facts about the run for launch."""
 
     folder: str

@@ -35,16 +35,16 @@ DEGREE_KEYS = {
 """Degree (topology.Degrees) -> the JSON's key for it."""
 
 
-def join_values(run: RunConfig, tree: dict[str, Any], problems: Problems) -> RunConfig:
+def join_values(config: RunConfig, tree: dict[str, Any], problems: Problems) -> RunConfig:
     """Fill in every shared field from YAML, JSON or default, except the three batch sizes.
 
     Batch sizes that neither file has stay None: `solve` in config/resolve.py finds them. `problems.places` gets the
     JSON's keys, and the keys of the YAML whose values are from the JSON.
     """
-    path, values = run.deepspeed, dict[str, dict[str, Any]](optim={}, train={})
+    path, values = config.deepspeed, dict[str, dict[str, Any]](optim={}, train={})
     for yaml_key, json_key in SHARED.items():
         part, name = yaml_key.split(".")
-        section, theirs = getattr(run, part), lookup(tree, json_key)
+        section, theirs = getattr(config, part), lookup(tree, json_key)
         item = section.__dataclass_fields__.get(name)
         if item is None:
             continue  # `_check_optimizer_params` finds it in the JSON
@@ -63,23 +63,25 @@ def join_values(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
         if ours is None and theirs is not None:
             problems.places[yaml_key] = f"{path}, {json_key}"
         elif theirs not in (None, WRONG, ours):
-            _differ(yaml_key, ours, json_key, theirs, run, problems)
+            _differ(yaml_key, ours, json_key, theirs, config, problems)
         values[part][name] = next((value for value in (ours, theirs) if value not in (None, WRONG)), default_of(item))
-    if run.model.recompute.layers is None and isinstance(tree.get("activation_checkpointing"), dict):
+    if config.model.recompute.layers is None and isinstance(tree.get("activation_checkpointing"), dict):
         # The section turns recomputation on without a number of layers; the number may be in the YAML.
-        run = replace(run, model=replace(run.model, recompute=replace(run.model.recompute, layers="all")))
+        config = replace(config, model=replace(config.model, recompute=replace(config.model.recompute, layers="all")))
         problems.places["model.recompute.layers"] = f"{path}, activation_checkpointing"
-    _check_name(run, tree, problems)
+    _check_name(config, tree, problems)
     if "optimizer.type" not in problems:  # the parameters of another optimizer are no further mistakes
-        _check_optimizer_params(run, tree, problems)
-    return replace(run, optim=replace(run.optim, **values["optim"]), train=replace(run.train, **values["train"]))
+        _check_optimizer_params(config, tree, problems)
+    return replace(
+        config, optim=replace(config.optim, **values["optim"]), train=replace(config.train, **values["train"])
+    )
 
 
-def _differ(yaml_key: str, ours: Any, json_key: str, theirs: Any, run: RunConfig, problems: Problems) -> None:
+def _differ(yaml_key: str, ours: Any, json_key: str, theirs: Any, config: RunConfig, problems: Problems) -> None:
     place = problems.places.get(yaml_key, "the YAML or its default")
     problems.add_text(
         yaml_key,
-        f"{yaml_key} = {show(ours)}  ({place}), but {json_key} = {show(theirs)}  ({run.deepspeed})",
+        f"{yaml_key} = {show(ours)}  ({place}), but {json_key} = {show(theirs)}  ({config.deepspeed})",
         "a value that both files have must be the same",
         f'remove one of the two, or write "auto" for {json_key} in the JSON',
     )
@@ -98,7 +100,7 @@ def _named(json_type: Any) -> str | None:
     return types.get(json_type.lower()) if isinstance(json_type, str) else None
 
 
-def _check_name(run: RunConfig, tree: dict[str, Any], problems: Problems) -> None:
+def _check_name(config: RunConfig, tree: dict[str, Any], problems: Problems) -> None:
     json_type = lookup(tree, "optimizer.type")
     if not isinstance(json_type, str) or json_type.lower() == "auto":
         return
@@ -106,14 +108,14 @@ def _check_name(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Non
     if theirs is None:
         rule = f"llmtrain trains with {either([kind for each in known for kind in each.json_types])}"
         remedy = f"write {either([json.dumps(each.json_types[-1]) for each in known])}, or remove the optimizer section"
-        problems.add("optimizer.type", json_type, rule, f"{remedy} and set optim.name in the YAML", run.deepspeed)
-    elif run.optim.name != theirs:
-        _differ("optim.name", run.optim.name, "optimizer.type", json_type, run, problems)
+        problems.add("optimizer.type", json_type, rule, f"{remedy} and set optim.name in the YAML", config.deepspeed)
+    elif config.optim.name != theirs:
+        _differ("optim.name", config.optim.name, "optimizer.type", json_type, config, problems)
 
 
-def _check_optimizer_params(run: RunConfig, tree: dict[str, Any], problems: Problems) -> None:
+def _check_optimizer_params(config: RunConfig, tree: dict[str, Any], problems: Problems) -> None:
     """Check the optimizer parameters that are not joined: each is harmless or a mistake."""
-    optim, every, idle = run.optim, Optimizer.CHOICES, ("torch_adam", "fused")
+    optim, every, idle = config.optim, Optimizer.CHOICES, ("torch_adam", "fused")
     prefix = "optimizer.params."
     joined = {
         choice: {
@@ -143,7 +145,7 @@ def _check_optimizer_params(run: RunConfig, tree: dict[str, Any], problems: Prob
             near = closest(name, [*known, *idle])
             rule = f"no such parameter of {either([each.title for each in every.values()])}"
             remedy = f"did you mean {prefix}{near}?" if near else "remove it"
-        problems.add(key, value, rule, remedy, run.deepspeed)
+        problems.add(key, value, rule, remedy, config.deepspeed)
 
 
 _SCHEDULERS = {
@@ -161,7 +163,7 @@ _OF_SCHEDULERS = {
 """Parameter of a scheduler -> the YAML's key for it."""
 
 
-def check_scheduler(run: RunConfig, tree: dict[str, Any], problems: Problems) -> list[str]:
+def check_scheduler(config: RunConfig, tree: dict[str, Any], problems: Problems) -> list[str]:
     """Refuse a `scheduler` section with a value of its own: the YAML's `schedule` is the owner. Returns notes.
 
     A section with "auto" for all parameters has none. A note names the shape in Hugging Face's Trainer.
@@ -169,7 +171,7 @@ def check_scheduler(run: RunConfig, tree: dict[str, Any], problems: Problems) ->
     section = tree.get("scheduler") or {}
     if not any(section.values()):
         return []
-    path, kind, params = run.deepspeed, section.get("type"), section.get("params") or {}
+    path, kind, params = config.deepspeed, section.get("type"), section.get("params") or {}
     course, name, least = _SCHEDULERS.get(str(kind), ("", "", None))
     here = {"schedule.name": name} if least is None else {"schedule.name": name, "schedule.min_ratio": least}
     if not name or not params or any(value != "auto" for value in params.values()):
@@ -180,8 +182,8 @@ def check_scheduler(run: RunConfig, tree: dict[str, Any], problems: Problems) ->
         rule = "the YAML's `schedule` alone decides the learning rate; its warm-up is a line"
         problems.add("scheduler", section, rule, f"remove the section, and {same} in the YAML", path)
         return []
-    note = f"{path}: scheduler {kind} is all auto; the YAML's schedule ({run.schedule.name}) decides"
-    if (run.schedule.name, getattr(run.schedule, "min_ratio", None)) != (name, least):
+    note = f"{path}: scheduler {kind} is all auto; the YAML's schedule ({config.schedule.name}) decides"
+    if (config.schedule.name, getattr(config.schedule, "min_ratio", None)) != (name, least):
         note += (f". With it Hugging Face's Trainer trains a warm-up and then {course}, whatever its "
                  f"lr_scheduler_type is; here that is {_listed(here)}")  # fmt: skip
     return [note]
@@ -204,14 +206,14 @@ class Facts:
     notes: tuple[str, ...]
 
 
-def read_facts(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Facts:
-    """Resolve every "auto" that is not shared with the YAML, and refuse illegal mixes. `run` is joined."""
-    path, tree, notes = run.deepspeed, copy.deepcopy(tree), list[str]()
+def read_facts(config: RunConfig, tree: dict[str, Any], problems: Problems) -> Facts:
+    """Resolve every "auto" that is not shared with the YAML, and refuse illegal mixes. `config` is joined."""
+    path, tree, notes = config.deepspeed, copy.deepcopy(tree), list[str]()
     _resolve_precision(tree, path, notes)
     _resolve_types(tree, path, problems)
     if dropped := _drop_auto(tree, ""):
         notes.append(f'{path}: "auto" means DeepSpeed\'s default for {", ".join(dropped)}')
-    mix = _mix(run, tree, _degrees(tree, path, problems))
+    mix = _mix(config, tree, _degrees(tree, path, problems))
     partition = _partition(tree, path, mix.degrees.pipeline, problems)
     zero = tree.get("zero_optimization", {})
     if mix.zero_stage == 0:
@@ -228,8 +230,8 @@ def read_facts(run: RunConfig, tree: dict[str, Any], problems: Problems) -> Fact
     if zero:
         tree["zero_optimization"] = zero
     notes += _switched_off(tree, path)
-    refuse(clashes(mix), mix, run, problems, tree)
-    if mix.zero_stage == 3 and run.optim.whole_gradients:
+    refuse(clashes(mix), mix, config, problems, tree)
+    if mix.zero_stage == 3 and config.optim.whole_gradients:
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default is true
     tree.get("bf16", {}).pop("bf16_optimizer_states", None)  # llmtrain's own optimizer has them
     return Facts(tree=tree, mix=mix, pipeline_partition=partition, notes=tuple(notes))
@@ -309,8 +311,8 @@ def offloads(tree: dict[str, Any], what: str) -> bool:
     return lookup(zero, f"offload_{what}.device") not in (None, "none") or bool(zero.get(old))
 
 
-def _mix(run: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
-    model, optim, zero = run.model, run.optim, tree.get("zero_optimization", {})
+def _mix(config: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
+    model, optim, zero = config.model, config.optim, tree.get("zero_optimization", {})
     bf16 = bool(lookup(tree, "bf16.enabled"))
     return Mix(
         zero_stage=int(zero.get("stage") or 0),
@@ -429,10 +431,10 @@ _NOT_FOR_DEEPSPEED = (
 )
 
 
-def exact_dict(run: RunConfig, facts: Facts, batch: Batch) -> tuple[dict[str, Any], list[str]]:
+def exact_dict(config: RunConfig, facts: Facts, batch: Batch) -> tuple[dict[str, Any], list[str]]:
     """Return the dict for the engine, and notes about overruled keys."""
     notes = [
-        f"{run.deepspeed}: {key} = {show(facts.tree[key])} is overruled with {show(value)}: llmtrain needs it"
+        f"{config.deepspeed}: {key} = {show(facts.tree[key])} is overruled with {show(value)}: llmtrain needs it"
         for key, value in _FORCED.items()
         if key in facts.tree and facts.tree[key] != value
     ]
@@ -442,7 +444,7 @@ def exact_dict(run: RunConfig, facts: Facts, batch: Batch) -> tuple[dict[str, An
         "train_batch_size": batch.global_batch,
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.accumulation,
-        "gradient_clipping": run.optim.clip_norm,
+        "gradient_clipping": config.optim.clip_norm,
         **_FORCED,
         # DeepSpeed's throughput timer is on by default and synchronises the device twice a step; ours does not.
         "timers": {"throughput": {"enabled": False}},

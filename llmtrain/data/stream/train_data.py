@@ -377,9 +377,9 @@ class Prompts:
     """Longest continuation, in tokens."""
 
     @classmethod
-    def of(cls, run: RunConfig, data: TrainData) -> Prompts | None:
+    def of(cls, config: RunConfig, data: TrainData) -> Prompts | None:
         """The prompts of a run; None without any. Raises DataError: one is too long, or has no token."""
-        texts, tokens = run.train.sample_prompts, run.train.sample_tokens
+        texts, tokens = config.train.sample_prompts, config.train.sample_tokens
         if not texts:
             return None
         assert isinstance(texts, list), "a file is read with the configuration"

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups, z3_leaf_module
 from torch import nn
 
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed import patches
 from llmtrain.engine.deepspeed.engine import ZeroEngine
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 def build_engine(
-    model: LanguageModel, resolved: ResolvedRun, own: Mapping[str, OwnSettings], ranks: Ranks, mesh: Mesh
+    model: LanguageModel, run: Run, own: Mapping[str, OwnSettings], ranks: Ranks, mesh: Mesh
 ) -> ZeroEngine:
     """Make the engine for a model without values. `own`: settings of single parameters, by Hugging Face name. Raises
     ConfigError: DeepSpeed or torch lacks a feature that a run needs."""
-    optim, mix, exact = resolved.optim, resolved.mix, resolved.deepspeed
+    optim, mix, exact = run.config.optim, run.mix, run.deepspeed
     patches.check()
     if mix.mlp_tiles and get_accelerator().device_name() == "cpu":
         return_freed_memory()

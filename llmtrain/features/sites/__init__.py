@@ -24,8 +24,8 @@ class SitesFeature(Feature):
          "start the coordinator of sites that train one model, or show who is there"),
     )  # fmt: skip
 
-    def asked(self, run: RunConfig) -> bool:
-        return run.section(SitesConfig).name is not None
+    def asked(self, config: RunConfig) -> bool:
+        return config.section(SitesConfig).name is not None
 
     def rules(self) -> Rules:
         from llmtrain.features.sites.rules import RULES
@@ -37,7 +37,7 @@ class SitesFeature(Feature):
 
         return Sites(launch)
 
-    def unrepeatable(self, run: RunConfig) -> str:
+    def unrepeatable(self, config: RunConfig) -> str:
         return "the steps of a site depend on messages of other sites, which are not kept"
 
     def metrics(self) -> Mapping[str, Metric]:

@@ -22,19 +22,19 @@ class Sites(Part):
     def __init__(self, launch: Launch) -> None:
         """Raises AgreedError."""
         setup, tracker, frozen = launch.setup, launch.tracker, launch.start.frozen
-        run, batch = setup.run, setup.resolved.batch
-        sites = run.section(SitesConfig)
+        config, batch = setup.run.config, setup.run.batch
+        sites = config.section(SitesConfig)
         common = {
             "data": setup.data.fingerprint,
-            "data.seed": run.data.seed,
-            "data.sequence_length": run.data.sequence_length,
-            "train.seed": run.train.seed,
-            "adapter": asdict(run.adapter),
+            "data.seed": config.data.seed,
+            "data.sequence_length": config.data.sequence_length,
+            "train.seed": config.train.seed,
+            "adapter": asdict(config.adapter),
             "frozen parameters (model.pretrained)": weights_hash(frozen.checksums),
             "configuration of the model": other_meaning({}, setup.spec.config.to_dict()),
             **sites.common(),
         }
-        self._start_timeout_s, self._requests = run.fault.start_timeout_s, launch.requests
+        self._start_timeout_s, self._requests = config.fault.start_timeout_s, launch.requests
         self._site = Site(
             setup.engine,
             setup.ranks,
@@ -43,7 +43,7 @@ class Sites(Part):
             Share(batch=batch.global_batch, tokens=batch.tokens),
             telling(tracker.event, tracker.log),
             frozen=setup.spec.frozen,
-            last_step=setup.resolved.max_steps,
+            last_step=setup.run.max_steps,
         )
         self.communicates_beside = sites.travel_steps > 0
 

@@ -14,16 +14,16 @@ _SITE = {"sites.name": "a", "sites.coordinator": "h:1"}
 _STREAMING = {**_SITE, "sites.method": "streaming"}
 
 
-def _sites(run: RunConfig) -> SitesConfig:
-    return run.section(SitesConfig)
+def _sites(config: RunConfig) -> SitesConfig:
+    return config.section(SitesConfig)
 
 
-def _is_site(run: RunConfig) -> bool:
-    return _sites(run).name is not None
+def _is_site(config: RunConfig) -> bool:
+    return _sites(config).name is not None
 
 
-def _streaming(run: RunConfig) -> Streaming | None:
-    section = _sites(run)
+def _streaming(config: RunConfig) -> Streaming | None:
+    section = _sites(config)
     return section if section.name is not None and isinstance(section, Streaming) else None
 
 

@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.models.adapter import put_around
 from llmtrain.models.experts import avoid_grouped_product
 from llmtrain.models.fp8 import use_fp8
@@ -334,32 +334,32 @@ class PipelineLanguageModel(PipelineModule):
         return sums[0] * self.factor() if self.training else sums[0]
 
 
-def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
+def build_pipeline(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
     """This rank's stage with uninitialised parameters; those of other stages never get memory.
 
     Raises:
         ModelError: transformers cannot build the model, or it cannot be cut into these stages.
     """
-    model, degrees = resolved.run.model, resolved.degrees
+    model, degrees = run.config.model, run.mix.degrees
     hf = spec.own_skeleton()
     words, plan = spec.anatomy, spec.projections if degrees.tensor > 1 else None
     anatomy = replace(words, head=SCORE, tied=False) if spec.scores else words
 
     def build(hf: PreTrainedModel, part: Part, shard: Callable[[PreTrainedModel], None] | None = None) -> Stage:
-        stage = build_stage(hf, anatomy, part, DTYPES[resolved.precision], device, shard=shard)
-        avoid_grouped_product(hf, DTYPES[resolved.precision])
+        stage = build_stage(hf, anatomy, part, DTYPES[run.mix.precision], device, shard=shard)
+        avoid_grouped_product(hf, DTYPES[run.mix.precision])
         if spec.adapter.r is not None:
             share = None if plan is None or shard is None else partial(share_adapter, plan, mesh.tensor)
-            put_around(hf, spec.adapted, device, DTYPES[resolved.precision], share)
+            put_around(hf, spec.adapted, device, DTYPES[run.mix.precision], share)
         if model.neftune_noise_alpha and part.first:
             stage.noise = Neftune(hf.get_submodule(anatomy.embedding), model.neftune_noise_alpha)
         own = [hf.get_submodule(anatomy.layers[index].path) for index in part.layers]
         if model.fp8 is not None:
             use_fp8(own, model.fp8, emulated=device.type == "cpu")
-        set_up_layers(hf, own, model, resolved.mix)
+        set_up_layers(hf, own, model, run.mix)
         return stage
 
-    counts = layer_counts(resolved.pipeline_partition, degrees.pipeline, hf, anatomy)
+    counts = layer_counts(run.pipeline_partition, degrees.pipeline, hf, anatomy)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
     index = mesh.place.pipeline
     first = sum(counts[:index])
@@ -369,13 +369,13 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     if degrees.expert > 1:
         from llmtrain.models.parallel.expert_parallel import find_experts, shard_experts
 
-        found = find_experts(hf, resolved.mix, resolved.expert_parallel)
+        found = find_experts(hf, run.mix, run.expert_parallel)
 
     def shard(rest: PreTrainedModel) -> None:
         if plan is not None:
-            shard_model(rest, words, plan, mesh.tensor, device, DTYPES[resolved.precision])
+            shard_model(rest, words, plan, mesh.tensor, device, DTYPES[run.mix.precision])
         if found is not None:
-            shard_experts(rest, found, resolved.mix, resolved.expert_parallel, device)
+            shard_experts(rest, found, run.mix, run.expert_parallel, device)
 
     pipeline = PipelineLanguageModel(
         build(hf, part, None if plan is None and found is None else shard),
@@ -385,7 +385,7 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         ends if anatomy.tied else None,
         model.loss_chunk_tokens,
     )
-    pipeline.notes.append(explain(counts, resolved.batch.accumulation))
+    pipeline.notes.append(explain(counts, run.batch.accumulation))
     if plan is not None and plan.whole:
         pipeline.notes.append(plan.whole)
     if found is not None:

@@ -11,7 +11,7 @@ import torch
 
 from llmtrain.base.errors import ModelError
 from llmtrain.config.problems import Places, stop
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.run import Run, RunConfig
 from llmtrain.config.topology import Mix
 from llmtrain.models.experts import avoid_grouped_product, check_stages, expert_blocks, set_leaf_modules
 from llmtrain.models.language import LanguageModel
@@ -26,21 +26,19 @@ if TYPE_CHECKING:
     from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 
 
-def build_model(
-    resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh
-) -> LanguageModel | PipelineLanguageModel:
+def build_model(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) -> LanguageModel | PipelineLanguageModel:
     """The module with uninitialised parameters. Only the chosen form is imported: all of them are 2,500 lines. Raises
     ModelError: transformers cannot build it (in this form); ConfigError: a rank has nothing to train."""
-    model, mix = resolved.run.model, resolved.mix
+    model, mix = run.config.model, run.mix
     language: LanguageModel | PipelineLanguageModel
     if mix.degrees.pipeline > 1:
         from llmtrain.models.parallel.pipeline import build_pipeline
 
         check_stages(spec.config)
         with divided(spec, "pipeline.stages", mix.degrees.pipeline):
-            language = build_pipeline(resolved, spec, device, mesh)
+            language = build_pipeline(run, spec, device, mesh)
     else:
-        hf, note = _own_part(spec, mix, resolved.deepspeed, device, mesh)
+        hf, note = _own_part(spec, mix, run.deepspeed, device, mesh)
         if spec.adapter.r is not None and mix.degrees.tensor == 1:
             from llmtrain.models.adapter import put_around
 
@@ -57,7 +55,7 @@ def build_model(
         if (blocks := expert_blocks(hf)) or mix.degrees.expert > 1:
             from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
 
-            routing = prepare_experts(hf, blocks, mix, resolved.expert_parallel, device, mesh)
+            routing = prepare_experts(hf, blocks, mix, run.expert_parallel, device, mesh)
         elif mix.zero_stage == 3:
             set_leaf_modules(hf, blocks)
         hf.config.use_cache = False
@@ -88,20 +86,22 @@ def build_model(
         if held.name in spec.frozen:
             held.parameter.requires_grad_(False)
     if spec.frozen:
-        _check_trained(language, resolved.run, resolved.places, mesh)
+        _check_trained(language, run.config, run.places, mesh)
     return language
 
 
-def _check_trained(language: LanguageModel | PipelineLanguageModel, run: RunConfig, places: Places, mesh: Mesh) -> None:
+def _check_trained(
+    language: LanguageModel | PipelineLanguageModel, config: RunConfig, places: Places, mesh: Mesh
+) -> None:
     """DeepSpeed's optimizers need trained parameters on every stage. Raises ConfigError."""
     if any(held.trains for held in language.local_parameters()):
         return
     key, patterns = next(
         (key, patterns)
         for key, patterns in (
-            ("adapter.targets", run.adapter.targets if run.adapter.r is not None else []),
-            ("model.train_only", run.model.train_only),
-            ("model.freeze", run.model.freeze),
+            ("adapter.targets", config.adapter.targets if config.adapter.r is not None else []),
+            ("model.train_only", config.model.train_only),
+            ("model.freeze", config.model.freeze),
         )
         if patterns
     )

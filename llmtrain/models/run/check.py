@@ -19,7 +19,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.base.units import divisors
 from llmtrain.config.problems import Places, Problems, closest, show
 from llmtrain.config.reader import WRONG, members, read
-from llmtrain.config.run import AdapterConfig, ModelConfig, ResolvedRun
+from llmtrain.config.run import AdapterConfig, ModelConfig, Run
 from llmtrain.config.schema import type_name
 from llmtrain.config.stages import Stage
 from llmtrain.models.experts import check_stages, expert_blocks
@@ -300,21 +300,21 @@ _SHAPES = re.compile(
 
 
 @quietly()
-def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
+def check_model(run: Run) -> tuple[ModelSpec, tuple[str, ...]]:
     """Build the run's ModelSpec on the meta device and run tokens through it. Returns it, and notes for the user.
 
     Raises:
         ConfigError: a field of `model.config`, or a value of the run that does not fit the model.
         ModelError: transformers cannot build it.
     """
-    run, model, places = resolved.run, resolved.run.model, resolved.places
+    config, model, places = run.config, run.config.model, run.places
     problems = Problems(places)
     if isinstance(model.config, dict):
         check_fields(model.config, problems)
         problems.raise_if_any()
     key = "model.pretrained" if model.pretrained else "model.config"
     _load_config(model, key, problems)
-    spec = ModelSpec.of(model, run.adapter, scores=run.objective.scores)
+    spec = ModelSpec.of(model, config.adapter, scores=config.objective.scores)
     hf = spec.skeleton
     if model.attention in _FLASH_PACKAGES:
         _check_flash(hf, model.attention, problems)
@@ -322,42 +322,42 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     problems.raise_if_any()
     frozen_names(hf, model, places)
     notes: tuple[str, ...] = ()
-    if run.adapter.r is not None:
-        notes = _check_adapter(hf, run.adapter, places)
+    if config.adapter.r is not None:
+        notes = _check_adapter(hf, config.adapter, places)
     if model.fp8 is not None:
         from llmtrain.models.fp8 import check_maps
 
         check_maps(hf, model.fp8, places)
-    if resolved.optim.has_own_settings:
+    if run.config.optim.has_own_settings:
         from llmtrain.models.own_settings import own_settings
 
-        own_settings(spec, resolved.optim, places)
+        own_settings(spec, run.config.optim, places)
     if model.vocabulary is not None:
         from llmtrain.models.vocabulary import check_growth
 
         frozen_by = next((key for key in ("train_only", "freeze") if getattr(model, key)), "")
         check_growth(hf, model, spec.frozen, f"model.{frozen_by}" if frozen_by else "adapter.modules_to_save", places)
     before = None
-    for number, stage in enumerate(resolved.stages):
+    for number, stage in enumerate(run.stages):
         if stage.rope and (before is None or before.rope != stage.rope):
-            own = run.data.stages[number - 1].rope or {}
+            own = config.data.stages[number - 1].rope or {}
             _check_rope(hf, f"data.stages[{number - 1}].rope", stage, own, problems)
         elif before is None or (stage.data.sequence_length > before.data.sequence_length and not stage.rope):
             later = before is not None
             notes += _check_length(hf, stage.data.sequence_length, key, problems, later=later)
         before = stage
     problems.raise_if_any()
-    if resolved.degrees.pipeline > 1:
-        _check_stages(hf, resolved.pipeline_partition, resolved.degrees.pipeline)
+    if run.mix.degrees.pipeline > 1:
+        _check_stages(hf, run.pipeline_partition, run.mix.degrees.pipeline)
     _check_recomputed(hf, model.recompute.layers, problems)
-    _check_experts(hf, resolved, problems)
-    if run.train.balance != "equal" and expert_blocks(hf):
+    _check_experts(hf, run, problems)
+    if config.train.balance != "equal" and expert_blocks(hf):
         rule = "the routers of a mixture of experts are balanced over micro-batches of equal size on all ranks"
-        problems.add("train.balance", run.train.balance, rule, "set it to equal")
+        problems.add("train.balance", config.train.balance, rule, "set it to equal")
         problems.raise_if_any()
     _check_copy(hf, key, model.loss_chunk_tokens)
-    _rehearse(copy.deepcopy(hf), key, min(_REHEARSED_TOKENS, run.data.sequence_length))
-    if run.train.export:
+    _rehearse(copy.deepcopy(hf), key, min(_REHEARSED_TOKENS, config.data.sequence_length))
+    if config.train.export:
         _check_export(spec)
     return spec, notes
 
@@ -480,20 +480,20 @@ def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any]
                      "remove them")  # fmt: skip
 
 
-def _check_experts(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problems) -> None:
+def _check_experts(hf: PreTrainedModel, run: Run, problems: Problems) -> None:
     """Raises ConfigError: there are no experts; ModelError: DeepSpeed cannot share them."""
-    section = resolved.expert_parallel
-    if (section.get("enabled") or resolved.degrees.expert > 1) and not expert_blocks(hf):
+    section = run.expert_parallel
+    if (section.get("enabled") or run.mix.degrees.expert > 1) and not expert_blocks(hf):
         key = "autoep_size" if "autoep_size" in section else "enabled"
         rule = f"the experts of a layer are shared, and a {hf.config.model_type} model has no experts"
-        problems.add(f"expert_parallel.{key}", section[key], rule, "remove the section", resolved.run.deepspeed)
+        problems.add(f"expert_parallel.{key}", section[key], rule, "remove the section", run.config.deepspeed)
         problems.raise_if_any()
     if blocks := expert_blocks(hf):
         from llmtrain.models.parallel.expert_parallel import check_gradients, find_experts
 
-        check_gradients(blocks, resolved.mix)
-        if resolved.degrees.expert > 1:
-            find_experts(hf, resolved.mix, section)
+        check_gradients(blocks, run.mix)
+        if run.mix.degrees.expert > 1:
+            find_experts(hf, run.mix, section)
 
 
 def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int) -> None:

@@ -25,8 +25,8 @@ def test_rounds_come_as_often_as_each_method_says() -> None:
 def test_each_round_has_more_steps_than_its_parameters_travel() -> None:
     def broken(sync_every: int) -> list[str]:
         sites = Streaming(name="a", coordinator="h:1", fragments=2, overlap_steps=3, sync_every=sync_every)
-        run = RunConfig(deepspeed="", sites=sites)
-        return [keys[0] for rule in RULES for keys, _, _ in rule.breaks(run)]
+        config = RunConfig(deepspeed="", sites=sites)
+        return [keys[0] for rule in RULES for keys, _, _ in rule.breaks(config)]
 
     assert broken(8) == []
     assert broken(6) == ["sites.overlap_steps"]

@@ -16,8 +16,8 @@ from tests.helpers.checkpoints import write_checkpoint
 
 
 def chosen(where: Path, resume: str | Path, weights_only: bool = False) -> tuple[list[str], bool]:
-    run = RunConfig(deepspeed="x", resume=str(resume), resume_weights_only=weights_only)
-    found = candidates_of(run, RunDirectory(where))
+    config = RunConfig(deepspeed="x", resume=str(resume), resume_weights_only=weights_only)
+    found = candidates_of(config, RunDirectory(where))
     return [str(path.relative_to(where.parent)) for path in found.paths], found.own
 
 

@@ -23,7 +23,7 @@ from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch import attempts, job, launchers
 from llmtrain.cluster.launch.attempts import Attempt, Launch
 from llmtrain.cluster.launch.job import Job
-from llmtrain.cluster.launch.plan import Options, Run
+from llmtrain.cluster.launch.plan import LaunchedRun, Options
 from llmtrain.commands.launch import batches
 from llmtrain.commands.launch import main as launch
 from llmtrain.config.load import load
@@ -253,7 +253,7 @@ def launch_of(recipe: Path, *words: str, hosts: str, slots: int = 1, least: int 
         hosts=made, words=given, launcher="pdsh", max_restarts=9, min_hosts=least, env_file=None, dry_run=False
     )
     first = batches(given, slots * len(made))
-    run = Run(folder=str(recipe.parent), resume="auto", again="the same command", start_timeout_s=1.0, needs=None,
+    run = LaunchedRun(folder=str(recipe.parent), resume="auto", again="the same command", start_timeout_s=1.0, needs=None,
               batches=first, resolve=batches)  # fmt: skip
     return Launch(options, "mark", run)
 

@@ -83,7 +83,7 @@ def test_a_parameter_of_another_optimizer_is_refused_in_the_json(choice: str, fi
 
 def test_the_json_selects_the_class_of_an_optimizer_without_a_name(here: Path) -> None:
     write(here, {"optim": {"muon_lr": 0.03}}, {"optimizer": {"type": "muon", "params": {"lr": 1e-3}}})
-    optim = load(["run.yaml"], 2).run.optim
+    optim = load(["run.yaml"], 2).config.optim
     assert optim == Muon(lr=1e-3, muon_lr=0.03, muon_momentum=0.95, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
                          clip_norm=0.0)  # fmt: skip
     write(here, {"optim": {"eps": 1e-6}}, {"optimizer": {"type": "Lion"}})
@@ -94,14 +94,14 @@ def test_the_json_selects_the_class_of_an_optimizer_without_a_name(here: Path) -
 def test_the_command_line_selects_the_class_before_its_fields_are_read(here: Path) -> None:
     write(here, {"schedule": {"name": "cosine", "min_ratio": 0.2}})
     argv = ["run.yaml", "--schedule.decay_steps", "5", "--schedule.name", "wsd"]
-    assert parse(argv).run.schedule == Wsd(decay_steps=5, min_ratio=0.2)
-    assert parse(["run.yaml", "--schedule.name", "constant"]).run.schedule == Constant()
-    assert parse(["run.yaml", "--schedule.name=constant", "--schedule.min_ratio=null"]).run.schedule == Constant()
+    assert parse(argv).config.schedule == Wsd(decay_steps=5, min_ratio=0.2)
+    assert parse(["run.yaml", "--schedule.name", "constant"]).config.schedule == Constant()
+    assert parse(["run.yaml", "--schedule.name=constant", "--schedule.min_ratio=null"]).config.schedule == Constant()
 
 
 def test_null_is_the_default(here: Path) -> None:
     write(here, {"schedule": {"name": None, "min_ratio": None, "decay_steps": None}})
-    assert parse(["run.yaml"]).run.schedule == Cosine()
+    assert parse(["run.yaml"]).config.schedule == Cosine()
 
 
 def test_a_foreign_field_is_told_beside_other_mistakes(here: Path) -> None:

@@ -307,9 +307,9 @@ def test_a_removed_section_that_is_off_is_accepted(
     off: list[Any] = [None, False, {}, {"enabled": False, "max_train_batch_size": 2000}, parts]
     for value in [*off, *([-1] if dotted.endswith("mics_shard_size") else [])]:
         write(tmp_path, None, nested(dotted, value, {}))
-        resolved = load(["--config", "run.yaml"], 1)
-        assert f"ds.json: {dotted} has no effect: DeepSpeed does not read it" in resolved.notes
-        assert lookup(resolved.deepspeed, dotted) is None
+        run = load(["--config", "run.yaml"], 1)
+        assert f"ds.json: {dotted} has no effect: DeepSpeed does not read it" in run.notes
+        assert lookup(run.deepspeed, dotted) is None
     for value in (True, {"enabled": True}, {"shared_parameters": {"enabled": True}}, 4):
         write(tmp_path, None, nested(dotted, value, {}))
         with pytest.raises(ConfigError, match="has removed it"):

@@ -21,7 +21,7 @@ from llmtrain.config import strict_yaml
 from llmtrain.config.load import load, parse
 from llmtrain.config.problems import Problems
 from llmtrain.config.resolve import resolve, solve
-from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig
+from llmtrain.config.run import ModelConfig, Run, RunConfig
 from llmtrain.config.schema import schema
 from llmtrain.config.strict_yaml import dump
 from llmtrain.tracking.sink import TrackingConfig
@@ -30,22 +30,22 @@ from tests.helpers.config_workplace import RUN, ranks_at_least, write
 ROOT = Path(__file__).parents[3]
 
 
-def loaded(here: Path, run: Any = None, ds: Any = None, *argv: str, ranks: int = 2) -> ResolvedRun:
+def loaded(here: Path, run: Any = None, ds: Any = None, *argv: str, ranks: int = 2) -> Run:
     write(here, run, ds)
     return load(["--config", "run.yaml", *argv], ranks)
 
 
 def test_defaults_are_filled_in(here: Path) -> None:
-    resolved = loaded(here)
-    optim, train = resolved.run.optim, resolved.run.train
+    run = loaded(here)
+    optim, train = run.config.optim, run.config.train
     assert (optim.name, optim.lr, optim.betas, optim.eps) == ("adamw", 3e-4, (0.9, 0.95), 1e-8)
     assert (optim.weight_decay, optim.clip_norm) == (0.1, 1.0)
     assert (train.global_batch, train.micro_batch, train.accumulation) == (8, 2, 2)
     assert train.run_dir == "runs/run"
-    assert (resolved.precision, resolved.zero_stage, resolved.degrees.data) == ("bf16", 1, 2)
-    assert (resolved.mix.offload_optimizer, resolved.mix.offload_param) == (False, False)
-    assert resolved.max_steps == 100
-    assert not resolved.mix.recomputes
+    assert (run.mix.precision, run.mix.zero_stage, run.mix.degrees.data) == ("bf16", 1, 2)
+    assert (run.mix.offload_optimizer, run.mix.offload_param) == (False, False)
+    assert run.max_steps == 100
+    assert not run.mix.recomputes
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_defaults_are_filled_in(here: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_recomputed_layers_of_yaml_and_json(here: Path, model: Any, ds: Any, layers: Any, said: str) -> None:
-    resolved = loaded(here, {"model": model}, ds)
-    assert resolved.run.model.recompute.layers == layers
-    assert resolved.mix.recomputes == (layers is not None)
-    assert said in summary(resolved)
+    run = loaded(here, {"model": model}, ds)
+    assert run.config.model.recompute.layers == layers
+    assert run.mix.recomputes == (layers is not None)
+    assert said in summary(run)
 
 
 def test_the_exact_dict(here: Path) -> None:
@@ -77,8 +77,8 @@ def test_the_exact_dict(here: Path) -> None:
         "tensorboard": {"enabled": False},
         "pipeline": {"stages": "auto"},
     }
-    resolved = loaded(here, None, user)
-    assert resolved.deepspeed == {
+    run = loaded(here, None, user)
+    assert run.deepspeed == {
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "sub_group_size": 1e9},
         "activation_checkpointing": {},
@@ -93,8 +93,8 @@ def test_the_exact_dict(here: Path) -> None:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    assert resolved.mix.recomputes
-    notes = "\n".join(resolved.notes)
+    assert run.mix.recomputes
+    notes = "\n".join(run.notes)
     for words in ("steps_per_print = 10 is overruled", "zero_optimization.reduce_bucket_size", "WarmupLR is all auto"):
         assert words in notes
 
@@ -163,60 +163,67 @@ def test_keys_of_what_is_off_are_noted(here: Path, ds: dict[str, Any], note: str
 def test_values_may_stand_in_the_json(here: Path) -> None:
     params = {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0}
     ds = {"train_batch_size": 12, "gradient_clipping": 0.5, "optimizer": {"type": "adam", "params": params}}
-    resolved = loaded(here, {"train": {"global_batch": ...}}, ds)
-    optim = resolved.run.optim
+    run = loaded(here, {"train": {"global_batch": ...}}, ds)
+    optim = run.config.optim
     assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (1e-3, (0.8, 0.9), 1e-6, 0.0)
-    assert (optim.name, optim.clip_norm, resolved.deepspeed["gradient_clipping"]) == ("adamw", 0.5, 0.5)
-    assert (resolved.run.train.global_batch, resolved.run.train.accumulation) == (12, 3)
+    assert (optim.name, optim.clip_norm, run.deepspeed["gradient_clipping"]) == ("adamw", 0.5, 0.5)
+    assert (run.config.train.global_batch, run.config.train.accumulation) == (12, 3)
 
 
 def test_the_same_value_in_both_files_is_fine(here: Path) -> None:
     ds = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}
-    assert loaded(here, {"optim": {"betas": [0.9, 0.99]}}, ds).run.optim.betas == (0.9, 0.99)
+    assert loaded(here, {"optim": {"betas": [0.9, 0.99]}}, ds).config.optim.betas == (0.9, 0.99)
 
 
 def test_overrides_win_over_the_yaml(here: Path) -> None:
     argv = ["--optim.lr", "1e-3", "--train.export=false", "--tracking.tags", "[a, b]", "--tracking.name", "007"]
     argv += ["--model.config.hidden_size", "128", "--optim.betas=[0.9,0.99]", "--train.sample_prompt", "a: b"]
-    run = loaded(here, None, None, *argv, "--local_rank=1").run
-    assert (run.optim.lr, run.train.export, run.tracking.tags, run.tracking.name) == (1e-3, False, ["a", "b"], "007")
-    assert run.model.config == {**RUN["model"]["config"], "hidden_size": 128}
-    assert (run.optim.betas, run.train.sample_prompt) == ((0.9, 0.99), "a: b")
+    config = loaded(here, None, None, *argv, "--local_rank=1").config
+    assert (config.optim.lr, config.train.export, config.tracking.tags, config.tracking.name) == (
+        1e-3,
+        False,
+        ["a", "b"],
+        "007",
+    )
+    assert config.model.config == {**RUN["model"]["config"], "hidden_size": 128}
+    assert (config.optim.betas, config.train.sample_prompt) == ((0.9, 0.99), "a: b")
 
 
 def test_a_flag_that_is_true_or_false_may_stand_alone_with_dashes(here: Path) -> None:
     (here / "step-00000005").mkdir()
     argv = ["--resume", "step-00000005", "--resume-weights-only", "--train.export", "false"]
-    run = loaded(here, None, None, *argv).run
-    assert (run.resume, run.resume_weights_only, run.train.export) == ("step-00000005", True, False)
-    assert not loaded(here, None, None, "--resume=step-00000005", "--resume-weights-only=false").run.resume_weights_only
+    config = loaded(here, None, None, *argv).config
+    assert (config.resume, config.resume_weights_only, config.train.export) == ("step-00000005", True, False)
+    assert not loaded(
+        here, None, None, "--resume=step-00000005", "--resume-weights-only=false"
+    ).config.resume_weights_only
 
 
 def test_the_checkpoint_that_a_run_began_from_may_be_gone_once_the_run_has_its_own(here: Path) -> None:
     (here / "runs" / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)
-    assert loaded(here, {"resume": "gone"}).run.resume == "gone"
+    assert loaded(here, {"resume": "gone"}).config.resume == "gone"
 
 
 def test_a_mixture_is_overridden_by_folder(here: Path) -> None:
-    run = loaded(here, {"data": {"path": ...}}, None, "--data.mixture.data/x", "0.5").run
-    assert run.data.mixture == {"data/x": 0.5}
+    config = loaded(here, {"data": {"path": ...}}, None, "--data.mixture.data/x", "0.5").config
+    assert config.data.mixture == {"data/x": 0.5}
     argv = ["--config", "run.yaml", "--data.mixture.data/v1.5", "2"]
-    assert parse(argv, check_paths=False).run.data.mixture == {"data/v1.5": 2.0}
+    assert parse(argv, check_paths=False).config.data.mixture == {"data/v1.5": 2.0}
 
 
 def test_a_count_may_be_written_with_an_exponent(here: Path) -> None:
     write(here)
     text = (here / "run.yaml").read_text().replace("max_steps: 100", "max_steps: 1e3\n  max_tokens: 2E+6")
     (here / "run.yaml").write_text(text)
-    run = load(["--config", "run.yaml", "--train.log_every", "1e1", "--checkpoint.every_steps", "2E2"], 2).run
-    assert (run.train.max_steps, run.train.max_tokens) == (1000, 2_000_000)
-    assert (run.train.log_every, run.checkpoint.every_steps) == (10, 200)
+    config = load(["--config", "run.yaml", "--train.log_every", "1e1", "--checkpoint.every_steps", "2E2"], 2).config
+    assert (config.train.max_steps, config.train.max_tokens) == (1000, 2_000_000)
+    assert (config.train.log_every, config.checkpoint.every_steps) == (10, 200)
 
 
 def test_comments_in_the_json(here: Path) -> None:
     ds = '{\n  # ours\n  "bf16": {"enabled": false}, // not here\n  "zero_optimization": {"stage": 2}\n}'
-    resolved = loaded(here, None, ds)
-    assert (resolved.precision, resolved.zero_stage) == ("fp32", 2)
+    run = loaded(here, None, ds)
+    assert (run.mix.precision, run.mix.zero_stage) == ("fp32", 2)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +231,8 @@ def test_comments_in_the_json(here: Path) -> None:
     [("auto", "auto", "bf16"), (True, "auto", "fp16"), ("auto", False, "fp32"), (False, True, "bf16")],
 )
 def test_precision_auto(here: Path, fp16: Any, bf16: Any, precision: str) -> None:
-    resolved = loaded(here, None, {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}})
-    assert resolved.precision == precision
+    run = loaded(here, None, {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}})
+    assert run.mix.precision == precision
 
 
 @pytest.mark.parametrize(
@@ -238,8 +245,8 @@ def test_precision_auto(here: Path, fp16: Any, bf16: Any, precision: str) -> Non
     ],
 )
 def test_offload(here: Path, section: dict[str, Any], optimizer: bool, param: bool) -> None:
-    resolved = loaded(here, None, {"zero_optimization": {"stage": 3, **section}})
-    assert (resolved.mix.offload_optimizer, resolved.mix.offload_param) == (optimizer, param)
+    run = loaded(here, None, {"zero_optimization": {"stage": 3, **section}})
+    assert (run.mix.offload_optimizer, run.mix.offload_param) == (optimizer, param)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +273,7 @@ def test_keys_that_others_make_idle_are_noted(here: Path) -> None:
 
 
 def test_wsd_decays_over_a_tenth(here: Path) -> None:
-    assert loaded(here, {"schedule": {"name": "wsd"}}).run.schedule.decay_steps == 10
+    assert loaded(here, {"schedule": {"name": "wsd"}}).config.schedule.decay_steps == 10
 
 
 @pytest.mark.parametrize(
@@ -332,17 +339,17 @@ def test_a_solution_keeps_what_was_given(
 
 def test_a_dump_reads_back_to_the_same_run(here: Path) -> None:
     write(here, {"tracking": {"tags": ["off", "a: b"]}, "train": {"sample_prompt": "x\ny"}})
-    first = resolve(parse(["--config", "run.yaml", "--tracking.name", "1e-3"]).run, 2).run
+    first = resolve(parse(["--config", "run.yaml", "--tracking.name", "1e-3"]).config, 2).config
     (here / "again.yaml").write_text(dump(first))
-    assert parse(["--config", "again.yaml"]).run == first
+    assert parse(["--config", "again.yaml"]).config == first
     assert first.tracking.name == "1e-3"
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.text(max_size=20))
 def test_any_text_survives_a_dump(text: str) -> None:
-    run = RunConfig(deepspeed="x", model=ModelConfig(pretrained="m"), tracking=TrackingConfig(name=text))
-    tree = strict_yaml.parse(dump(run), "dump").tree
+    config = RunConfig(deepspeed="x", model=ModelConfig(pretrained="m"), tracking=TrackingConfig(name=text))
+    tree = strict_yaml.parse(dump(config), "dump").tree
     assert tree["tracking"]["name"] == text
 
 
@@ -359,14 +366,14 @@ def test_plain_scalars(text: str, value: Any) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.name)
 def test_every_ds_config(here: Path, path: Path) -> None:
-    resolved = loaded(here, {"deepspeed": str(path)}, ranks=2 * ranks_at_least(path))
+    run = loaded(here, {"deepspeed": str(path)}, ranks=2 * ranks_at_least(path))
     name = path.stem
-    assert resolved.precision == ("fp32" if "fp32" in name else "fp16" if "fp16" in name else "bf16")
-    assert not name.startswith("zero") or resolved.zero_stage == int(name[4])
+    assert run.mix.precision == ("fp32" if "fp32" in name else "fp16" if "fp16" in name else "bf16")
+    assert not name.startswith("zero") or run.mix.zero_stage == int(name[4])
     for way in ("pipeline", "tensor"):
-        assert (getattr(resolved.degrees, way) > 1) == (way in name)
-    assert resolved.mix.offload_param == resolved.mix.offload_optimizer == ("offload" in name)
-    assert resolved.mix.recomputes == (name in ("zero3_offload", "zero3_recompute", "long_context"))
+        assert (getattr(run.mix.degrees, way) > 1) == (way in name)
+    assert run.mix.offload_param == run.mix.offload_optimizer == ("offload" in name)
+    assert run.mix.recomputes == (name in ("zero3_offload", "zero3_recompute", "long_context"))
     json.loads(path.read_text())  # plain JSON: any DeepSpeed stack can read it
     assert f"`{path.name}`" in (ROOT / "ds_configs/README.md").read_text()
 

@@ -32,7 +32,7 @@ def test_the_later_file_wins_key_by_key(here: Path) -> None:
     }
     write(here, change)
     alone = load(["run.yaml"], 2)
-    assert (layered.run, layered.deepspeed, layered.max_steps) == (alone.run, alone.deepspeed, alone.max_steps)
+    assert (layered.config, layered.deepspeed, layered.max_steps) == (alone.config, alone.deepspeed, alone.max_steps)
     assert layered.places["optim.betas"] == "more.yaml, line 2"
     assert layered.places["data.mixture.data/x"] == "last.yaml, line 1"
 
@@ -41,15 +41,15 @@ def test_another_choice_of_a_later_file_drops_the_fields_that_it_has_not(here: P
     write(here, {"schedule": {"name": "cosine", "min_ratio": 0.2}})
     (here / "more.yaml").write_text("schedule: {name: constant}\n")
     parsed = parse(["run.yaml", "more.yaml"])
-    assert parsed.run.schedule == Constant() and "schedule.min_ratio" not in parsed.places
+    assert parsed.config.schedule == Constant() and "schedule.min_ratio" not in parsed.places
     assert any(note.startswith("schedule.min_ratio = 0.2 (run.yaml, line ") for note in parsed.notes)
     (here / "more.yaml").write_text("schedule: {name: constant, min_ratio: null}\n")
-    assert parse(["run.yaml", "more.yaml"]).run.schedule == Constant()
+    assert parse(["run.yaml", "more.yaml"]).config.schedule == Constant()
     (here / "more.yaml").write_text("schedule: {decay_steps: 3}\n")
     with pytest.raises(ConfigError, match=r"decay_steps = 3  \(more.yaml, line 1\)\n.*\n *remedy: remove it, or"):
         parse(["run.yaml", "more.yaml"])
     (here / "more.yaml").write_text("schedule:\nmodel: null\n")  # a section without contents says nothing
-    assert parse(["run.yaml", "more.yaml"]).run.schedule == Cosine(min_ratio=0.2)
+    assert parse(["run.yaml", "more.yaml"]).config.schedule == Cosine(min_ratio=0.2)
 
 
 def test_show_tells_where_each_value_came_from(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,21 +66,21 @@ def test_show_tells_where_each_value_came_from(here: Path, capsys: pytest.Captur
         "clip_norm": "ds.json, gradient_clipping", "run_dir": "computed",
     }  # fmt: skip
     assert {key: came[key] for key in wanted} == wanted
-    assert strict_yaml.parse(shown, "shown").tree == strict_yaml.parse(strict_yaml.dump(load(words, 2).run), "").tree
+    assert strict_yaml.parse(shown, "shown").tree == strict_yaml.parse(strict_yaml.dump(load(words, 2).config), "").tree
 
 
 def test_home_and_variables_in_paths(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here))
     monkeypatch.setenv("OUT", "runs/of me")
     write(here, {"deepspeed": "~/ds.json", "data": {"path": None, "mixture": {"${HOME}/data/x": 1}}})
-    resolved = load(["run.yaml", "--train.run_dir=$OUT/1", "--tracking.name", "$OUT"], 2)
-    run = resolved.run
-    assert (run.deepspeed, run.data.mixture) == (f"{here}/ds.json", {f"{here}/data/x": 1.0})
-    assert (run.train.run_dir, run.tracking.name) == ("runs/of me/1", "$OUT")
-    assert "train.run_dir: $OUT/1 is runs/of me/1 here" in resolved.notes
+    run = load(["run.yaml", "--train.run_dir=$OUT/1", "--tracking.name", "$OUT"], 2)
+    config = run.config
+    assert (config.deepspeed, config.data.mixture) == (f"{here}/ds.json", {f"{here}/data/x": 1.0})
+    assert (config.train.run_dir, config.tracking.name) == ("runs/of me/1", "$OUT")
+    assert "train.run_dir: $OUT/1 is runs/of me/1 here" in run.notes
     (here / "~").mkdir()
     (here / "~/ds.json").write_text((here / "ds.json").read_text())  # what is there as it is written is meant
-    assert load(["run.yaml"], 2).run.deepspeed == "~/ds.json"
+    assert load(["run.yaml"], 2).config.deepspeed == "~/ds.json"
 
 
 def test_one_folder_under_two_names_is_a_mistake(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,17 +231,17 @@ def test_the_yaml_of_the_page_is_the_script_beside_it(tmp_path: Path, monkeypatc
     script, text = (re.search(rf"```{kind}\n(.*?)```", PAGE, re.S)[1] for kind in ("python", "yaml"))  # type: ignore[index]
     (tmp_path / "talks.yaml").write_text(text)
     parsed = parse(["--config", str(tmp_path / "talks.yaml")], check_paths=False)
-    run = resolve(parsed.run, 8, places=parsed.places).run
+    config = resolve(parsed.config, 8, places=parsed.places).config
     given = {each.arg: each.value.value for each in ast.walk(ast.parse(script))
              if isinstance(each, ast.keyword) and isinstance(each.value, ast.Constant)}  # fmt: skip
     ours = {
-        "model": run.model.pretrained, "r": run.adapter.r, "lora_alpha": run.adapter.alpha,
-        "target_modules": run.adapter.targets[0], "output_dir": run.train.run_dir,
-        "max_length": run.data.sequence_length, "packing": run.data.isolate_documents,
-        "per_device_train_batch_size": run.train.micro_batch, "gradient_accumulation_steps": run.train.accumulation,
-        "learning_rate": run.optim.lr, "lr_scheduler_type": run.schedule.name,
-        "warmup_steps": run.schedule.warmup_steps, "max_steps": run.train.max_steps,
-        "logging_steps": run.train.log_every, "save_steps": run.checkpoint.every_steps,
+        "model": config.model.pretrained, "r": config.adapter.r, "lora_alpha": config.adapter.alpha,
+        "target_modules": config.adapter.targets[0], "output_dir": config.train.run_dir,
+        "max_length": config.data.sequence_length, "packing": config.data.isolate_documents,
+        "per_device_train_batch_size": config.train.micro_batch, "gradient_accumulation_steps": config.train.accumulation,
+        "learning_rate": config.optim.lr, "lr_scheduler_type": config.schedule.name,
+        "warmup_steps": config.schedule.warmup_steps, "max_steps": config.train.max_steps,
+        "logging_steps": config.train.log_every, "save_steps": config.checkpoint.every_steps,
     }  # fmt: skip
     assert {option: given[option] for option in ours} == ours
     assert given.keys() - ours.keys() == {"assistant_only_loss", "deepspeed", "data_files", "split"}

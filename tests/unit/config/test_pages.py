@@ -46,7 +46,7 @@ def test_the_resolver_refuses_what_the_table_refuses(form: str, tmp_path: Path) 
     (tmp_path / "config.json").write_text("{}")  # of a teacher
     for name, (objective, adapter) in ROWS.items():
         teacher = {"teacher": str(tmp_path)} if objective == "distill" else {}
-        run = RunConfig(
+        config = RunConfig(
             deepspeed=str(path), adapter=adapter, model=ModelConfig(config={"model_type": "llama"}),
             objective=Objective.of(objective, **teacher),
             data=DataConfig(path="data", sequence_length=128),
@@ -54,7 +54,7 @@ def test_the_resolver_refuses_what_the_table_refuses(form: str, tmp_path: Path) 
         )  # fmt: skip
         expected = [rule for rule, _ in refusals(adapter, FORMS[form])]
         try:
-            resolve(run, 2)
+            resolve(config, 2)
         except ConfigError as error:
             told = str(error).replace(str(path), "the JSON").replace(f"objective.name {objective}", "the objective")
             assert expected and all(rule in told for rule in expected), (name, told)
@@ -72,7 +72,7 @@ def test_the_resolver_refuses_the_pairs_that_the_table_refuses(one: str, tmp_pat
             continue
         expected = [rule for rule, _ in against(sections)]
         given = json.loads(json.dumps(sections).replace("FOLDER", str(tmp_path)))
-        run = RunConfig(
+        config = RunConfig(
             deepspeed=str(tmp_path / "ds.json"),
             model=ModelConfig(pretrained=str(tmp_path), **given.get("model", {})),
             adapter=AdapterConfig(**given.get("adapter", {})),
@@ -81,9 +81,9 @@ def test_the_resolver_refuses_the_pairs_that_the_table_refuses(one: str, tmp_pat
             train=TrainConfig(global_batch=4, micro_batch=1, max_steps=10),
         )
         try:
-            check_values(run, problems := Problems())
+            check_values(config, problems := Problems())
             problems.raise_if_any()
-            resolve(run, 2)
+            resolve(config, 2)
         except ConfigError as error:
             assert expected and all(rule in str(error) for rule in expected), (one, other, str(error))
         else:

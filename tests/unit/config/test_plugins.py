@@ -62,12 +62,14 @@ def forgotten() -> object:
 
 
 def test_a_plugins_classes_are_fields_of_the_run(here: Path) -> None:
-    run = parse(["run.yaml", "--plugin", "mine.py", "--schedule.name=steep", "--schedule.power", "3",
-                 "--parts.count.every", "4"]).run  # fmt: skip
-    assert run.schedule.factor(1, None) == 2.0**-3 and run.parts["count"].every == 4
-    (here / "dumped.yaml").write_text(dump(run))
-    again = parse(["--plugin=mine.py", "--config", "dumped.yaml"]).run
-    assert dump(again) == dump(run) and yaml.safe_load(dump(run))["parts"] == {"count": {"every": 4, "names": None}}
+    config = parse(["run.yaml", "--plugin", "mine.py", "--schedule.name=steep", "--schedule.power", "3",
+                 "--parts.count.every", "4"]).config  # fmt: skip
+    assert config.schedule.factor(1, None) == 2.0**-3 and config.parts["count"].every == 4
+    (here / "dumped.yaml").write_text(dump(config))
+    again = parse(["--plugin=mine.py", "--config", "dumped.yaml"]).config
+    assert dump(again) == dump(config) and yaml.safe_load(dump(config))["parts"] == {
+        "count": {"every": 4, "names": None}
+    }
     assert re.search(
         r"--parts.count.every EVERY\s[^-]*at least 1\)\s+\(type: int,\s+default: 10\)", run_parser().format_help()
     )
@@ -290,8 +292,8 @@ def test_a_changed_file_is_imported_anew(here: Path) -> None:
     parse(["run.yaml", "--plugin", "mine.py"])
     before = plugins.hashes()
     (here / "mine.py").write_text(MINE.replace("-self.power", "-1"))
-    run = parse(["run.yaml", "--plugin", "mine.py", "--schedule.name=steep"]).run
-    assert run.schedule.factor(3, None) == 0.25 and plugins.hashes().keys() == before.keys() != plugins.hashes()
+    config = parse(["run.yaml", "--plugin", "mine.py", "--schedule.name=steep"]).config
+    assert config.schedule.factor(3, None) == 0.25 and plugins.hashes().keys() == before.keys() != plugins.hashes()
     assert plugins.hashes() != before
 
 
@@ -336,10 +338,10 @@ def test_the_ported_callbacks_of_the_page_take_part(here: Path, capsys: pytest.C
     (here / "ported.py").write_text(head + block)
     hour = time.localtime().tm_hour
     words = ["run.yaml", "--plugin", "ported.py", "--parts.printer", "--parts.until.hour"]
-    parts = parse([*words, str(hour)]).run.parts
+    parts = parse([*words, str(hour)]).config.parts
     parts["printer"].open(None)
     assert capsys.readouterr().out == "Starting training\n" and parts["until"].request() == Request(stop=True)
-    assert parse([*words, str((hour + 12) % 24)]).run.parts["until"].request() == Request()
+    assert parse([*words, str((hour + 12) % 24)]).config.parts["until"].request() == Request()
 
 
 def test_ranks_import_the_files_that_the_launch_has_carried(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +356,7 @@ def test_ranks_import_the_files_that_the_launch_has_carried(here: Path, monkeypa
     for there in (None, f"{MINE}\nraise RuntimeError('of another host')\n"):  # the launch's content counts
         (here / "mine.py").unlink() if there is None else (here / "mine.py").write_text(there)
         plugin_import.use([])
-        assert parse(words).run.schedule.factor(1, None) == 2.0**-2 and plugins.hashes() == known
+        assert parse(words).config.schedule.factor(1, None) == 2.0**-2 and plugins.hashes() == known
 
 
 def test_a_file_that_no_variable_can_carry_is_refused(here: Path) -> None:
@@ -370,8 +372,8 @@ def test_a_figure_of_a_plugins_metric_or_of_the_averages_may_decide(here: Path) 
     (here / "rare.py").write_text(f"{HEAD}from llmtrain import Metric\n{rare}")
     words = ["run.yaml", "--plugin", "rare.py", "--metrics.rare", "--ema.decay", "0.9", "--train.eval_every", "4"]
     words += ["--checkpoint.keep_best.metric"]
-    assert parse([*words, "eval/rare", "--checkpoint.keep_best.mode", "max"]).run.checkpoint.keep_best.mode == "max"
-    assert parse([*words, "eval/ema/loss"]).run.checkpoint.keep_best.metric == "eval/ema/loss"
+    assert parse([*words, "eval/rare", "--checkpoint.keep_best.mode", "max"]).config.checkpoint.keep_best.mode == "max"
+    assert parse([*words, "eval/ema/loss"]).config.checkpoint.keep_best.metric == "eval/ema/loss"
     with pytest.raises(ConfigError, match=r"checkpoint\.keep_best\.mode"):
         parse([*words, "eval/rare"])
     with pytest.raises(ConfigError, match="is no figure of this run's evaluations"):

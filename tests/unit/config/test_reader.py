@@ -80,9 +80,9 @@ def test_a_wrong_word_of_the_command_line_is_answered(argv: list[str], words: tu
 
 def test_units_switches_and_quoted_numbers_are_read(here: Path) -> None:
     write(here, {"train": {"max_steps": ..., "max_tokens": "10m", "eval": "off"}, "optim": {"lr": "3e-4"}})
-    run = parse(["run.yaml", "--train.eval_every=1.5k", "--schedule.warmup_steps", "1e1"]).run
-    assert (run.train.max_tokens, run.train.eval_every, run.train.eval) == (10_000_000, 1500, False)
-    assert (run.optim.lr, run.schedule.warmup_steps) == (3e-4, 10)
+    config = parse(["run.yaml", "--train.eval_every=1.5k", "--schedule.warmup_steps", "1e1"]).config
+    assert (config.train.max_tokens, config.train.eval_every, config.train.eval) == (10_000_000, 1500, False)
+    assert (config.optim.lr, config.schedule.warmup_steps) == (3e-4, 10)
 
 
 def test_values_that_few_runs_mean_are_noted(here: Path) -> None:
@@ -160,13 +160,13 @@ def test_a_wrong_value_is_one_mistake_at_its_key(given: dict[str, Any], key: str
 
 def test_a_saved_run_of_another_version_is_read(here: Path) -> None:
     write(here, {"schedule": {"name": "constant"}, "data": {"stages": [{"from_step": 3, "sequence_length": 64}]}})
-    run = load(["run.yaml"], 2).run
-    saved = json.loads(json.dumps(asdict(run)))
-    assert read_saved(RunConfig, saved) == run
+    config = load(["run.yaml"], 2).config
+    saved = json.loads(json.dumps(asdict(config)))
+    assert read_saved(RunConfig, saved) == config
     saved["schedule"] |= {"min_ratio": 0.3, "decay_steps": None}
     saved["optim"] |= {"muon_lr": 0.02, "gone": 1}
     saved["nobody_knows"] = {"x": 1}
-    assert read_saved(RunConfig, saved) == replace(run, schedule=Constant(), optim=run.optim)
+    assert read_saved(RunConfig, saved) == replace(config, schedule=Constant(), optim=config.optim)
     saved["train"]["max_steps"] = "many"
     with pytest.raises(ConfigError, match=r"train\.max_steps"):
         read_saved(RunConfig, saved)
@@ -196,7 +196,7 @@ def test_a_flag_over_a_section_that_is_no_map_hides_no_mistake(here: Path) -> No
         parse(["run.yaml", "above.yaml"])
     (here / "above.yaml").write_text("model: {config: {model_type: gpt2}}\n")  # a path below may be replaced
     write(here, {"model": {"config": "folder"}})
-    assert parse(["run.yaml", "above.yaml"]).run.model.config == {"model_type": "gpt2"}
+    assert parse(["run.yaml", "above.yaml"]).config.model.config == {"model_type": "gpt2"}
 
 
 def test_a_broken_word_of_a_map_is_named_by_its_flag(here: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.config.run import ModelConfig, Run
 from llmtrain.models.spec import ModelSpec
 
 ROOT = Path(__file__).parents[3]
@@ -22,9 +22,9 @@ BY_MAKE = ["quickstart", "sft", "lora", "dpo"]
 """What `make train` and `make tune` run, on all GPUs that there are."""
 
 
-def resolved_for(path: Path, ranks: int) -> ResolvedRun:
+def resolved_for(path: Path, ranks: int) -> Run:
     parsed = parse(["--config", str(path)], check_paths=False)
-    return resolve(parsed.run, ranks, places=parsed.places)
+    return resolve(parsed.config, ranks, places=parsed.places)
 
 
 def ranks_of(path: Path) -> int:
@@ -43,16 +43,16 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 def test_on_its_machine(path: Path) -> None:
     ranks = ranks_of(path)
-    resolved = resolved_for(path, ranks)
-    train, data, schedule = resolved.run.train, resolved.run.data, resolved.run.schedule
-    assert resolved.degrees.world_size == ranks
-    assert train.global_batch == train.micro_batch * train.accumulation * resolved.degrees.data  # type: ignore[operator]
-    assert resolved.max_steps and train.eval_every and train.eval_every < resolved.max_steps
-    assert 0 < schedule.warmup_steps <= resolved.max_steps / 10
-    assert resolved.run.checkpoint.every_steps, "a run without checkpoints loses everything"
-    room = (resolved.run.model.config or {}).get("max_position_embeddings", data.sequence_length)  # type: ignore[union-attr]
+    run = resolved_for(path, ranks)
+    train, data, schedule = run.config.train, run.config.data, run.config.schedule
+    assert run.mix.degrees.world_size == ranks
+    assert train.global_batch == train.micro_batch * train.accumulation * run.mix.degrees.data  # type: ignore[operator]
+    assert run.max_steps and train.eval_every and train.eval_every < run.max_steps
+    assert 0 < schedule.warmup_steps <= run.max_steps / 10
+    assert run.config.checkpoint.every_steps, "a run without checkpoints loses everything"
+    room = (run.config.model.config or {}).get("max_position_embeddings", data.sequence_length)  # type: ignore[union-attr]
     assert data.sequence_length <= room
-    deep_check(resolved.deepspeed, resolved.run.deepspeed)
+    deep_check(run.deepspeed, run.config.deepspeed)
 
 
 @pytest.mark.parametrize("path", [p for p in RECIPES if p.stem not in BY_MAKE], ids=lambda path: path.stem)
@@ -60,24 +60,24 @@ def test_twice_the_ranks_keep_the_global_batch(path: Path) -> None:
     ranks = ranks_of(path)
     once = resolved_for(path, ranks)
     twice = resolved_for(path, 2 * ranks)
-    assert once.run.train.global_batch == twice.run.train.global_batch
+    assert once.config.train.global_batch == twice.config.train.global_batch
     assert once.max_steps == twice.max_steps
 
 
 @pytest.mark.parametrize("name", BY_MAKE)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_the_recipes_of_make_fit_any_machine(name: str, ranks: int) -> None:
-    resolved = resolved_for(ROOT / f"launch/recipes/{name}.yaml", ranks)
-    assert resolved.run.train.global_batch == 8 * ranks
+    run = resolved_for(ROOT / f"launch/recipes/{name}.yaml", ranks)
+    assert run.config.train.global_batch == 8 * ranks
 
 
 def test_the_1b_recipe_has_the_size_that_it_says() -> None:
     path = ROOT / "launch/recipes/llama_1b.yaml"
     said = re.search(r"([\d.]+)B parameters", path.read_text())
-    resolved = resolved_for(path, 8)
-    parameters = ModelSpec.of(resolved.run.model).facts.parameters
+    run = resolved_for(path, 8)
+    parameters = ModelSpec.of(run.config.model).facts.parameters
     assert said and f"{parameters / 1e9:.2f}" == said[1]
-    tokens = resolved.run.train.max_tokens
+    tokens = run.config.train.max_tokens
     assert tokens and round(tokens / parameters) == 20
     assert f"{parameters * 12 / 1e9:.0f} GB each" in path.read_text()
 
@@ -95,13 +95,13 @@ def test_the_memory_that_a_recipe_of_post_training_says(name: str) -> None:
     """Its comment's figures, computed from the shapes of Llama 3: bytes of a parameter as in ds_configs/README.md."""
     path = ROOT / f"launch/recipes/{name}.yaml"
     said = " ".join(path.read_text().replace("\n#", "").split())
-    run = resolved_for(path, 8).run
+    config = resolved_for(path, 8).config
     model, shape = ModelConfig(config={**LLAMA_3, **SHAPES[name]}), SHAPES[name]
-    spec = ModelSpec.of(model, run.adapter)
+    spec = ModelSpec.of(model, config.adapter)
     trained, parameters = spec.facts.trained, ModelSpec.of(model).facts.parameters
-    inputs = shape["num_hidden_layers"] * shape["hidden_size"] * run.data.sequence_length * 2 / 1e9
+    inputs = shape["num_hidden_layers"] * shape["hidden_size"] * config.data.sequence_length * 2 / 1e9
     assert f"{parameters / 1e9:.2f}B parameters" in said and f"{inputs:.1f} GB of layer inputs" in said
-    if run.adapter.r is None:
+    if config.adapter.r is None:
         assert f"{18 * parameters / 8e9:.1f} GB a GPU (18 bytes each" in said
         assert f"zero2.json with more memory is faster: {(2 + 16 / 8) * parameters / 1e9:.0f} GB" in said
     else:

@@ -30,7 +30,7 @@ def test_an_example_is_refused_with_keys_reason_and_remedy(
     write(here, *example_of(rule))
     reason, remedy = texts(rule)
     with pytest.raises(ConfigError) as refused:
-        resolve(parse(["run.yaml"], check_paths=rule in OF_STARTS).run, RANKS)
+        resolve(parse(["run.yaml"], check_paths=rule in OF_STARTS).config, RANKS)
     assert reason in str(refused.value) and remedy in str(refused.value)
     given = {key: value for key, value in rule.example.items()
              if key in rule.keys and not isinstance(value, (dict, list))}  # fmt: skip
@@ -40,7 +40,7 @@ def test_an_example_is_refused_with_keys_reason_and_remedy(
 
 def test_the_run_that_examples_change_is_right(here: Path) -> None:
     write(here)
-    assert load(["run.yaml"], RANKS).run.data.path == BASE["data"]["path"]
+    assert load(["run.yaml"], RANKS).config.data.path == BASE["data"]["path"]
 
 
 def test_a_rule_is_applied_once_and_not_to_a_value_that_is_wrong_by_itself(here: Path) -> None:

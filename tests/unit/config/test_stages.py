@@ -14,7 +14,7 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.commands.config import main, summary
 from llmtrain.config.load import load, parse
 from llmtrain.config.reader import saved_stages
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.config.strict_yaml import dump
 from llmtrain.parity.plain import rate_of_step
 from tests.helpers.config_workplace import write
@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def loaded(here: Path, stages: Any, *argv: str, **sections: Any) -> ResolvedRun:
+def loaded(here: Path, stages: Any, *argv: str, **sections: Any) -> Run:
     write(here, {"data": {"stages": stages}, "schedule": {"name": "constant"}, **sections})
     return load(["--config", "run.yaml", *argv], 2)
 
@@ -59,17 +59,17 @@ def test_a_first_stage_is_the_section_itself(here: Path) -> None:
     first = {"from_step": 0, "path": "data/x", "train": {"global_batch": 8}, "schedule": {"name": "constant"}}
     write(here, {"data": {"path": ..., "stages": [first, *STAGES]}, "train": {"global_batch": ...}})
     found = load(["--config", "run.yaml"], 2)
-    assert found.run == want.run and found.stages == want.stages
+    assert found.config == want.config and found.stages == want.stages
     write(here, {"schedule": {"name": "constant"}})
-    assert load(["--config", "run.yaml", "--data.stages", json.dumps(STAGES)], 2).run == want.run
-    Path("again.yaml").write_text(dump(want.run))
+    assert load(["--config", "run.yaml", "--data.stages", json.dumps(STAGES)], 2).config == want.config
+    Path("again.yaml").write_text(dump(want.config))
     again = load(["--config", "again.yaml"], 2)
-    assert again.run == want.run and again.stages == want.stages
+    assert again.config == want.config and again.stages == want.stages
 
 
 def test_a_checkpoint_tells_the_same_learning_rates(here: Path) -> None:
     found = loaded(here, STAGES, schedule={"name": "cosine", "warmup_steps": 5})
-    saved = saved_stages(json.loads(json.dumps(asdict(found.run))))
+    saved = saved_stages(json.loads(json.dumps(asdict(found.config))))
     assert [saved.factor(step, 100) for step in range(100)] == [found.stages.factor(step, 100) for step in range(100)]
 
 
@@ -98,7 +98,7 @@ def test_the_rates_of_each_schedule(here: Path, schedule: dict[str, Any], steps:
     given = schedule if schedule["name"] == "constant" else {**schedule, "min_ratio": 0.2}
     alone = loaded(here, [], schedule=given, train={"max_steps": steps})
     assert [alone.stages.factor(step, steps) for step in range(steps)] == pytest.approx(want)
-    assert [rate_of_step(alone.run.schedule, step + 1, steps) for step in range(steps)] == pytest.approx(want)
+    assert [rate_of_step(alone.config.schedule, step + 1, steps) for step in range(steps)] == pytest.approx(want)
     stage = loaded(here, [{"from_step": 5, "schedule": given}], train={"max_steps": 5 + steps})
     assert [stage.stages.factor(5 + step, 5 + steps) for step in range(steps)] == pytest.approx(want)
     first = loaded(here, [{"from_step": steps, "schedule": {"name": "constant"}}], schedule=given)
@@ -212,4 +212,4 @@ def test_the_schema_of_the_yaml_knows_stages(here: Path) -> None:
     tree["data"]["stages"][0]["from_step"] = "five"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(tree, json_schema())
-    assert parse(["--config", "run.yaml"]).run.data.stages[0].from_step == 40
+    assert parse(["--config", "run.yaml"]).config.data.stages[0].from_step == 40

@@ -57,5 +57,5 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_its_extra(
     extra = {"alembic": "mlflow", "tensorboard": "tensorboard"}.get(str(missing))
     assert ("needs" in str(refused.value)) == (missing is not None)
     assert extra is None or (f"pip install 'llmtrain[{extra}]'" in str(refused.value) and "line" in str(refused.value))
-    run = parse([str(tmp_path / "run.yaml")], check_paths=False).run
-    assert "experiment: mine" in dump(run) and "path: tensorboard" in dump(run)
+    config = parse([str(tmp_path / "run.yaml")], check_paths=False).config
+    assert "experiment: mine" in dump(config) and "path: tensorboard" in dump(config)

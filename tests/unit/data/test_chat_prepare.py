@@ -419,11 +419,11 @@ def test_padding_of_a_skewed_mix_is_below_a_hundredth() -> None:
 
 def test_one_row_fills_a_sequence_whatever_its_length() -> None:
     """A text does not: its window is full. So a newcomer's ten conversations train with a long sequence_length."""
-    run = RunConfig(deepspeed="ds.json", data=DataConfig(path="x", sequence_length=4096))
+    config = RunConfig(deepspeed="ds.json", data=DataConfig(path="x", sequence_length=4096))
 
     def told(chat: dict[str, object] | None, validation: int) -> str:
         manifest = {"tokens": {"train": 369, "validation": validation}, "chat": chat}
-        _check_length("data.path", "x", manifest, run, problems := Problems())
+        _check_length("data.path", "x", manifest, config, problems := Problems())
         return str(problems.error()) if problems else ""
 
     assert told({"longest": 41}, 41) == "" and "its validation split (0 tokens)" in told({"longest": 41}, 0)

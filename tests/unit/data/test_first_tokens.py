@@ -104,8 +104,8 @@ def test_a_document_is_what_the_tokenizers_own_encoding_makes_of_it(root: Path, 
     assert all(label in (-100, ids[at]) for at, label in labels_at.items())
     assert {at for at, position in positions_at.items() if position == 0} == begins & positions_at.keys()
 
-    run = RunConfig(deepspeed="x.json", train=TrainConfig(sample_prompts=["one cat", "7"], sample_tokens=4))
-    prompts = Prompts.of(run, train)
+    config = RunConfig(deepspeed="x.json", train=TrainConfig(sample_prompts=["one cat", "7"], sample_tokens=4))
+    prompts = Prompts.of(config, train)
     assert prompts is not None
     assert [
         each[: len(mine)] for each, mine in zip(tokenizer(prompts.texts)["input_ids"], prompts.ids, strict=True)

@@ -54,7 +54,7 @@ def test_a_files_lines_are_in_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     config_workplace.write(tmp_path, {"train": {"sample_prompts": "prompts.txt"}})
     (tmp_path / "prompts.txt").write_text("def f(\n\n  import\n")
-    assert parse(["run.yaml"]).run.train.sample_prompts == ["def f(", "  import"]
+    assert parse(["run.yaml"]).config.train.sample_prompts == ["def f(", "  import"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**config_workplace.RUN, "train": {
         **config_workplace.RUN["train"], "sample_prompts": ["one: two", "#"]}}))  # fmt: skip
-    assert parse(["run.yaml"]).run.train.sample_prompts == ["one: two", "#"]
+    assert parse(["run.yaml"]).config.train.sample_prompts == ["one: two", "#"]

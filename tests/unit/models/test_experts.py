@@ -187,8 +187,8 @@ def test_the_section_of_the_json(tmp_path, monkeypatch, section, precision, stag
     }
     write(tmp_path, ds=changes)
     parsed = parse(["--config", "run.yaml"])
-    resolved = resolve(parsed.run, 4, places=parsed.places)
-    assert (resolved.degrees.expert, resolved.degrees.data, resolved.zero_stage) == (degree, 4, runs_at)
-    assert resolved.expert_parallel == {**section, "autoep_size": degree}
-    assert "expert_parallel" not in resolved.deepspeed
-    assert any("gradient norm" in note for note in resolved.notes) == (stage != runs_at)
+    run = resolve(parsed.config, 4, places=parsed.places)
+    assert (run.mix.degrees.expert, run.mix.degrees.data, run.mix.zero_stage) == (degree, 4, runs_at)
+    assert run.expert_parallel == {**section, "autoep_size": degree}
+    assert "expert_parallel" not in run.deepspeed
+    assert any("gradient norm" in note for note in run.notes) == (stage != runs_at)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from llmtrain.config.load import parse, resolve
-from llmtrain.config.run import AdapterConfig, ModelConfig, ResolvedRun
+from llmtrain.config.run import AdapterConfig, ModelConfig, Run
 from llmtrain.models import loss
 from llmtrain.models.parallel import recompute
 from llmtrain.models.run import build_for_rank
@@ -109,7 +109,7 @@ def step_counted(
     passes: int = 2,
 ) -> tuple[int, LiveOnDevice]:
     """(parameters, what forward and backward of a micro-batch made beside parameters and gradients)."""
-    resolved = run_of(folder, json_keys, model, isolate=False, length=tokens, micro_batch=micro_batch)
+    run = run_of(folder, json_keys, model, isolate=False, length=tokens, micro_batch=micro_batch)
     find = projections.dense_mlps
 
     def find_really(*args: Any) -> Any:  # it looks at the numbers of a small copy
@@ -119,7 +119,7 @@ def step_counted(
     monkeypatch.setattr(projections, "dense_mlps", find_really)
     with FakeTensorMode():
         spec = ModelSpec.of(model)
-        module: Any = build_for_rank.build_model(resolved, spec, torch.device("cpu"), None)  # type: ignore[arg-type]
+        module: Any = build_for_rank.build_model(run, spec, torch.device("cpu"), None)  # type: ignore[arg-type]
         parameters = list(module.parameters())
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
@@ -170,9 +170,9 @@ def test_the_benchmark_knows_what_lora_needs(tmp_path, name):
     bench, tuners = load("train_speed"), load("tuners")
     preset, adapter = bench.PRESETS[name], AdapterConfig(**tuners.ADAPTER)
     model = ModelConfig(config=preset.model, attention="varlen")
-    resolved = run_of(tmp_path, ZERO_1, model, length=preset.sequence, micro_batch=preset.micro_batch, adapter=adapter)
+    run = run_of(tmp_path, ZERO_1, model, length=preset.sequence, micro_batch=preset.micro_batch, adapter=adapter)
     spec, need = ModelSpec.of(model, adapter), preset.needs["llmtrain lora"]
-    module: Any = build_for_rank.build_model(resolved, spec, torch.device("meta"), None).train()  # type: ignore[arg-type]
+    module: Any = build_for_rank.build_model(run, spec, torch.device("meta"), None).train()  # type: ignore[arg-type]
     with without_memory():
         module.to_empty(device="cpu")
         for parameter in module.parameters():
@@ -282,14 +282,14 @@ def test_a_recipe_uses_the_memory_of_its_gpus(monkeypatch, tmp_path, name):
 def test_the_layers_that_sft_8b_recomputes(monkeypatch, gib, layers, keep):
     """On 8 GPUs with so much memory."""
     monkeypatch.chdir(REPO)
-    resolved = resolve(parse(["--config", "launch/recipes/sft_8b.yaml"], check_paths=False).run, 8)
-    run = replace(resolved.run, model=replace(resolved.run.model, pretrained=None, config=RECIPES["sft_8b"][0]))
+    run = resolve(parse(["--config", "launch/recipes/sft_8b.yaml"], check_paths=False).config, 8)
+    config = replace(run.config, model=replace(run.config.model, pretrained=None, config=RECIPES["sft_8b"][0]))
 
-    def rehearsed(this: ResolvedRun) -> dict[int, Rehearsed]:
+    def rehearsed(this: Run) -> dict[int, Rehearsed]:
         return {0: next(rehearse(prepared(this, on_gpu=True), [0], 8, on_gpu=True))}
 
     machines = Machines(hosts=1, slots=8, device="", on_gpu=True, memory=gib * GIB, host_memory=None)
-    chosen, found = decide(replace(resolved, run=run), machines, rehearsed)
-    again = chosen.run.model.recompute
+    chosen, found = decide(replace(run, config=config), machines, rehearsed)
+    again = chosen.config.model.recompute
     print(f"{gib} GiB: {again}, peak {(found[0].peak + found[0].ahead) / GIB:.1f} GiB")
     assert (again.layers, again.keep) == (layers, keep)

@@ -250,14 +250,14 @@ NO_SIZES = {"blt": "has no hidden_size, so the sizes", "musicgen": "holds severa
 
 def told_of(model_type: str) -> str:
     """Return the error text of `config check` for a model type with its default sizes, before it looks at data."""
-    run = RunConfig(
+    config = RunConfig(
         deepspeed="ds_configs/zero1_fp32.json",
         model=ModelConfig(config={"model_type": model_type}),
         data=DataConfig(path="data", sequence_length=32),
         train=TrainConfig(global_batch=2, micro_batch=2, max_steps=1),
     )
     try:
-        spec, _ = check_model(resolve(run, 1))
+        spec, _ = check_model(resolve(config, 1))
         _ = spec.facts, spec.frozen
     except UserError as error:
         return str(error)

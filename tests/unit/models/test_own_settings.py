@@ -86,7 +86,7 @@ def test_patterns_have_dots_in_the_yaml_and_on_the_command_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {"optim": {"name": "lion", "weight_decay_of": {"*.bias": 0, "model.norm.*": 0.5}}})
-    optim = parse(["run.yaml", "--optim.lr_factor_of.model.layers.*", "2", "--optim.layer_decay", "0.9"]).run.optim
+    optim = parse(["run.yaml", "--optim.lr_factor_of.model.layers.*", "2", "--optim.layer_decay", "0.9"]).config.optim
     assert optim.weight_decay_of == {"*.bias": 0.0, "model.norm.*": 0.5}
     assert optim.lr_factor_of == {"model.layers.*": 2.0} and optim.layer_decay == 0.9
 

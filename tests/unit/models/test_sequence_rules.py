@@ -40,9 +40,9 @@ def test_what_cannot_be_shared_is_refused_before_torch_is_there(
 def test_ranks_that_share_rows_are_one_for_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, HEADS, {"sequence_parallel_size": 4})
-    resolved = load(["--config", "run.yaml"], 8)
-    assert (resolved.degrees.sequence, resolved.degrees.data, resolved.run.train.accumulation) == (4, 2, 2)
-    assert "sequence_parallel_size" not in resolved.deepspeed
+    run = load(["--config", "run.yaml"], 8)
+    assert (run.mix.degrees.sequence, run.mix.degrees.data, run.config.train.accumulation) == (4, 2, 2)
+    assert "sequence_parallel_size" not in run.deepspeed
 
 
 @pytest.mark.parametrize("family", FAMILIES)

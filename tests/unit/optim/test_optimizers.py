@@ -13,7 +13,7 @@ import torch
 from llmtrain.base.choice import NOT_NEGATIVE, Rule, joined
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import DataConfig, ModelConfig, ResolvedRun, RunConfig, TrainConfig
+from llmtrain.config.run import DataConfig, ModelConfig, Run, RunConfig, TrainConfig
 from llmtrain.optim.optimizers import AdamW, Muon, Optimizer, norm_of
 
 
@@ -32,17 +32,17 @@ def test_adamw_keeps_what_torch_keeps() -> None:
     assert set(optimizer.state[weight]) - {"step"} == set(AdamW.state)
 
 
-def resolved(here: Path, tree: dict[str, Any], optim: Optimizer) -> ResolvedRun:
+def resolved(here: Path, tree: dict[str, Any], optim: Optimizer) -> Run:
     path = here / "ds.json"
     path.write_text(json.dumps(tree))
-    run = RunConfig(
+    config = RunConfig(
         deepspeed=str(path),
         model=ModelConfig(config={"model_type": "llama"}),
         data=DataConfig(path="x"),
         optim=optim,
         train=TrainConfig(max_steps=4),
     )
-    return resolve(run, 1)
+    return resolve(config, 1)
 
 
 def test_another_optimizer_is_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_another_optimizer_is_a_class(tmp_path: Path, monkeypatch: pytest.Monkey
 
     tree: dict[str, Any] = {"optimizer": {"type": "signsgd", "params": {"lr": 1e-4, "use_triton": False}}}
     run = resolved(tmp_path, tree, Sign())
-    assert (run.optim.name, run.optim.lr, run.optim.clip_norm) == ("sign", 1e-4, 0.0)
+    assert (run.config.optim.name, run.config.optim.lr, run.config.optim.clip_norm) == ("sign", 1e-4, 0.0)
     with pytest.raises(ConfigError, match="signs have no norm"):
         resolved(tmp_path, {**tree, "gradient_clipping": 1.0}, Sign())
     tree["optimizer"]["params"] = {"amsgrad": False, "use_triton": True}
@@ -83,8 +83,8 @@ def test_muons_own_values_may_stand_in_the_json(
     tmp_path: Path, params: dict[str, float], optim: Muon, want: tuple[float, float]
 ) -> None:
     run = resolved(tmp_path, {"optimizer": {"type": "Muon", "params": params}}, optim)
-    assert isinstance(run.optim, Muon) and (run.optim.muon_lr, run.optim.muon_momentum) == want
-    assert run.optim.clip_norm == 0.0
+    assert isinstance(run.config.optim, Muon) and (run.config.optim.muon_lr, run.config.optim.muon_momentum) == want
+    assert run.config.optim.clip_norm == 0.0
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,4 @@ def test_what_the_norm_is_of(name: str | None, zero: bool, norm: str) -> None:
 
 def test_nothing_of_a_resolved_optimizer_or_batch_is_missing(tmp_path: Path) -> None:
     run = resolved(tmp_path, {}, AdamW(skip_outliers=6.0))
-    assert None not in [*vars(run.optim).values(), *vars(run.batch).values()]
+    assert None not in [*vars(run.config.optim).values(), *vars(run.batch).values()]

@@ -36,7 +36,7 @@ STAGES: list[dict[str, Any]] = [
 def course_of(folder: Path, stages: Any, *words: str, **sections: Any) -> tuple[list[str], bool]:
     write(folder, {"data": {"stages": stages}, **sections})
     parsed = parse(["--config", "run.yaml", *words], check_paths=False)
-    return compare_course(wanted(parsed.run, parsed.places), [2])
+    return compare_course(wanted(parsed.config, parsed.places), [2])
 
 
 def late_border(stages: Stages, step: int, right: Callable[..., int] = Stages.number) -> int:

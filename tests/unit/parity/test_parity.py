@@ -53,8 +53,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def user(train: TrainConfig, degrees: Degrees | None = None, **sections: Any) -> Wanted:
-    run = RunConfig(deepspeed="ds.json", train=train, **sections)
-    return Wanted(run=run, tree={}, degrees=degrees or Degrees(), precision="bf16")
+    config = RunConfig(deepspeed="ds.json", train=train, **sections)
+    return Wanted(config=config, tree={}, degrees=degrees or Degrees(), precision="bf16")
 
 
 def small(wanted: Wanted, ranks: int = 2) -> RunConfig:
@@ -180,7 +180,7 @@ def test_the_plain_optimizer_is_torchs_adamw(decay: float) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7))
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optim = replace(resolved(FORM).optim, lr=0.01, weight_decay=decay, clip_norm=0.5)
+    optim = replace(resolved(FORM).config.optim, lr=0.01, weight_decay=decay, clip_norm=0.5)
     plain = PlainOptimizer(model, masters, optim)
     (bias, weight) = sorted(model.parameters(), key=lambda p: p.dim())
     groups = [{"params": [weight], "weight_decay": decay}, {"params": [bias], "weight_decay": 0.0}]
@@ -199,7 +199,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
     """A fault in what both sides call passes in silence."""
     tree = ast.parse((ROOT / "llmtrain/parity/plain.py").read_text())
     allowed = {
-        "config.run": "ModelConfig ResolvedRun",
+        "config.run": "ModelConfig Run",
         "config.stages": "Batch",
         "models.skeleton": "DTYPES load_config",
         "models.source": "ParameterSource",
@@ -248,12 +248,12 @@ def test_in_fp16_it_is_as_near_to_deepspeeds_as_fp16_allows(shape: tuple[int, in
 
 @torch.no_grad()
 def test_documents_alone_are_what_transformers_makes_of_positions() -> None:
-    run = resolved(Form(isolate_documents=True)).run
+    config = resolved(Form(isolate_documents=True)).config
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(load_config(run.model), attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_config(load_config(config.model), attn_implementation="eager")
     for parameter in model.parameters():
         parameter.data *= 6
-    tokens = Tokens(run.data, 512)
+    tokens = Tokens(config.data, 512)
     pairs = [tokens.sequence(index) for index in range(4)]
     inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
     alone = sum(float(_losses(model, None, *document)[0].sum()) for document in _documents((inputs, labels), tokens))
@@ -284,7 +284,7 @@ def test_bf16_is_as_far_from_fp32_as_it_should_be() -> None:
 
 
 def _order() -> Any:
-    return orders(resolved(FORM).run.model, resolved(FORM).batch)[0]
+    return orders(resolved(FORM).config.model, resolved(FORM).batch)[0]
 
 
 def changed(**changes: Any) -> Trace:

@@ -124,7 +124,7 @@ def test_flash_attention_becomes_on_a_cpu_what_the_family_has(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(worlds, "_check", lambda _, user, *__: seen.append(user.run.model.attention) or 0)
+    monkeypatch.setattr(worlds, "_check", lambda _, user, *__: seen.append(user.config.model.attention) or 0)
     for family in ("gpt_oss", "llama"):
         assert parity(tmp_path, {"model_type": family}, capfd, "--model.attention", "flash_attention_2")[0] == 0
     assert seen == ["eager", "sdpa"]

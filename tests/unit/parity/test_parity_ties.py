@@ -21,7 +21,7 @@ from tests.helpers.parity import Form, resolved
 RUN = resolved(Form(family="mixtral", steps=3))
 CPU = torch.device("cpu")
 COPY = plain._copy
-USER = Wanted(run=RunConfig(deepspeed="ds.json"), tree={}, degrees=Degrees(), precision="fp32")
+USER = Wanted(config=RunConfig(deepspeed="ds.json"), tree={}, degrees=Degrees(), precision="fp32")
 
 
 @pytest.fixture(params=[1, 2], ids=lambda step: f"step {step}")
@@ -44,12 +44,12 @@ def even_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @functools.cache
 def trained(nudge: int) -> Trace:
-    order = replace(plain.orders(RUN.run.model, RUN.batch)[0], nudge=nudge)
+    order = replace(plain.orders(RUN.config.model, RUN.batch)[0], nudge=nudge)
     return plain.train_plainly(RUN, 3, order, CPU)
 
 
 def more(until: int) -> list[Trace]:
-    every = plain.nudged(plain.orders(RUN.run.model, RUN.batch), COUNT)
+    every = plain.nudged(plain.orders(RUN.config.model, RUN.batch), COUNT)
     return [plain.train_plainly(RUN, until, order, CPU) for order in every]
 
 
@@ -90,7 +90,7 @@ def test_fp8_is_compared_sharply_at_step_1_and_as_half_precisions_later() -> Non
 def test_a_wide_comparison_in_fp8_is_no_answer_and_says_what_has_one(capsys: pytest.CaptureFixture[str]) -> None:
     right = trained(0)
     other = replace(right, losses=[loss + 0.06 for loss in right.losses])
-    user = replace(USER, run=replace(USER.run, model=replace(USER.run.model, fp8="rowwise")))
+    user = replace(USER, config=replace(USER.config, model=replace(USER.config.model, fp8="rowwise")))
     code = worlds._tell(user, "fp32", RUN, right, [right, other], more, sharp=True)
     said = capsys.readouterr().out
     assert code == worlds.NO_ANSWER and "0.24 would be tolerated" in said and "--model.fp8 null" in said, said
@@ -98,8 +98,8 @@ def test_a_wide_comparison_in_fp8_is_no_answer_and_says_what_has_one(capsys: pyt
 
 
 def test_one_scale_of_other_tokens_than_the_references_is_refused() -> None:
-    model, data = replace(USER.run.model, fp8="tensorwise"), replace(USER.run.data, isolate_documents=True)
-    user = replace(USER, run=replace(USER.run, model=model, data=data))
+    model, data = replace(USER.config.model, fp8="tensorwise"), replace(USER.config.data, isolate_documents=True)
+    user = replace(USER, config=replace(USER.config, model=model, data=data))
     with pytest.raises(ConfigError, match=r"with data\.isolate_documents the reference has others"):
         worlds.compare_worlds("run.yaml", user, [2], 1, cpu=True, worker="none")
 

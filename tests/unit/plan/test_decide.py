@@ -14,7 +14,7 @@ import torch
 from llmtrain import cli
 from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.config.run import RecomputeConfig, Run
 from llmtrain.plan.decide import decide, fewest_layers, micro_batches
 from llmtrain.plan.device import MIB, Machines
 from llmtrain.training.memory import free_bytes
@@ -32,24 +32,24 @@ def peak(rows: int, again: RecomputeConfig) -> int:
     return 100 + rows * ((LAYERS - layers) * 10 + layers * (4 if again.keep else 3))
 
 
-def asked(folder: Path, *words: str, ranks: int = 2, **json_keys: Any) -> ResolvedRun:
+def asked(folder: Path, *words: str, ranks: int = 2, **json_keys: Any) -> Run:
     (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}} | json_keys))
     (folder / "run.yaml").write_text(RUN.replace("micro_batch: 4, ", "").replace("ds.json", f"{folder}/ds.json"))
-    return resolve(parse([str(folder / "run.yaml"), *words], check_paths=False).run, ranks)
+    return resolve(parse([str(folder / "run.yaml"), *words], check_paths=False).config, ranks)
 
 
-def decided(run: ResolvedRun, room: int) -> tuple[int, RecomputeConfig, list[int]]:
+def decided(run: Run, room: int) -> tuple[int, RecomputeConfig, list[int]]:
     """(micro-batch, recomputation, micro-batches of the rehearsals) with so many bytes for a step."""
     tried: list[int] = []
 
-    def rehearsed(this: ResolvedRun) -> dict[int, Any]:
+    def rehearsed(this: Run) -> dict[int, Any]:
         tried.append(this.batch.micro_batch)
-        most = peak(this.batch.micro_batch, this.run.model.recompute)
+        most = peak(this.batch.micro_batch, this.config.model.recompute)
         return {0: SimpleNamespace(peak=most - 1, ahead=1)}
 
     machines: Any = SimpleNamespace(memory=room, room=lambda most, memory: (memory - most, memory - most))
     chosen, found = decide(run, machines, rehearsed)
-    again = chosen.run.model.recompute
+    again = chosen.config.model.recompute
     assert found[0].peak + found[0].ahead == peak(chosen.batch.micro_batch, again)
     assert chosen.batch.global_batch == run.batch.global_batch
     return chosen.batch.micro_batch, again, tried

@@ -18,7 +18,7 @@ import yaml
 from llmtrain import cli
 from llmtrain.base.errors import UserError
 from llmtrain.commands import plan as command
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import Run
 from llmtrain.plan import fit
 from llmtrain.plan.device import MIB, Machines
 from llmtrain.plan.fit import Choice, Fitter, Form
@@ -39,11 +39,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def facts(run: ResolvedRun, **_: Any) -> Any:
+def facts(run: Run, **_: Any) -> Any:
     """Facts of the model, which is not built."""
-    config: Any = run.run.model.config
+    config: Any = run.config.model.config
     found = SimpleNamespace(layers=config["num_hidden_layers"], parameters=1000, trained=1000)
-    return SimpleNamespace(resolved=run, spec=SimpleNamespace(facts=found))
+    return SimpleNamespace(run=run, spec=SimpleNamespace(facts=found))
 
 
 @pytest.fixture
@@ -56,14 +56,14 @@ def formula(monkeypatch: pytest.MonkeyPatch) -> None:
 def by_formula(jobs: Sequence[tuple[Checked, int]], *_: Any, **__: Any) -> Iterator[tuple[int, Rehearsed]]:
     """Rehearse nothing: states in their shares, activations of rows and layers, and their recomputation."""
     for number, (checked, rank) in enumerate(jobs):
-        run, layers = checked.resolved, checked.spec.facts.layers
-        degrees, batch, again = run.degrees, run.batch, run.run.model.recompute.layers
+        run, layers = checked.run, checked.spec.facts.layers
+        degrees, batch, again = run.mix.degrees, run.batch, run.config.model.recompute.layers
         again = layers if again == "all" else again or 0
-        stage, shares = run.zero_stage, degrees.data
+        stage, shares = run.mix.zero_stage, degrees.data
         states = layers * MIB / degrees.tensor * (1 / (shares if stage == 3 else 1) + 6 / (shares if stage else 1))
         states -= layers * MIB * 6 / shares * run.mix.offload_optimizer
         kept = batch.micro_batch * MIB * ((layers - again) + 0.1 * again) / degrees.tensor
-        kept *= 0.2 if run.run.model.mlp_tile_tokens else 1
+        kept *= 0.2 if run.config.model.mlp_tile_tokens else 1
         passes = batch.accumulation * (1 + batch.micro_batch) * 10**9 // degrees.tensor
         work: Counter[Operator | Message] = Counter(
             {
@@ -80,7 +80,7 @@ def by_formula(jobs: Sequence[tuple[Checked, int]], *_: Any, **__: Any) -> Itera
         )  # fmt: skip
 
 
-def resolved(form: Form, values: dict[str, Any], ranks: int = 4, batch: int = 32) -> ResolvedRun:
+def resolved(form: Form, values: dict[str, Any], ranks: int = 4, batch: int = 32) -> Run:
     """The run of these tests with other values."""
     path = Path(f"{form}.json")
     path.write_text(json.dumps(form.json(json.loads(Path("ds.json").read_text()))))
@@ -153,7 +153,7 @@ def test_long_rows_are_tried_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     """Where the MLPs of complete rows do not fit."""
     machines = Machines(hosts=1, slots=1, device="x", on_gpu=False, memory=4 * MIB + MIB // 5, host_memory=None)
 
-    def alone(form: Form, values: dict[str, Any]) -> ResolvedRun:
+    def alone(form: Form, values: dict[str, Any]) -> Run:
         return resolved(form, values, ranks=1)
 
     with pytest.raises(UserError, match="no form of the run fits"):
@@ -197,7 +197,7 @@ def test_the_json_can_be_taken(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said.partition("in the YAML of the first:")[2]
     words = [f"--{key}={'null' if value is None else value}" for key, value in yaml.safe_load(lines).items()]
     run = command._resolved(["run.yaml", *words], 4)
-    assert run.run.deepspeed == "mine.json" and run.batch.global_batch == 16
+    assert run.config.deepspeed == "mine.json" and run.batch.global_batch == 16
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_the_first_is_the_best_of_all_rehearsals() -> None:
     """On tensors without memory, for a global batch of 4 on 2 ranks; the device has room for some choices."""
     machines = Machines(hosts=1, slots=2, device="x", on_gpu=False, memory=4 * MIB, host_memory=None)
 
-    def of_two(form: Form, values: dict[str, Any]) -> ResolvedRun:
+    def of_two(form: Form, values: dict[str, Any]) -> Run:
         return resolved(form, values, ranks=2, batch=4)
 
     fitter = Fitter(of_two(Form(stage=1), {"train.micro_batch": 1}), machines, SPEEDS, of_two)

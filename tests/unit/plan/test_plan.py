@@ -21,7 +21,7 @@ from llmtrain.config.chosen import with_chosen
 from llmtrain.config.load import parse
 from llmtrain.config.planned import Planned, refuse_without_room, store, stored
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import RecomputeConfig, ResolvedRun
+from llmtrain.config.run import RecomputeConfig, Run
 from llmtrain.config.stages import Batch
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.ranks.ranks import AgreedError
@@ -241,8 +241,8 @@ def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
     found = plan(capsys, "--slots 2 --device cpu")
 
-    def resolved(*more: str) -> ResolvedRun:
-        return resolve(parse(["run.yaml", *more], check_paths=False).run, 2)
+    def resolved(*more: str) -> Run:
+        return resolve(parse(["run.yaml", *more], check_paths=False).config, 2)
 
     kept = stored(resolved(), on_gpu=False)
     assert kept is not None and kept.peak == found["peak"] and kept.of_rank_0 == found["peak"]
@@ -277,8 +277,8 @@ def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], mo
     assert stored(resolved(), on_gpu=False) is None
 
 
-def facts_of(resolved: ResolvedRun) -> ModelFacts:
-    return ModelSpec.of(resolved.run.model).facts
+def facts_of(run: Run) -> ModelFacts:
+    return ModelSpec.of(run.config.model).facts
 
 
 def test_layers_and_micro_batch_for_a_memory(
@@ -298,13 +298,13 @@ def test_layers_and_micro_batch_for_a_memory(
     assert whole["chosen"]["micro_batch"] == 16
     half = plan(capsys, f"--slots 2 --device cpu --memory {whole['peak'] - 1} {' '.join(rows)}")
     assert half["chosen"]["micro_batch"] == 8 and half["peak"] < whole["peak"]
-    asked = resolve(parse(["run.yaml", *rows], check_paths=False).run, 2)
+    asked = resolve(parse(["run.yaml", *rows], check_paths=False).config, 2)
     kept = stored(asked, on_gpu=False)
     assert kept is not None and kept.chosen == half["chosen"] and kept.peak == half["peak"]
     decided = with_chosen(asked, 8, RecomputeConfig())
     assert stored(decided, on_gpu=False) == kept
     assert decided.batch == Batch(global_batch=32, micro_batch=8, accumulation=2, data_parallel=2, sequence_length=64)
-    assert decided.run.train.accumulation == 2 and decided.deepspeed["train_micro_batch_size_per_gpu"] == 8
+    assert decided.config.train.accumulation == 2 and decided.deepspeed["train_micro_batch_size_per_gpu"] == 8
     wrong_ones = [{"micro_batch": 3}, {"micro_batch": -1}, {"micro_batch": 0}, {"micro_batch": "x"}, {"recompute": 4}]
     wrong_ones += [{"recompute": {"layers": "some"}}, {"recompute": {"layers": -2}}]
     for wrong in ("many", [8], {"micro_batch": 8}, *({**half["chosen"], **each} for each in wrong_ones)):
@@ -323,7 +323,7 @@ def test_memory_that_runs_out_is_explained(
 ) -> None:
     """Another error is not; without a plan the command is named, with one its parts and changes."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
-    run, cpu = resolve(parse(["run.yaml"], check_paths=False).run, 2), torch.device("cpu")
+    run, cpu = resolve(parse(["run.yaml"], check_paths=False).config, 2), torch.device("cpu")
     assert explain(ValueError("shapes differ"), run, cpu) == ""
     assert "`llmtrain plan RUN.yaml --memory SIZE` rehearses" in explain(MemoryError(), run, cpu)
     plan(capsys, "--slots 2 --device cpu --memory 3MB", code=1)
@@ -357,7 +357,7 @@ def test_the_contents_of_the_memory_that_ran_out_are_named(
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
     write_json(stage=1, **zero)
     plan(capsys, f"--device cpu {more}")
-    run = resolve(parse(["run.yaml", *more.split()], check_paths=False).run, 1)
+    run = resolve(parse(["run.yaml", *more.split()], check_paths=False).config, 1)
     monkeypatch.setattr(heart, "in_phase", lambda: phase)
     said = explain(error, run, torch.device("cpu"))
     assert f"memory ran out in the phase '{phase}'" in said and content in said, said
@@ -377,7 +377,7 @@ def test_room_on_the_host_alone(folder: Path, capsys: pytest.CaptureFixture[str]
 def test_models_without_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A teacher, and maps in 4 bits, from a folder that holds a config.json alone."""
     Path("other").mkdir()
-    config = {**parse(["run.yaml"], check_paths=False).run.model.config, "torch_dtype": "bfloat16"}
+    config = {**parse(["run.yaml"], check_paths=False).config.model.config, "torch_dtype": "bfloat16"}
     Path("other/config.json").write_text(json.dumps(config))
     taught = plan(capsys, "--objective.name distill --objective.teacher other")
     assert taught["peak"] > plan(capsys)["peak"]
@@ -409,7 +409,7 @@ def test_a_bug_in_a_change_leaves_the_answer(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def walk_some(checked: Any, *args: Any, **more: Any) -> Any:
-        if checked.resolved.run.model.recompute.layers == "all":
+        if checked.run.config.model.recompute.layers == "all":
             raise KeyError("x")
         return walk(checked, *args, **more)
 
@@ -423,7 +423,7 @@ def test_a_bug_in_a_change_leaves_the_answer(
 def test_a_folder_with_another_model_has_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
     Path("base").mkdir()
-    run = resolve(parse(["run.yaml", "--model.config=null", "--model.pretrained=base"], check_paths=False).run, 1)
+    run = resolve(parse(["run.yaml", "--model.config=null", "--model.pretrained=base"], check_paths=False).config, 1)
     planned = Planned(peak=1, of_rank_0=1, more_at_least=0, more_at_most=0, phases={}, changes={})
     Path("base/config.json").write_text("{}")
     store(run, planned, on_gpu=True)
@@ -436,5 +436,5 @@ def test_a_folder_with_another_model_has_no_plan(folder: Path, monkeypatch: pyte
 def test_rows_are_full(folder: Path, objective: str, uncounted: int) -> None:
     """All tokens of a window count, but the first of each answer."""
     words = ["run.yaml", f"--objective.name={objective}", *(["--objective.reference=column"] * (objective == "kto"))]
-    rows = prepared(resolve(parse(words, check_paths=False).run, 1), on_gpu=True).data
+    rows = prepared(resolve(parse(words, check_paths=False).config, 1), on_gpu=True).data
     assert (rows.sequence(0)[1] == IGNORE).sum() == uncounted

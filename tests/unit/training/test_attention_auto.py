@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.load import load, resolve
-from llmtrain.config.run import DataConfig, ModelConfig, ResolvedRun, RunConfig, TrainConfig
+from llmtrain.config.run import DataConfig, ModelConfig, Run, RunConfig, TrainConfig
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW
@@ -29,10 +29,10 @@ BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 def run_of(
     folder: Path, json_keys: dict[str, Any], model: ModelConfig, *, isolate: bool = True, ranks: int = 1,
     length: int = 64, micro_batch: int = 2, accumulation: int = 1, **sections: Any,
-) -> ResolvedRun:  # fmt: skip
+) -> Run:  # fmt: skip
     """A resolved run without data."""
     (folder / "ds.json").write_text(json.dumps(json_keys))
-    run = RunConfig(
+    config = RunConfig(
         deepspeed=str(folder / "ds.json"),
         model=model,
         data=DataConfig(path="(none)", sequence_length=length, isolate_documents=isolate),
@@ -40,18 +40,18 @@ def run_of(
         train=TrainConfig(micro_batch=micro_batch, accumulation=accumulation, max_steps=10),
         **sections,
     )
-    return resolve(run, ranks, "a test")
+    return resolve(config, ranks, "a test")
 
 
 def resolved(
     folder: Path, model: dict[str, Any], json_keys: dict[str, Any] = BF16, attention: Any = "auto", **more: Any
-) -> ResolvedRun:
+) -> Run:
     return run_of(folder, json_keys, ModelConfig(config=model, attention=attention), **more)
 
 
-def chosen(run: ResolvedRun, device: torch.device) -> tuple[str, str]:
+def chosen(run: Run, device: torch.device) -> tuple[str, str]:
     """(the attention, the note)"""
-    spec, notes = with_attention(run, ModelSpec.of(run.run.model), device)
+    spec, notes = with_attention(run, ModelSpec.of(run.config.model), device)
     assert len(notes) <= 1 and spec.skeleton.config._attn_implementation == spec.model.attention
     return spec.model.attention, "".join(notes)
 
@@ -110,5 +110,5 @@ def test_both_tables_of_post_training_have_no_mask_on_a_gpu(tmp_path, how, at_on
     task = tuners.Tuning(folder=str(tmp_path), sequence=64, global_batch=2, contestants=(), threads=1,
                          steps_per_round=1, rounds=2, bf16=True, at_once=at_once)  # fmt: skip
     run = load(["--config", str(tuners.write_yaml(task, how))], 1, "a test")
-    run = replace(run, run=replace(run.run, adapter=replace(run.run.adapter, start=None)))
-    assert chosen(run, GPU)[0] == "varlen" and run.run.data.isolate_documents
+    run = replace(run, config=replace(run.config, adapter=replace(run.config.adapter, start=None)))
+    assert chosen(run, GPU)[0] == "varlen" and run.config.data.isolate_documents

@@ -37,7 +37,7 @@ def test_a_row_that_fills_a_micro_batch_is_cut(
     part._ranks = Ranks()
     degrees = SimpleNamespace(sequence=sharing)
     run = SimpleNamespace(model=SimpleNamespace(fp8=fp8))
-    setup = SimpleNamespace(resolved=SimpleNamespace(degrees=degrees), run=run)
+    setup = SimpleNamespace(run=SimpleNamespace(mix=SimpleNamespace(degrees=degrees), config=run))
     part._launch = SimpleNamespace(loader=loader, setup=setup)
     micros = part._micros(0)
     assert len(micros) == (3 if rows == 1 else 6)
