@@ -200,10 +200,10 @@ def texts(rule: Rule) -> tuple[str, str]:
 
 def _read(tree: dict[str, Any]) -> RunConfig:
     problems = Problems()
-    config = read(RunConfig, tree, "", problems)
+    run = read(RunConfig, tree, "", problems)
     problems.raise_if_any()
-    assert isinstance(config, RunConfig)
-    return config
+    assert isinstance(run, RunConfig)
+    return run
 
 
 def _case(config: RunConfig, tree: dict[str, Any]) -> rules.Case:

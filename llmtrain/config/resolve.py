@@ -247,9 +247,10 @@ def _odd_values(config: RunConfig, max_steps: int | None) -> list[str]:
     given = [f"train.{key} {show(value)}" for key, value in lengths.items() if value is not None]
     if len(given) > 1:
         notes.append(f"{' and '.join(given)}: the first to be reached ends the run, at step {max_steps}")
-    if config.optim.weight_decay is not None and config.optim.weight_decay > 1:
-        notes.append(f"optim.weight_decay {config.optim.weight_decay:g}: 0.1 is common; a step multiplies each weight by "
-                     f"1 - {config.optim.weight_decay:g} x its learning rate")  # fmt: skip
+    decay = config.optim.weight_decay
+    if decay is not None and decay > 1:
+        notes.append(f"optim.weight_decay {decay:g}: 0.1 is common; a step multiplies each weight by 1 - {decay:g} x "
+                     "its learning rate")  # fmt: skip
     return notes
 
 

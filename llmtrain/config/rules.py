@@ -508,8 +508,8 @@ def _up(number: int | None, step: int) -> int:
 # fmt: off
 OF_STAGES: tuple[Rule, ...] = (
     Rule(("data.sequence_length",), lambda c: c.length % c.degrees.sequence,
-         lambda c, _: f"must be a multiple of sequence_parallel_size = {c.degrees.sequence} ({c.config.deepspeed}): the "
-                      "ranks share each sequence",
+         lambda c, _: f"must be a multiple of sequence_parallel_size = {c.degrees.sequence} ({c.config.deepspeed}): "
+                      "the ranks share each sequence",
          lambda c, _: f"set it to {max(c.degrees.sequence, _up(c.length, c.degrees.sequence) - c.degrees.sequence)} or "
                       f"{_up(c.length, c.degrees.sequence)}, or change the degree",
          {"data.sequence_length": 129, _SEQUENCE: 2}),

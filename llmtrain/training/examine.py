@@ -228,8 +228,9 @@ def _try_plugins(run: Run) -> None:
         if plugins.is_of_plugin(config.objective):
             method, values = sample_terms(config.objective)
             if not all(map(math.isfinite, values[:4])):
-                raise ModelError(f"objective.name {config.objective.name}: {method} gives a loss that is not finite for "
-                                 "ordinary numbers, log-likelihoods of -0.25 to -4; correct the formula")  # fmt: skip
+                raise ModelError(f"objective.name {config.objective.name}: {method} gives a loss that is not "
+                                 "finite for ordinary numbers, log-likelihoods of -0.25 to -4; correct the "
+                                 "formula")  # fmt: skip
         for name, metric in config.metrics.items():
             sums_of(name, metric, numbers, torch.arange(8), numbers > 1)
     for stage in run.stages:

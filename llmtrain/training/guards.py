@@ -102,8 +102,8 @@ class SkippedSteps(Part):
             static = f"set fp16.loss_scale, a static {scale}, to 0, which adapts, " if scale else ""
             raise TrainingStopped(
                 f"{self._in_a_row} steps in a row were skipped for a non-finite {what}; fault.max_skipped is "
-                f"{self._setup.run.config.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, {static}lower "
-                f"optim.lr, or resume from an earlier checkpoint in {self._checkpoints}."
+                f"{self._setup.run.config.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, "
+                f"{static}lower optim.lr, or resume from an earlier checkpoint in {self._checkpoints}."
             )
 
     def _return(self, step: int) -> None:

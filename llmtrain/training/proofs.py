@@ -189,8 +189,8 @@ class Known:
             base = self._figures(plain, micros)["loss"]
         if _off(adapted, base, self._few * max(1.0, abs(base))):
             yield ModelError(
-                f"adapter.r {self.config.adapter.r}: a new adapter changes nothing, for its B is 0, and before the first "
-                f"step the loss is {adapted:.6g} with it and {base:.6g} without: please report it with your JSON."
+                f"adapter.r {self.config.adapter.r}: a new adapter changes nothing, for its B is 0, and before the "
+                f"first step the loss is {adapted:.6g} with it and {base:.6g} without: please report it with your JSON."
             )
 
 

@@ -155,8 +155,8 @@ class Setup:
         self.began_with = weights_hash(reference_checksums(self.spec, checksums))
         if self.run.config.objective.reference == "column" and set(self.references or []) != {self.began_with}:
             raise AgreedError(
-                f"objective.name {self.run.config.objective.name}: the log-probabilities of the reference in the data are of "
-                f"other weights than model.pretrained = {self.run.config.model.pretrained!r} has; {NEW_COLUMN}",
+                f"objective.name {self.run.config.objective.name}: the log-probabilities of the reference in the data "
+                f"are of other weights than model.pretrained = {self.run.config.model.pretrained!r} has; {NEW_COLUMN}",
                 DataError.exit_code,
             )
         return checksums

@@ -191,8 +191,8 @@ def candidates_of(config: RunConfig, folder: RunDirectory) -> Candidates:
     began, meant_origin = _began_from(own.paths) or {}, origin(config)
     if {key: began.get(key) for key in meant_origin} != meant_origin:
         raise CheckpointError(
-            f"resume: {config.resume}, but {folder.path} holds {own.paths[0].name} of a run that did not begin there. Use "
-            "--resume auto to continue that run, or give the new one a train.run_dir of its own."
+            f"resume: {config.resume}, but {folder.path} holds {own.paths[0].name} of a run that did not begin there. "
+            "Use --resume auto to continue that run, or give the new one a train.run_dir of its own."
         )
     return own
 
