@@ -18,11 +18,11 @@ from typing import Any
 from llmtrain.base.choice import Rule
 from llmtrain.config import rules, schema, topology
 from llmtrain.config.deepspeed import keys
-from llmtrain.config.deepspeed.join import join_values, read_facts
+from llmtrain.config.deepspeed.join import join_values, read_run
 from llmtrain.config.problems import Problems, show
 from llmtrain.config.reader import read
 from llmtrain.config.resolve import spread, with_stages
-from llmtrain.config.run import AdapterConfig, RunConfig
+from llmtrain.config.run import AdapterConfig, Run, RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
 from llmtrain.features import features
 from llmtrain.objectives.objective import Objective
@@ -92,8 +92,8 @@ def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
 
 def refusals(adapter: AdapterConfig, form: Mix) -> list[tuple[str, str]]:
     """Return (reason, remedy) of the rules that an adapter breaks in a form with any objective."""
-    case = rules.Case(config=RunConfig(deepspeed="the JSON", adapter=adapter), mix=form)
-    return _broken(clashes(form), form) + _broken(rules.OF_FORMS, case)
+    run = Run(config=RunConfig(deepspeed="the JSON", adapter=adapter), mix=form)
+    return _broken(clashes(form), form) + _broken(rules.OF_FORMS, run)
 
 
 def _broken(rows: Iterable[Rule], subject: Any) -> list[tuple[str, str]]:
@@ -172,10 +172,10 @@ def all_rules() -> list[Rule]:
     """Return every rule between settings, also the rules of optimizers and features."""
     own = [rule for cls in Optimizer.CHOICES.values() for rule in cls.rules]
     of_values = [rule for feature in features().values() for rule in feature.rules().of_values]
-    return list(dict.fromkeys([*rules.RULES, *of_values, *rules.OF_STARTS, *topology.RULES, *_OF_CASES, *own]))
+    return list(dict.fromkeys([*rules.RULES, *of_values, *rules.OF_STARTS, *topology.RULES, *_OF_RUNS, *own]))
 
 
-_OF_CASES = (*rules.OF_FORMS, *rules.OF_STAGES, *rules.OF_MASKS, *rules.OF_STEPS)
+_OF_RUNS = (*rules.OF_FORMS, *rules.OF_STAGES, *rules.OF_MASKS, *rules.OF_STEPS)
 
 
 def example_of(rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -194,26 +194,25 @@ def texts(rule: Rule) -> tuple[str, str]:
         return rule.reason, rule.remedy
     ours, theirs = example_of(rule)
     metrics = ours.pop("metrics", {})
-    run = replace(_read(ours), metrics=metrics)
-    return _broken([rule], _case(run, theirs) if rule in _OF_CASES else run)[0]
+    config = replace(_read(ours), metrics=metrics)
+    return _broken([rule], _run(config, theirs) if rule in _OF_RUNS else config)[0]
 
 
 def _read(tree: dict[str, Any]) -> RunConfig:
     problems = Problems()
-    run = read(RunConfig, tree, "", problems)
+    config = read(RunConfig, tree, "", problems)
     problems.raise_if_any()
-    assert isinstance(run, RunConfig)
-    return run
+    assert isinstance(config, RunConfig)
+    return config
 
 
-def _case(config: RunConfig, tree: dict[str, Any]) -> rules.Case:
+def _run(config: RunConfig, tree: dict[str, Any]) -> Run:
     """A run with a DeepSpeed JSON, as `resolve` would check it."""
     problems = Problems()
     config = join_values(config, tree, problems)
-    mix = read_facts(config, tree, problems).mix
-    mix = replace(mix, degrees=spread(mix.degrees, config.deepspeed, RANKS, "", problems))
-    config, stages, max_steps = with_stages(config, mix.degrees, "", None, problems)
-    return rules.Case(config=config, mix=mix, batch=stages[0].batch, stages=stages, max_steps=max_steps)
+    run = read_run(config, tree, problems)
+    degrees = spread(run.mix.degrees, config.deepspeed, RANKS, "", problems)
+    return with_stages(replace(run, mix=replace(run.mix, degrees=degrees)), "", None, problems)
 
 
 def rules_markdown() -> str:

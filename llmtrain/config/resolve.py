@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import rules
-from llmtrain.config.deepspeed.join import DEGREE_KEYS, check_scheduler, exact_dict, join_values, read_facts
+from llmtrain.config.deepspeed.join import DEGREE_KEYS, check_scheduler, join_values, read_run, with_exact_dict
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.problems import Places, Problems, show
 from llmtrain.config.run import Run, RunConfig, TrainConfig, stage_views
@@ -38,58 +38,40 @@ def resolve(
     written = tuple(problems.places)
     tree, ignored = checked(path, problems)
     config = join_values(config, tree, problems)
-    facts = read_facts(config, tree, problems)
-    trees = (facts.tree, tree)
+    run = read_run(config, tree, problems)
+    trees, of_json = (run.deepspeed, tree), run.notes
     problems.raise_if_any()
     world = f"world size {world_size} ({world_size_source})"
-    mix = replace(facts.mix, degrees=spread(facts.mix.degrees, path, world_size, world, problems))
-    declared, data_parallel = tree.get("data_parallel_size"), mix.degrees.data
+    run = replace(run, mix=replace(run.mix, degrees=spread(run.mix.degrees, path, world_size, world, problems)))
+    declared, data_parallel = tree.get("data_parallel_size"), run.mix.degrees.data
     if declared not in (None, "auto", data_parallel):
         problems.add("data_parallel_size", declared, f"the data-parallel degree is {data_parallel}: {world}",
                      "remove it: the launcher decides it", path)  # fmt: skip
-    case = rules.Case(config=config, mix=mix)
-    rules.refuse(rules.OF_FORMS, case, config, problems, *trees)
+    rules.refuse(rules.OF_FORMS, run, config, problems, *trees)
     for each, whole in stage_views(config):
-        rules.refuse(rules.OF_STAGES, replace(case, config=each), each, problems, key_of=whole)
+        rules.refuse(rules.OF_STAGES, replace(run, config=each), each, problems, key_of=whole)
     problems.raise_if_any()
 
-    config, stages, max_steps = with_stages(config, mix.degrees, world, epoch, problems)
-    rules.check_masks(config, mix, stages, problems)
-    case = rules.Case(config=config, mix=mix, stages=stages, max_steps=max_steps)
-    rules.refuse(rules.OF_STEPS, case, config, problems, *trees)
-    of_scheduler = check_scheduler(config, tree, problems)
+    run = with_stages(run, world, epoch, problems)
+    rules.check_masks(run, problems)
+    rules.refuse(rules.OF_STEPS, run, run.config, problems, *trees)
+    of_scheduler = check_scheduler(run.config, tree, problems)
     problems.raise_if_any()
 
-    exact, more_notes = exact_dict(config, facts, stages[0].batch)
-    if config.train.balance == rules.MEASURED and mix.degrees.data == 1:
-        more_notes = ["train.balance measured changes nothing here: all ranks work on the same sequences", *more_notes]
-    all_notes = (*notes, *ignored, *facts.notes, *of_scheduler, *more_notes)
-    return Run(
-        config=config,
-        stages=stages,
-        mix=mix,
-        deepspeed=exact,
-        pipeline_partition=facts.pipeline_partition,
-        expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
-        max_steps=max_steps,
-        places=problems.places,
-        notes=(
-            *all_notes,
-            *_notes_of_stages(config, stages, max_steps),
-            *_unread(config, written),
-            *_odd_values(config, max_steps),
-        ),
-    )
+    run, overruled = with_exact_dict(run)
+    if run.config.train.balance == rules.MEASURED and data_parallel == 1:
+        overruled = ["train.balance measured changes nothing here: all ranks work on the same sequences", *overruled]
+    of_files = (*notes, *ignored, *of_json, *of_scheduler, *overruled)
+    return replace(run, notes=(*of_files, *_notes_of_stages(run), *_unread(run.config, written), *_odd_values(run)))
 
 
-def with_stages(
-    config: RunConfig, degrees: Degrees, world: str, epoch: Callable[[DataConfig], int] | None, problems: Problems
-) -> tuple[RunConfig, Stages, int | None]:
-    """Return the run with filled-in stages, the stages, and the run's steps.
+def with_stages(run: Run, world: str, epoch: Callable[[DataConfig], int] | None, problems: Problems) -> Run:
+    """Return the run with its stages, also in its config, and the number of its steps.
 
     Raises: DataError, where epochs are asked for and the data cannot be read.
     """
-    stages, train = _stages(config, degrees, world, problems), config.train
+    config = run.config
+    stages, train = _stages(config, run.mix.degrees, world, problems), config.train
     count = None if train.epochs is None or epoch is None else epoch(stages[len(stages) - 1].data)
     max_steps = stages.length(train.max_steps, train.max_tokens, train.epochs, count)
     stages = stages.filled(max_steps)
@@ -102,7 +84,8 @@ def with_stages(
         train = replace(train, **_numbers(batches[0]))
         own = [replace(given, train=batch) for given, batch in zip(own, batches[1:], strict=True)]
     data = replace(config.data, stages=own)
-    return _with_modes(replace(config, schedule=stages[0].schedule, train=train, data=data)), stages, max_steps
+    config = _with_modes(replace(config, schedule=stages[0].schedule, train=train, data=data))
+    return replace(run, config=config, stages=stages, max_steps=max_steps)
 
 
 def _stages(config: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
@@ -195,8 +178,9 @@ def _with_modes(config: RunConfig) -> RunConfig:
     return config
 
 
-def _notes_of_stages(config: RunConfig, stages: Stages, max_steps: int | None) -> list[str]:
+def _notes_of_stages(run: Run) -> list[str]:
     """Return notes on unreached stages, jumps of the learning rate, and decisions on figures of other data."""
+    config, stages, max_steps = run.config, run.stages, run.max_steps
     notes = []
     same = stages.sharing(0)
     others = [stage.first_step for number, stage in enumerate(stages) if number not in same]
@@ -239,8 +223,8 @@ def _unread(config: RunConfig, given: Iterable[str]) -> list[str]:
     return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in found.items() if keys]
 
 
-def _odd_values(config: RunConfig, max_steps: int | None) -> list[str]:
-    train, notes = config.train, []
+def _odd_values(run: Run) -> list[str]:
+    config, max_steps, train, notes = run.config, run.max_steps, run.config.train, []
     if max_steps is not None and (train.eval_every or 0) > max_steps and _measures(config):
         notes.append(f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so only its end is measured")
     lengths = {key: getattr(train, key) for key in ("max_steps", "max_tokens", "epochs")}

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,9 +19,17 @@ from llmtrain.base.redact import redact_text
 from llmtrain.base.units import GIB, divisors, size
 from llmtrain.config.on_disk import model_config
 from llmtrain.config.problems import Problems, assigned, closest
-from llmtrain.config.run import AdapterConfig, EmaConfig, KeepBest, RunConfig, StopEarly, profiled_steps, stage_views
-from llmtrain.config.stages import Batch, StageBatch, StageConfig, Stages
-from llmtrain.config.topology import Degrees, Mix
+from llmtrain.config.run import (
+    AdapterConfig,
+    EmaConfig,
+    KeepBest,
+    Run,
+    RunConfig,
+    StopEarly,
+    profiled_steps,
+    stage_views,
+)
+from llmtrain.config.stages import StageBatch, StageConfig, Stages
 from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.schedules import Schedule
@@ -94,9 +103,9 @@ def check_values(config: RunConfig, problems: Problems) -> None:
     refuse((*RULES, *features.rules(config).of_values), config, config, problems)
 
 
-def check_masks(config: RunConfig, mix: Mix, stages: Stages, problems: Problems) -> None:
-    for (view, written), stage in zip(stage_views(config), stages, strict=True):
-        refuse(OF_MASKS, Case(config=view, mix=mix, batch=stage.batch), view, problems, key_of=written)
+def check_masks(run: Run, problems: Problems) -> None:
+    for (view, written), stage in zip(stage_views(run.config), run.stages, strict=True):
+        refuse(OF_MASKS, replace(run, config=view, stages=Stages((stage,))), view, problems, key_of=written)
 
 
 def _one_of(one: str, other: str, what: str, example: Mapping[str, Any]) -> tuple[Rule, ...]:
@@ -422,74 +431,6 @@ OF_STARTS: tuple[Rule, ...] = (
 """Rules of the weights that a run starts from. A parity check, which makes weights up, does not ask them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A run, or a stage of it, in the form in which it trains: the subject of the rules below."""
-
-    config: RunConfig
-    mix: Mix
-    batch: Batch | None = None
-    """The stage's batch."""
-    stages: Stages | None = None
-    max_steps: int | None = None
-
-    @property
-    def degrees(self) -> Degrees:
-        return self.mix.degrees
-
-    @property
-    def length(self) -> int:
-        """Tokens of a sequence."""
-        return self.config.data.sequence_length
-
-    @property
-    def heads(self) -> dict[str, int]:
-        """The model's numbers of heads, by the fields of its config.json."""
-        model = model_config(self.config, Problems()) or {}  # `check_on_disk` reports what is wrong with it
-        given = {key: model.get(key) for key in ("num_attention_heads", "n_head", "num_key_value_heads")}
-        return {key: count for key, count in given.items() if isinstance(count, int) and count > 0}
-
-    @property
-    def local_heads(self) -> int | None:
-        """Attention heads of a tensor-parallel rank; None: unknown, or no whole number."""
-        heads = self.heads.get("num_attention_heads", self.heads.get("n_head"))
-        return heads // self.degrees.tensor if heads and heads % self.degrees.tensor == 0 else None
-
-    @property
-    def shared(self) -> str | None:
-        """A degree that splits rows or layers over ranks."""
-        shares = {"pipeline.stages": self.degrees.pipeline, "sequence_parallel_size": self.degrees.sequence}
-        return next((f"{key} = {degree}" for key, degree in shares.items() if degree > 1), None)
-
-    @property
-    def sequences(self) -> int:
-        """Most sequences of a forward pass."""
-        assert self.batch is not None
-        return self.batch.micro_batch * (MOST if self.config.train.balance == MEASURED else 1)
-
-    @property
-    def mask_bytes(self) -> int:
-        """Bytes of an attention mask of isolated documents."""
-        return self.sequences * self.length**2
-
-    @property
-    def limit(self) -> tuple[str, float]:
-        """The field that ends the run, and its units in a step."""
-        assert self.stages is not None and self.max_steps is not None
-        train, tokens = self.config.train, self.stages[0].batch.tokens
-        if train.max_tokens is not None and -(-train.max_tokens // tokens) == self.max_steps != train.max_steps:
-            return "train.max_tokens", float(tokens)
-        if train.epochs is not None and train.max_steps != self.max_steps:
-            return "train.epochs", train.epochs / self.max_steps
-        return "train.max_steps", 1.0
-
-    @property
-    def has_one_schedule(self) -> bool:
-        """The run's schedule ends with the run, at a step that is known."""
-        stages, end = self.stages, self.max_steps
-        return stages is not None and end is not None and stages.schedule_end(0, end) == end
-
-
 MEASURED = "measured"
 MOST = 2
 """Times `train.micro_batch` that a forward pass takes at most: what memory has to hold."""
@@ -505,27 +446,82 @@ def _up(number: int | None, step: int) -> int:
     return -(-(number or 0) // step) * step
 
 
+def _heads(run: Run) -> dict[str, int]:
+    """The model's numbers of heads, by the fields of its config.json."""
+    model = model_config(run.config, Problems()) or {}  # `check_on_disk` reports what is wrong with it
+    given = {key: model.get(key) for key in ("num_attention_heads", "n_head", "num_key_value_heads")}
+    return {key: count for key, count in given.items() if isinstance(count, int) and count > 0}
+
+
+def _local_heads(run: Run) -> int:
+    """Attention heads of a tensor-parallel rank; 0: unknown, or no whole number."""
+    heads, tensor = _heads(run), run.mix.degrees.tensor
+    count = heads.get("num_attention_heads", heads.get("n_head"))
+    return count // tensor if count and count % tensor == 0 else 0
+
+
+def _split(run: Run) -> str | None:
+    """A degree that splits rows or layers over ranks."""
+    degrees = run.mix.degrees
+    shares = {"pipeline.stages": degrees.pipeline, "sequence_parallel_size": degrees.sequence}
+    return next((f"{key} = {degree}" for key, degree in shares.items() if degree > 1), None)
+
+
+def _sequences(run: Run) -> int:
+    """Most sequences of a forward pass."""
+    return run.batch.micro_batch * (MOST if run.config.train.balance == MEASURED else 1)
+
+
+def _mask_bytes(run: Run) -> int:
+    """Bytes of an attention mask of isolated documents."""
+    return _sequences(run) * run.config.data.sequence_length**2
+
+
+def _limit(run: Run) -> tuple[str, float]:
+    """The field that ends the run, and its units in a step."""
+    assert run.max_steps is not None
+    train, tokens = run.config.train, run.batch.tokens
+    if train.max_tokens is not None and -(-train.max_tokens // tokens) == run.max_steps != train.max_steps:
+        return "train.max_tokens", float(tokens)
+    if train.epochs is not None and train.max_steps != run.max_steps:
+        return "train.epochs", train.epochs / run.max_steps
+    return "train.max_steps", 1.0
+
+
+def _has_one_schedule(run: Run) -> bool:
+    """The run's schedule ends with the run, at a step that is known."""
+    return run.max_steps is not None and run.stages.schedule_end(0, run.max_steps) == run.max_steps
+
+
+def _shared_length(run: Run, step: int = 1) -> tuple[int, int]:
+    """(tokens of a sequence, the number that they have to be a multiple of): `step` tokens for each of its ranks."""
+    return run.config.data.sequence_length, step * run.mix.degrees.sequence
+
+
+def _other_lengths(run: Run, _: str) -> str:
+    length, step = _shared_length(run)
+    return f"set it to {max(step, _up(length, step) - step)} or {_up(length, step)}, or change the degree"
+
+
 # fmt: off
 OF_STAGES: tuple[Rule, ...] = (
-    Rule(("data.sequence_length",), lambda c: c.length % c.degrees.sequence,
-         lambda c, _: f"must be a multiple of sequence_parallel_size = {c.degrees.sequence} ({c.config.deepspeed}): "
-                      "the ranks share each sequence",
-         lambda c, _: f"set it to {max(c.degrees.sequence, _up(c.length, c.degrees.sequence) - c.degrees.sequence)} or "
-                      f"{_up(c.length, c.degrees.sequence)}, or change the degree",
+    Rule(("data.sequence_length",), lambda r: operator.mod(*_shared_length(r)),
+         lambda r, _: f"must be a multiple of sequence_parallel_size = {r.mix.degrees.sequence} ({r.config.deepspeed})"
+                      ": the ranks share each sequence",
+         _other_lengths,
          {"data.sequence_length": 129, _SEQUENCE: 2}),
     Rule(("data.sequence_length",),
-         lambda c: c.config.model.fp8 and c.length % (_FP8_TOKENS * c.degrees.sequence),
-         lambda c, _: f"model.fp8 {c.config.model.fp8}: its products take multiples of {_FP8_TOKENS} tokens" + (
-             f" on each of the {c.degrees.sequence} ranks that share a sequence" * (c.degrees.sequence > 1)),
-         lambda c, _: f"set it to {_up(c.length, _FP8_TOKENS * c.degrees.sequence)}, or model.fp8 to "
-                      "null",
+         lambda r: r.config.model.fp8 and operator.mod(*_shared_length(r, _FP8_TOKENS)),
+         lambda r, _: f"model.fp8 {r.config.model.fp8}: its products take multiples of {_FP8_TOKENS} tokens" + (
+             f" on each of the {r.mix.degrees.sequence} ranks that share a sequence" * (r.mix.degrees.sequence > 1)),
+         lambda r, _: f"set it to {_up(*_shared_length(r, _FP8_TOKENS))}, or model.fp8 to null",
          {**_FP8, "data.sequence_length": 120}),
 )
 """Rules of each stage's data in a form."""
 
 OF_FORMS: tuple[Rule, ...] = (
-    *(Rule((key, form), lambda c, key=key, axis=axis: value_of(key, c.config) == "auto"  # type: ignore[misc]
-                                                      and getattr(c.degrees, axis) > 1,
+    *(Rule((key, form), lambda r, key=key, axis=axis: value_of(key, r.config) == "auto"  # type: ignore[misc]
+                                                      and getattr(r.mix.degrees, axis) > 1,
            reason, f"write a number for {key}", {key: "auto", form: 2})
       for key in ("train.micro_batch", "model.recompute.layers")
       for form, axis, reason in (
@@ -535,81 +531,81 @@ OF_FORMS: tuple[Rule, ...] = (
           (_EXPERT, "expert",
            "auto asks for the memory of a rehearsed step, and a rank's experts get as many tokens as the router sends"
            ))),
-    Rule(("train.micro_batch",), lambda c: c.config.train.micro_batch == "auto" and c.config.train.global_batch is None,
+    Rule(("train.micro_batch",), lambda r: r.config.train.micro_batch == "auto" and r.config.train.global_batch is None,
          "the memory of a device would decide the number of sequences that a step trains", "write train.global_batch",
          {"train.micro_batch": "auto", "train.global_batch": None}),
     Rule(("train.accumulation", "train.micro_batch"),
-         lambda c: c.config.train.micro_batch == "auto" and c.config.train.accumulation is not None,
+         lambda r: r.config.train.micro_batch == "auto" and r.config.train.accumulation is not None,
          "with auto, the accumulation follows from train.global_batch and the micro-batch that fits",
          "remove train.accumulation, or write a number for train.micro_batch",
          {"train.micro_batch": "auto", "train.accumulation": 2}),
     Rule(("data.stages[0].train.accumulation", "train.micro_batch"),
-         lambda c: [(f"data.stages[{number}].train.accumulation", "train.micro_batch")
-                    for number, stage in enumerate(c.config.data.stages)
-                    if c.config.train.micro_batch == "auto" and stage.train.accumulation is not None
+         lambda r: [(f"data.stages[{number}].train.accumulation", "train.micro_batch")
+                    for number, stage in enumerate(r.config.data.stages)
+                    if r.config.train.micro_batch == "auto" and stage.train.accumulation is not None
                     and stage.train.global_batch is stage.train.micro_batch is None],
          "the memory of a device would decide the number of sequences that a step trains",
          "write global_batch instead of the stage's accumulation",
          {"train.micro_batch": "auto", "data.stages": [{"from_step": 5, "train": {"accumulation": 2}}]}, each=True),
     Rule(("train.micro_batch", "train.balance"),
-         lambda c: c.config.train.micro_batch == "auto" and c.config.train.balance == MEASURED,
+         lambda r: r.config.train.micro_batch == "auto" and r.config.train.balance == MEASURED,
          f"a fast rank takes up to {MOST} times as many sequences as a rehearsed one",
          "write a number for train.micro_batch, or train.balance equal",
          {"train.micro_batch": "auto", "train.balance": MEASURED}),
-    Rule((_SEQUENCE,), lambda c: c.degrees.sequence > 1 and (c.local_heads or 0) % c.degrees.sequence,
-         lambda c, _: f"within attention the ranks share the heads, equally many each; "
-                      f"{c.local_heads * c.degrees.tensor} heads"
-                      + f" on {c.degrees.tensor} tensor-parallel ranks" * (c.degrees.tensor > 1),
-         lambda c, _: f"set it to one of {divisors(c.local_heads)}",
+    Rule((_SEQUENCE,), lambda r: r.mix.degrees.sequence > 1 and _local_heads(r) % r.mix.degrees.sequence,
+         lambda r, _: f"within attention the ranks share the heads, equally many each; "
+                      f"{_local_heads(r) * r.mix.degrees.tensor} heads"
+                      + f" on {r.mix.degrees.tensor} tensor-parallel ranks" * (r.mix.degrees.tensor > 1),
+         lambda r, _: f"set it to one of {divisors(_local_heads(r))}",
          {"model.config.num_attention_heads": 3, "data.sequence_length": 128, _SEQUENCE: 2}),
-    Rule((_TENSOR,), lambda c: c.degrees.tensor > 1 and math.gcd(*c.heads.values()) % c.degrees.tensor,
-         lambda c, _: "the ranks share the model's heads, equally many each, and "
-                      + next(f"{key} is {count}" for key, count in c.heads.items() if count % c.degrees.tensor),
-         lambda c, _: f"set it to one of {divisors(math.gcd(*c.heads.values()))}; other ranks can work data-parallel, "
-                      "with ZeRO 3, or in a pipeline",
+    Rule((_TENSOR,), lambda r: r.mix.degrees.tensor > 1 and math.gcd(*_heads(r).values()) % r.mix.degrees.tensor,
+         lambda r, _: "the ranks share the model's heads, equally many each, and "
+                      + next(f"{key} is {count}" for key, count in _heads(r).items() if count % r.mix.degrees.tensor),
+         lambda r, _: f"set it to one of {divisors(math.gcd(*_heads(r).values()))}; other ranks can work "
+                      "data-parallel, with ZeRO 3, or in a pipeline",
          {"model.config.num_attention_heads": 6, "model.config.num_key_value_heads": 3, _TENSOR: 2}),
-    *(Rule(("adapter.quantize", key), lambda c, wrong=wrong: _packed(c.config) and wrong(c.mix),  # type: ignore[misc]
+    *(Rule(("adapter.quantize", key), lambda r, wrong=wrong: _packed(r.config) and wrong(r.mix),  # type: ignore[misc]
            "blocks of 4 bits are of whole maps that each rank has",
            "remove one of them: sharded over the ranks, weights in bf16 may take as little", {**_NF4, key: degree})
       for key, degree, wrong in ((_ZERO, 3, lambda m: m.zero_stage == 3),
                                  (_TENSOR, 2, lambda m: m.degrees.tensor > 1),
                                  (_PIPELINE, 2, lambda m: m.degrees.pipeline > 1))),
     *(Rule((key, _TENSOR),
-           lambda c, key=key: c.config.adapter.r is not None and value_of(key, c.config)  # type: ignore[misc]
-                              and c.degrees.tensor > 1,
+           lambda r, key=key: r.config.adapter.r is not None and value_of(key, r.config)  # type: ignore[misc]
+                              and r.mix.degrees.tensor > 1,
            "needs whole maps on each rank",
            "remove one of them: ZeRO 3, sequence parallelism and pipelines keep maps whole",
            {**_LORA, key: value, _TENSOR: 2})
       for key, value in (("adapter.dora", True), ("adapter.dropout", 0.1))),
     *(Rule((key, "zero_optimization.zero_hpz_partition_size"),
-           lambda c, key=key: c.mix.hpz and value_of(key, c.config),  # type: ignore[misc]
+           lambda r, key=key: r.mix.hpz and value_of(key, r.config),  # type: ignore[misc]
            "ZeRO 3 keeps second copies of frozen parameters with other values: it never renews them",
            "remove zero_hpz_partition_size",
            {key: value, _ZERO: 3, "zero_optimization.zero_hpz_partition_size": 2})
       for key, value in (("adapter.r", 8), ("model.train_only", ["lm_head.*"]), ("model.freeze", ["lm_head.*"]))),
     *(Rule(("fault.recheck_every", key),
-           lambda c, wrong=wrong: c.config.fault.recheck_every and wrong(c),  # type: ignore[misc]
+           lambda r, wrong=wrong: r.config.fault.recheck_every and wrong(r),  # type: ignore[misc]
            "no rank computes a gradient alone: it lacks parameters or layers, or gets other ranks' tokens",
            "set fault.recheck_every to 0, or use ZeRO 0 to 2", {"fault.recheck_every": 500, key: degree})
-      for key, degree, wrong in ((_ZERO, 3, lambda c: c.mix.zero_stage == 3),
-                                 (_PIPELINE, 2, lambda c: c.degrees.pipeline > 1),
-                                 (_EXPERT, 2, lambda c: c.degrees.expert > 1))),
+      for key, degree, wrong in ((_ZERO, 3, lambda r: r.mix.zero_stage == 3),
+                                 (_PIPELINE, 2, lambda r: r.mix.degrees.pipeline > 1),
+                                 (_EXPERT, 2, lambda r: r.mix.degrees.expert > 1))),
 )
 """Rules of a run in a form."""
 
 OF_MASKS: tuple[Rule, ...] = (
-    Rule(("model.attention",), lambda c: c.config.model.attention == "varlen" and c.shared,
-         lambda c, _: f"needs whole rows and all layers in each rank, not {c.shared}",
+    Rule(("model.attention",), lambda r: r.config.model.attention == "varlen" and _split(r),
+         lambda r, _: f"needs whole rows and all layers in each rank, not {_split(r)}",
          "set model.attention to sdpa, or use ZeRO or tensor parallelism instead",
          {"data.isolate_documents": True, "model.attention": "varlen", _SEQUENCE: 2}),
     # Where auto becomes sdpa, the start asks again (training/setup.py with_attention).
     Rule(("data.sequence_length",),
-         lambda c: c.config.data.isolate_documents and c.config.model.attention != "varlen"
-                   and (c.config.model.attention != "auto" or c.shared) and c.mask_bytes > _MASK_BYTES,
-         lambda c, _: f"with data.isolate_documents, model.attention {c.config.model.attention} makes a mask of "
-                      f"{size(c.mask_bytes)} ({c.sequences} sequences x length x length bytes) in each forward pass; "
-                      f"at most {size(_MASK_BYTES)} are allowed",
-         lambda c, _: "shorten it" if c.shared else "set model.attention to varlen, which needs none",
+         lambda r: r.config.data.isolate_documents and r.config.model.attention != "varlen"
+                   and (r.config.model.attention != "auto" or _split(r)) and _mask_bytes(r) > _MASK_BYTES,
+         lambda r, _: f"with data.isolate_documents, model.attention {r.config.model.attention} makes a mask of "
+                      f"{size(_mask_bytes(r))} ({_sequences(r)} sequences x length x length bytes) in each forward "
+                      f"pass; at most {size(_MASK_BYTES)} are allowed",
+         lambda r, _: "shorten it" if _split(r) else "set model.attention to varlen, which needs none",
          {"data.isolate_documents": True, "model.attention": "sdpa", "data.sequence_length": 2**17}),
 )
 """Rules of isolated documents in each stage: a mask fits into memory; without one, the bounds of the documents reach
@@ -617,17 +613,17 @@ one pipeline stage only."""
 # fmt: on
 
 
-def _schedules(case: Any) -> Iterator[tuple[str, Schedule, int, int | None]]:
+def _schedules(run: Run) -> Iterator[tuple[str, Schedule, int, int | None]]:
     """(key, shape, first step, end) of each schedule that stages bound."""
-    stages: Stages = case.stages
+    stages = run.stages
     for number, stage in enumerate(stages):
-        first, end = stage.first_step, stages.schedule_end(stage.first_step, case.max_steps)
-        if stage.schedule_from == first and not (first == 0 and end == case.max_steps):
+        first, end = stage.first_step, stages.schedule_end(stage.first_step, run.max_steps)
+        if stage.schedule_from == first and not (first == 0 and end == run.max_steps):
             yield f"data.stages[{number - 1}].schedule" if number else "schedule", stage.schedule, first, end
 
 
-def _too_long(case: Any, key: str) -> str:
-    found = {f"{name}.warmup_steps": (shape, first, end) for name, shape, first, end in _schedules(case)}
+def _too_long(run: Run, key: str) -> str:
+    found = {f"{name}.warmup_steps": (shape, first, end) for name, shape, first, end in _schedules(run)}
     shape, first, end = found[key]
     return (
         f"warm-up {shape.warmup_steps} + decay {shape.decay()} do not fit into the schedule's {(end or first) - first} "
@@ -638,13 +634,13 @@ def _too_long(case: Any, key: str) -> str:
 # fmt: off
 _OF_SCHEDULES: tuple[Rule, ...] = (
     Rule(("data.stages[0].schedule.name",),
-         lambda c: [f"{key}.name" for key, shape, _, end in _schedules(c) if end is None and shape.needs_length],
+         lambda r: [f"{key}.name" for key, shape, _, end in _schedules(r) if end is None and shape.needs_length],
          "this shape needs the number of steps in advance",
          "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant",
          {"train.max_steps": None, "train.max_minutes": 5, "schedule.name": "constant",
           "data.stages": [{"from_step": 5, "schedule": {"name": "linear"}}]}, each=True),
     Rule(("data.stages[0].schedule.warmup_steps",),
-         lambda c: [f"{key}.warmup_steps" for key, shape, first, end in _schedules(c)
+         lambda r: [f"{key}.warmup_steps" for key, shape, first, end in _schedules(r)
                     if end is not None and first < end < first + shape.warmup_steps + max(1, shape.decay())],
          _too_long, "shorten them, or let the next schedule begin later",
          {"data.stages": [{"from_step": 90, "schedule": {"name": "linear", "warmup_steps": 12}}]}, each=True),
@@ -657,44 +653,44 @@ _BALANCED = {"train.balance": "measured"}
 # fmt: off
 OF_STEPS: tuple[Rule, ...] = (
     Rule(("schedule.warmup_steps", "train.max_steps"),
-         lambda c: [("schedule.warmup_steps", c.limit[0])]
-                   if c.has_one_schedule and c.config.schedule.warmup_steps >= c.max_steps else [],
-         lambda c, _: f"schedule.warmup_steps must be less than the run's {c.max_steps} steps",
-         lambda c, _: f"set schedule.warmup_steps to {c.max_steps - 1} or less (0: none), or {c.limit[0]} to more than "
-                      f"{c.config.schedule.warmup_steps * c.limit[1]:.15g}",
+         lambda r: [("schedule.warmup_steps", _limit(r)[0])]
+                   if _has_one_schedule(r) and r.config.schedule.warmup_steps >= r.max_steps else [],
+         lambda r, _: f"schedule.warmup_steps must be less than the run's {r.max_steps} steps",
+         lambda r, _: f"set schedule.warmup_steps to {r.max_steps - 1} or less (0: none), or {_limit(r)[0]} to more "
+                      f"than {r.config.schedule.warmup_steps * _limit(r)[1]:.15g}",
          {"schedule.warmup_steps": 100}, each=True),
     Rule(("schedule.decay_steps", "train.max_steps"),
-         lambda c: [("schedule.decay_steps", c.limit[0])] if c.has_one_schedule and c.config.schedule.warmup_steps
-                   < c.max_steps < c.config.schedule.warmup_steps + c.config.schedule.decay() else [],
-         lambda c, _: f"warm-up {c.config.schedule.warmup_steps} + decay {c.config.schedule.decay()} exceed the run's "
-                      f"{c.max_steps} steps",
-         lambda c, _: f"set schedule.decay_steps to {c.max_steps - c.config.schedule.warmup_steps} or less, or shorten "
+         lambda r: [("schedule.decay_steps", _limit(r)[0])] if _has_one_schedule(r) and r.config.schedule.warmup_steps
+                   < r.max_steps < r.config.schedule.warmup_steps + r.config.schedule.decay() else [],
+         lambda r, _: f"warm-up {r.config.schedule.warmup_steps} + decay {r.config.schedule.decay()} exceed the run's "
+                      f"{r.max_steps} steps",
+         lambda r, _: f"set schedule.decay_steps to {r.max_steps - r.config.schedule.warmup_steps} or less, or shorten "
                       "the warm-up",
          {"schedule.name": "wsd", "schedule.warmup_steps": 90, "schedule.decay_steps": 20}, each=True),
     *_OF_SCHEDULES,
     Rule(("ema.every",),
-         lambda c: c.config.ema.decay is not None and c.max_steps is not None and c.config.ema.every > c.max_steps,
-         lambda c, _: f"the run has {c.max_steps} steps, so the mean would stay as it begins",
-         lambda c, _: f"set it to {c.max_steps} or less", {"ema.decay": 0.9, "ema.every": 101}),
-    Rule(("profile.steps",), lambda c: c.max_steps is not None and (_last_profiled(c.config) or 0) > c.max_steps,
-         lambda c, _: f"the run has {c.max_steps} steps", lambda c, _: f"let it end at {c.max_steps}",
+         lambda r: r.config.ema.decay is not None and r.max_steps is not None and r.config.ema.every > r.max_steps,
+         lambda r, _: f"the run has {r.max_steps} steps, so the mean would stay as it begins",
+         lambda r, _: f"set it to {r.max_steps} or less", {"ema.decay": 0.9, "ema.every": 101}),
+    Rule(("profile.steps",), lambda r: r.max_steps is not None and (_last_profiled(r.config) or 0) > r.max_steps,
+         lambda r, _: f"the run has {r.max_steps} steps", lambda r, _: f"let it end at {r.max_steps}",
          {"profile.steps": "100:101"}),
-    Rule((_PIPELINE,), lambda c: c.config.train.balance == MEASURED and c.degrees.pipeline > 1,
+    Rule((_PIPELINE,), lambda r: r.config.train.balance == MEASURED and r.mix.degrees.pipeline > 1,
          "train.balance measured: the stages of a pipeline send each other micro-batches of one size",
          "set train.balance to equal, or use ZeRO instead of the pipeline", {**_BALANCED, _PIPELINE: 2}),
-    Rule((_EXPERT,), lambda c: c.config.train.balance == MEASURED and c.degrees.expert > 1,
+    Rule((_EXPERT,), lambda r: r.config.train.balance == MEASURED and r.mix.degrees.expert > 1,
          "train.balance measured: ranks compute each other's tokens in every layer, so other sequences would not "
          "change what a rank computes",
          "set train.balance to equal, or remove expert_parallel", {**_BALANCED, _EXPERT: 2}),
-    Rule(("model.compile_layers",), lambda c: c.config.train.balance == MEASURED and c.config.model.compile_layers,
+    Rule(("model.compile_layers",), lambda r: r.config.train.balance == MEASURED and r.config.model.compile_layers,
          "train.balance measured: layers are compiled for one shape of a micro-batch, and torch gives up after some "
          "others",
          "set it to false or null, or train.balance to equal", {**_BALANCED, "model.compile_layers": True}),
-    Rule(("train.deterministic",), lambda c: c.config.train.balance == MEASURED and c.config.train.deterministic,
+    Rule(("train.deterministic",), lambda r: r.config.train.balance == MEASURED and r.config.train.deterministic,
          "train.balance measured: who sums which sequences depends on the clock, and so do the last digits",
          "set one of the two otherwise", {**_BALANCED, "train.deterministic": True}),
     Rule(("train.micro_batch",),
-         lambda c: c.config.train.balance == MEASURED and c.degrees.data > 1 and c.config.train.micro_batch == 1,
+         lambda r: r.config.train.balance == MEASURED and r.mix.degrees.data > 1 and r.config.train.micro_batch == 1,
          "train.balance measured: every micro-batch of every rank has a sequence, so a slow rank would have none to "
          "give away",
          "set it to 4 or more (train.accumulation lower by as much), or train.balance to equal",

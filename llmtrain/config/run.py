@@ -389,26 +389,27 @@ def _written(given: dict[str, int], key: str) -> str:
 class Run:
     """A run whose YAML, JSON and command line `config/resolve.py` has joined for a number of ranks.
 
-    Values that may be in two files are in `stages` and `config.optim`, where none is missing.
+    Values that may be in two files are in `stages` and `config.optim`, where none is missing. It is made in this order:
+    `join.read_run`, `resolve.with_stages`, `join.with_exact_dict`; the rules take it as far as it has come.
     """
 
     config: RunConfig
     """The user's run with every shared field filled in: for dumps, checkpoints, and values of the YAML alone."""
-    stages: Stages
+    stages: Stages = field(default_factory=partial(Stages, ()))
     """Data, batch and schedule of each step. The run has one stage unless data.stages names more."""
     mix: Mix
-    """The run's way of computing, with its data-parallel degree."""
-    deepspeed: dict[str, Any]
+    """The run's way of computing, with its data-parallel degree: the place of its degrees, precision and ZeRO stage."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
     """The exact dict that the engine is built from: no "auto", batch keys solved."""
-    pipeline_partition: str | tuple[int, ...]
+    pipeline_partition: str | tuple[int, ...] = "parameters"
     """The split of decoder layers over pipeline stages: parameters, uniform, or the layers of each stage."""
-    expert_parallel: dict[str, Any]
+    expert_parallel: dict[str, Any] = field(default_factory=dict)
     """The JSON's section of the same name: settings of DeepSpeed's expert parallelism next to the degree."""
-    max_steps: int | None
+    max_steps: int | None = None
     """Optimizer steps of the run (from max_steps, max_tokens, epochs); None: max_minutes alone limits it."""
-    places: dict[str, str]
+    places: dict[str, str] = field(default_factory=dict)
     """Dotted key -> where the user wrote it, for messages."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """Notes for the user on values that were filled in or adapted."""
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.config.deepspeed.join import DEGREE_KEYS, join_values, read_facts
+from llmtrain.config.deepspeed.join import DEGREE_KEYS, join_values, read_run
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
@@ -69,9 +69,9 @@ def wanted(config: RunConfig, places: Places) -> Wanted:
     problems = Problems(places)
     tree, _ = checked(config.deepspeed, problems)
     config = join_values(config, tree, problems)
-    facts = read_facts(config, tree, problems)
+    mix = read_run(config, tree, problems).mix
     problems.raise_if_any()
-    return Wanted(config=config, tree=tree, degrees=facts.mix.degrees, precision=facts.mix.precision)
+    return Wanted(config=config, tree=tree, degrees=mix.degrees, precision=mix.precision)
 
 
 def usual_ranks(degrees: Degrees) -> list[int]:

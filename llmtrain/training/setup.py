@@ -201,7 +201,7 @@ def with_attention(run: Run, spec: ModelSpec, device: torch.device) -> tuple[Mod
     if not config.data.isolate_documents or asked not in ("auto", "sdpa"):
         return spec, []
     masked, problems = replace(config, model=replace(config.model, attention="sdpa")), Problems(run.places)
-    check_masks(masked, run.mix, run.stages, problems)
+    check_masks(replace(run, config=masked), problems)
     reason, degrees = "", run.mix.degrees
     if degrees.pipeline * degrees.sequence > 1:
         reason = "varlen needs whole rows and all layers in each rank"

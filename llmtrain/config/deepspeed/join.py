@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 from llmtrain.base.choice import default_of, either
@@ -20,9 +20,8 @@ from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.problems import Problems, closest, show
 from llmtrain.config.reader import WRONG, read, read_field
 from llmtrain.config.rules import refuse
-from llmtrain.config.run import RunConfig
+from llmtrain.config.run import Run, RunConfig
 from llmtrain.config.schema import SHARED, type_name
-from llmtrain.config.stages import Batch
 from llmtrain.config.topology import Degrees, Mix, clashes
 from llmtrain.optim.optimizers import Optimizer
 
@@ -195,19 +194,11 @@ def _listed(values: dict[str, Any]) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Values of a JSON, read once. `tree` has no "auto"."""
+def read_run(config: RunConfig, tree: dict[str, Any], problems: Problems) -> Run:
+    """Resolve every "auto" that is not shared with the YAML, and refuse illegal mixes. `config` is joined.
 
-    tree: dict[str, Any]
-    mix: Mix
-    """With the degrees of the JSON; `resolve.spread` adds the data-parallel degree."""
-    pipeline_partition: str | tuple[int, ...]
-    notes: tuple[str, ...]
-
-
-def read_facts(config: RunConfig, tree: dict[str, Any], problems: Problems) -> Facts:
-    """Resolve every "auto" that is not shared with the YAML, and refuse illegal mixes. `config` is joined."""
+    Returns the run without stages, with the degrees of the JSON: `resolve.spread` adds the data-parallel one.
+    """
     path, tree, notes = config.deepspeed, copy.deepcopy(tree), list[str]()
     _resolve_precision(tree, path, notes)
     _resolve_types(tree, path, problems)
@@ -234,7 +225,9 @@ def read_facts(config: RunConfig, tree: dict[str, Any], problems: Problems) -> F
     if mix.zero_stage == 3 and config.optim.whole_gradients:
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default is true
     tree.get("bf16", {}).pop("bf16_optimizer_states", None)  # llmtrain's own optimizer has them
-    return Facts(tree=tree, mix=mix, pipeline_partition=partition, notes=tuple(notes))
+    experts = dict(tree.get("expert_parallel") or {})
+    return Run(config=config, mix=mix, deepspeed=tree, pipeline_partition=partition, expert_parallel=experts,
+               places=problems.places, notes=tuple(notes))  # fmt: skip
 
 
 FP32_BY_AUTO = "and so the run computes in fp32"
@@ -431,22 +424,23 @@ _NOT_FOR_DEEPSPEED = (
 )
 
 
-def exact_dict(config: RunConfig, facts: Facts, batch: Batch) -> tuple[dict[str, Any], list[str]]:
-    """Return the dict for the engine, and notes about overruled keys."""
+def with_exact_dict(run: Run) -> tuple[Run, list[str]]:
+    """Return the run with the dict for the engine, and notes about overruled keys."""
+    tree, batch = run.deepspeed, run.batch
     notes = [
-        f"{config.deepspeed}: {key} = {show(facts.tree[key])} is overruled with {show(value)}: llmtrain needs it"
+        f"{run.config.deepspeed}: {key} = {show(tree[key])} is overruled with {show(value)}: llmtrain needs it"
         for key, value in _FORCED.items()
-        if key in facts.tree and facts.tree[key] != value
+        if key in tree and tree[key] != value
     ]
     exact = {
         "wall_clock_breakdown": False,
-        **{key: value for key, value in facts.tree.items() if key not in _NOT_FOR_DEEPSPEED},
+        **{key: value for key, value in tree.items() if key not in _NOT_FOR_DEEPSPEED},
         "train_batch_size": batch.global_batch,
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.accumulation,
-        "gradient_clipping": config.optim.clip_norm,
+        "gradient_clipping": run.config.optim.clip_norm,
         **_FORCED,
         # DeepSpeed's throughput timer is on by default and synchronises the device twice a step; ours does not.
         "timers": {"throughput": {"enabled": False}},
     }
-    return exact, notes
+    return replace(run, deepspeed=exact), notes
