@@ -13,9 +13,9 @@ from llmtrain.base.files import refuse_if_in_use
 from llmtrain.base.imports import name_cpu
 from llmtrain.cluster.hosts.hostfile import Host, is_alone, on_visible_devices, read_hostfile, select, this_machine
 from llmtrain.cluster.launch import slurm
-from llmtrain.cluster.launch.attempts import Launch
+from llmtrain.cluster.launch.attempts import Attempts
 from llmtrain.cluster.launch.launchers import launcher_of
-from llmtrain.cluster.launch.plan import LaunchedRun, Options, describe, make_plan
+from llmtrain.cluster.launch.placement import LaunchedRun, Options, describe, make_placement
 from llmtrain.commands import completion
 from llmtrain.config.load import command_words, configs_in, load, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
@@ -35,13 +35,13 @@ def main(argv: list[str]) -> int:
     )
     options = replace(options, carried=carried())
     mark = secrets.token_hex(8)
-    plan = make_plan(options, options.hosts, mark)
+    placement = make_placement(options, options.hosts, mark)
     launcher = launcher_of(options.launcher, mark)
-    launcher.check(plan)
+    launcher.check(placement)
     if options.dry_run:
-        print(describe(plan, options, launcher.command(plan)))
+        print(describe(placement, options, launcher.command(placement)))
         return 0
-    if plan.alone:
+    if placement.alone:
         name_cpu()
     refuse_if_preempted(run.config, run.places)
     refuse_if_in_use(run.run_dir)
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         batches=batches_of(run),
         resolve=batches,
     )
-    return Launch(options, mark, launched).run()
+    return Attempts(options, mark, launched).run()
 
 
 def batches(words: Sequence[str], ranks: int) -> list[int]:

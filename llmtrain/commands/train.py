@@ -121,9 +121,9 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[Run, int]:
         with none_while_importing():
             checked = examine(run)
             gc.collect()  # frozen, the small copies of the model that it has tried would stay for the whole run
-            from llmtrain.training.run import train
+            from llmtrain.training.run import run_rank
 
-        return run, train(checked)
+        return run, run_rank(checked)
 
 
 def _refuse_missing_hostfile() -> None:

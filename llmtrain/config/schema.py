@@ -41,7 +41,7 @@ ENTRIES = ("parts", "trackers", "metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class FieldEntry:
     """One field of a run, as help and docs show it."""
 
     key: str
@@ -111,14 +111,14 @@ def schema() -> dict[str, Any]:
 
 
 @functools.cache
-def source_entries() -> tuple[Entry, ...]:
+def source_entries() -> tuple[FieldEntry, ...]:
     """The fields of the sources that plugins bring to `llmtrain prepare`, NAME.FIELD."""
     known = choice.Entry.SECTIONS.get("sources", {})
     return tuple(_entry(cls, item, f"{name}.{item.name}") for name, cls in known.items() for item in fields(cls))
 
 
 @functools.cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[FieldEntry, ...]:
     """Return every field, in the order of the classes. A field with several meanings has an entry for each."""
     found = [_entry(RunConfig, item, item.name) for item in fields(RunConfig) if item.name not in sections()]
     for section, cls in sections().items():
@@ -132,7 +132,7 @@ def entries() -> tuple[Entry, ...]:
         found.append(_selector(section, choices()[section]))
         found += [_entry(cls, item, f"{section}.{item.name}") for item in items]
         shared = {item.name for item in items}
-        own: dict[Entry, list[str]] = {}
+        own: dict[FieldEntry, list[str]] = {}
         for name, chosen in choices()[section].CHOICES.items():
             for item in fields(chosen):
                 if item.init and item.name not in shared:
@@ -144,19 +144,19 @@ def entries() -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def _entry(cls: type, item: Field[Any], key: str) -> Entry:
+def _entry(cls: type, item: Field[Any], key: str) -> FieldEntry:
     kind, bound = get_type_hints(cls)[item.name], item.metadata.get("bound")
     doc = _with_choices(_doc(cls, item.name), item.metadata.get("named", {}))
     default = "required"
     if not is_required(item):
         default = show(default_of(item) if item.default_factory is MISSING else item.default_factory())
-    return Entry(key=key, kind=kind, default=default, doc=doc, bound=bound,
+    return FieldEntry(key=key, kind=kind, default=default, doc=doc, bound=bound,
                  line=item.metadata.get("line"))  # fmt: skip
 
 
-def _selector(section: str, cls: type[Choice]) -> Entry:
+def _selector(section: str, cls: type[Choice]) -> FieldEntry:
     """The field whose values are the choices, with what each of them is."""
-    return Entry(
+    return FieldEntry(
         key=f"{section}.{cls.SELECTOR}",
         kind=Literal[tuple(cls.CHOICES)],
         default=show(default_choice(section)),
@@ -223,7 +223,7 @@ def run_parser() -> ArgumentParser:
     parser.add_argument("--config", metavar="RUN.yaml", default=argparse.SUPPRESS,
                         help="The YAML; of several the later wins, value by value.")  # fmt: skip
     groups: dict[str, Any] = {}
-    same_key: dict[str, list[Entry]] = {}
+    same_key: dict[str, list[FieldEntry]] = {}
     for entry in entries():
         same_key.setdefault(entry.key, []).append(entry)
     for key, found in same_key.items():
@@ -290,7 +290,7 @@ def _section(section: str) -> dict[str, Any]:
     return {**_or_null(_map(properties)), "allOf": rules}
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: FieldEntry) -> str:
     return entry.key.rpartition(".")[2]
 
 
@@ -304,7 +304,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _value(entry: Entry) -> dict[str, Any]:
+def _value(entry: FieldEntry) -> dict[str, Any]:
     limits: dict[str, Any] = {**entry.bound.json_schema()} if entry.bound else {}
     value_schema: dict[str, Any] = {"description": entry.meaning}
     if entry.default not in ("required", "null"):

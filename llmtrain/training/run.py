@@ -56,7 +56,7 @@ _COLLECTED_EVERY = 20
 """Steps between two collections of Python's cycles by all ranks together: 0.2 ms each (3M parameters, two CPU ranks)"""
 
 
-def train(checked: Checked) -> int:
+def run_rank(checked: Checked) -> int:
     """Run one launch on this rank. Returns the exit code; raises UserError, AgreedError on all ranks."""
     run, config = checked.run, checked.run.config
     # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.

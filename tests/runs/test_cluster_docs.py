@@ -11,7 +11,7 @@ import pytest
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.cluster.hosts.variables import PREFIXES, read_env_file, travelling
 from llmtrain.cluster.launch import attempts
-from llmtrain.cluster.launch.plan import Plan, place_lines
+from llmtrain.cluster.launch.placement import Placement, place_lines
 from llmtrain.commands.launch import MAX_RESTARTS
 from tests.helpers.warm import WarmCommands
 from tests.runs.test_docs import ROOT, Workplace
@@ -83,7 +83,7 @@ def test_what_the_page_says_of_the_program() -> None:
     shown = re.search(r"^(rank 0 -> .*)$", TEXT, flags=re.M)
     rank = {"rank": 0, "host": "node-01", "local_rank": 0, "device": "NVIDIA H100 80GB HBM3"}
     hosts = read_hostfile(ROOT / "launch/hostfile.example")
-    plan = Plan(hosts=hosts, words=(), travel=travelling({}))
+    plan = Placement(hosts=hosts, words=(), travel=travelling({}))
     assert shown is not None and place_lines(plan, [rank]) == [shown[1]]
 
 

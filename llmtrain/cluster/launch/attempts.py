@@ -16,7 +16,7 @@ from llmtrain.base.rank.processes import Process, identify
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch.job import Job, say
 from llmtrain.cluster.launch.launchers import launcher_of
-from llmtrain.cluster.launch.plan import LaunchedRun, Options, Plan, host_of_rank, make_plan, place_lines
+from llmtrain.cluster.launch.placement import LaunchedRun, Options, Placement, host_of_rank, make_placement, place_lines
 from llmtrain.tracking.local import write_event
 
 FAULT_CODE = 1
@@ -216,7 +216,7 @@ _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
 """Longest wait after a fault for silent hosts: if --min-hosts allows a restart without them, and if not."""
 
 
-class Launch:
+class Attempts:
     def __init__(self, options: Options, mark: str, run: LaunchedRun) -> None:
         self._run = run
         self._options, self._mark = options, mark
@@ -277,38 +277,38 @@ class Launch:
         return code
 
     def _attempt(self) -> tuple[Attempt, int]:
-        plan = make_plan(self._options, self._hosts, self._mark, self._words)
+        placement = make_placement(self._options, self._hosts, self._mark, self._words)
         resumes_at = self._newest()
-        with self._launcher.start(plan) as job:
+        with self._launcher.start(placement) as job:
             attempt = Attempt(began_s=time.monotonic(), resumes_at=resumes_at)
-            return attempt, self._watch(plan, attempt, job)
+            return attempt, self._watch(placement, attempt, job)
 
-    def _watch(self, plan: Plan, attempt: Attempt, job: Job) -> int:
+    def _watch(self, placement: Placement, attempt: Attempt, job: Job) -> int:
         """Follow the job to its end; return its starter's exit code."""
         answered = 0
         by_force = False
         while (code := job.code()) is None or any(rank.alive() for rank in attempt.here):  # they notice it, and save
             for message in job.take(_POLL_S):
-                self._hear(plan, attempt, message)
+                self._hear(placement, attempt, message)
             now = time.monotonic()
             while answered < len(self._signals):
                 answered += 1
-                by_force = self._answer_signal(plan, attempt, job, answered) or by_force
+                by_force = self._answer_signal(placement, attempt, job, answered) or by_force
             if not attempt.ranks and now - attempt.began_s > self._wait_for_place_s:
                 say(f"error: the ranks have not met within {self._wait_for_place_s:.0f} s")
                 by_force = True
             if by_force or (attempt.last_word_s is not None and now - attempt.last_word_s > _LEAVES_S):
-                self._launcher.end(plan, job)
+                self._launcher.end(placement, job)
                 job.kill()
         if code == 0 and not attempt.ranks:  # ranks that have not met have nothing to save
-            self._launcher.end(plan, job)
+            self._launcher.end(placement, job)
         for message in job.rest():
-            self._hear(plan, attempt, message)
+            self._hear(placement, attempt, message)
         if self._live is not None:
             self._live.show("", None)
         return code
 
-    def _answer_signal(self, plan: Plan, attempt: Attempt, job: Job, count: int) -> bool:
+    def _answer_signal(self, placement: Placement, attempt: Attempt, job: Job, count: int) -> bool:
         """Ask for a save at the first signal, end the job at a later Ctrl-C. True: end it by force. A repeated SIGTERM
         changes nothing: Slurm may send several."""
         attempt.asked = self._signals[0]
@@ -322,10 +322,10 @@ class Launch:
         say(
             f"launch: {ranks} rank{' is' if ranks == 1 else 's are'} asked to save and leave{again}"
         )  # before asking: a host may take long to answer
-        self._launcher.ask_to_leave(plan, job, attempt.ranks, attempt.asked)
+        self._launcher.ask_to_leave(placement, job, attempt.ranks, attempt.asked)
         return False
 
-    def _hear(self, plan: Plan, attempt: Attempt, message: dict[str, Any]) -> None:
+    def _hear(self, placement: Placement, attempt: Attempt, message: dict[str, Any]) -> None:
         attempt.hear(message, time.monotonic())
         if message["kind"] == "progress":
             self._live = self._live or log.LiveLine()
@@ -333,7 +333,7 @@ class Launch:
         if message["kind"] == "place":
             self._supervisor.met(time.monotonic())
             self._launcher.met(attempt.ranks)
-            say("\n".join(place_lines(plan, attempt.ranks)))
+            say("\n".join(place_lines(placement, attempt.ranks)))
 
     def _prepare_restart(self, attempt: Attempt, signature: str, wait_s: float) -> str | None:
         """Choose the hosts for a restart; return the reason if there are none."""

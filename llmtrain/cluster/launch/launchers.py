@@ -28,8 +28,8 @@ from llmtrain.cluster.hosts.ssh import on_hosts
 from llmtrain.cluster.hosts.variables import deliver, remove
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.job import AGENTS_LEAVE_S, Guardian, Job, end_all, say, signal_ranks
-from llmtrain.cluster.launch.plan import (
-    Plan,
+from llmtrain.cluster.launch.placement import (
+    Placement,
     address_of_first,
     check,
     check_programs,
@@ -46,15 +46,15 @@ _SRUN_LEAVES_S, _POLL_S = 10.0, 0.2
 class Launcher(ABC):
     """Starts the ranks of a job, asks them to save and leave, ends them, finds the hosts that still answer."""
 
-    def check(self, plan: Plan) -> None:  # noqa: B027  # some take any plan
-        """Raises ConfigError for a plan that it cannot start."""
+    def check(self, placement: Placement) -> None:  # noqa: B027  # some take any placement
+        """Raises ConfigError for a placement that it cannot start."""
 
     @abstractmethod
-    def command(self, plan: Plan) -> list[str]:
+    def command(self, placement: Placement) -> list[str]:
         """Return its command, for --dry-run: names replace values that only a start has."""
 
     @abstractmethod
-    def start(self, plan: Plan) -> AbstractContextManager[Job]:
+    def start(self, placement: Placement) -> AbstractContextManager[Job]:
         """Return the started job; nothing is left on any host that answers when the context ends. Raises
         ConfigError."""
 
@@ -62,11 +62,11 @@ class Launcher(ABC):
         """Take the ranks of the message `place`."""
 
     @abstractmethod
-    def ask_to_leave(self, plan: Plan, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
+    def ask_to_leave(self, placement: Placement, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
         """Ask the ranks to save and leave, with this signal if it can choose one."""
 
     @abstractmethod
-    def end(self, plan: Plan, job: Job) -> None:
+    def end(self, placement: Placement, job: Job) -> None:
         """End all processes of the job at once."""
 
     @abstractmethod
@@ -82,62 +82,64 @@ class Pdsh(Launcher):
         self._examined = False
         self._guardian: Guardian | None = None
 
-    def check(self, plan: Plan) -> None:
-        check(plan)
+    def check(self, placement: Placement) -> None:
+        check(placement)
 
-    def command(self, plan: Plan) -> list[str]:
-        return command(plan, "FOLDER", "ADDRESS", "PORT")
+    def command(self, placement: Placement) -> list[str]:
+        return command(placement, "FOLDER", "ADDRESS", "PORT")
 
     @contextlib.contextmanager
-    def start(self, plan: Plan) -> Iterator[Job]:
-        check_programs(plan)
-        cores, port = _cores_and_port(plan)
+    def start(self, placement: Placement) -> Iterator[Job]:
+        check_programs(placement)
+        cores, port = _cores_and_port(placement)
         if not os.environ.get("OMP_NUM_THREADS"):
-            plan = plan.sending(OMP_NUM_THREADS=str(threads(plan, cores)))
-        address = "127.0.0.1" if plan.alone else self._examine(plan, port) or address_of_first(plan.hosts)
+            placement = placement.sending(OMP_NUM_THREADS=str(threads(placement, cores)))
+        address = (
+            "127.0.0.1" if placement.alone else self._examine(placement, port) or address_of_first(placement.hosts)
+        )
         secret = None
-        if plan.travel.private and not plan.alone:
-            secret = deliver(plan.names, plan.travel.private)
-            plan = plan.sending(**{messages.SECRETS: secret})
+        if placement.travel.private and not placement.alone:
+            secret = deliver(placement.names, placement.travel.private)
+            placement = placement.sending(**{messages.SECRETS: secret})
         with contextlib.ExitStack() as kept:
             try:
                 folder = kept.enter_context(scratch_folder("launch"))
-                write_files(plan, folder)
-                argv = command(plan, folder, address, port)
-                with Job(argv, environment(plan, folder, os.environ), self._mark) as job:
-                    guardian = Guardian(plan.names, self._mark, str(folder), secret, job.output)
+                write_files(placement, folder)
+                argv = command(placement, folder, address, port)
+                with Job(argv, environment(placement, folder, os.environ), self._mark) as job:
+                    guardian = Guardian(placement.names, self._mark, str(folder), secret, job.output)
                     self._guardian = kept.enter_context(guardian)
                     yield job
             finally:
                 # The agents of a complete job leave at once; after a fault one may still be reporting to W&B.
-                for line in end_all(plan.names, self._mark, AGENTS_LEAVE_S):
+                for line in end_all(placement.names, self._mark, AGENTS_LEAVE_S):
                     say(f"warning: {line}")
                 if secret is not None:
-                    remove(plan.names, secret)
+                    remove(placement.names, secret)
 
     def met(self, ranks: Sequence[dict[str, Any]]) -> None:
         if self._guardian is not None:
             self._guardian.met(ranks)
 
-    def ask_to_leave(self, plan: Plan, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
-        reached = signal_ranks(plan.names, self._mark, ranks, number)
+    def ask_to_leave(self, placement: Placement, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
+        reached = signal_ranks(placement.names, self._mark, ranks, number)
         if reached < len(ranks):
             say(f"warning: {reached} of {len(ranks)} ranks were reached; the others learn of it at the next step")
 
-    def end(self, plan: Plan, job: Job) -> None:
-        end_all(plan.names, self._mark)
+    def end(self, placement: Placement, job: Job) -> None:
+        end_all(placement.names, self._mark)
 
     def answering(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
         others = [host.name for host in hosts if not is_here(host.name)]
         answers = on_hosts(others, ("true",), timeout_s=_ANSWER_S) if others else {}
         return tuple(host for host in hosts if host.name not in answers or answers[host.name].code == 0)
 
-    def _examine(self, plan: Plan, port: int) -> str | None:
+    def _examine(self, placement: Placement, port: int) -> str | None:
         """Return the first host's address as the others know it, by doctor's preflight. Raises ConfigError."""
         if self._examined:  # the hosts were in order, and `answering` finds those that have gone since
             return None
         self._examined = True
-        report = preflight(plan.hosts, self._needs, port=port)
+        report = preflight(placement.hosts, self._needs, port=port)
         if report.findings:
             width = None if sys.stderr.isatty() else WITHOUT_TERMINAL
             print_report(report, Console(stderr=True, width=width, highlight=False))
@@ -152,22 +154,28 @@ class Slurm(Launcher):
     def __init__(self, mark: str) -> None:
         self._mark, self._step = mark, f"llmtrain-{mark}"
 
-    def command(self, plan: Plan) -> list[str]:
-        return slurm.command(plan.hosts, plan.words, "NAME")
+    def command(self, placement: Placement) -> list[str]:
+        return slurm.command(placement.hosts, placement.words, "NAME")
 
     @contextlib.contextmanager
-    def start(self, plan: Plan) -> Iterator[Job]:
+    def start(self, placement: Placement) -> Iterator[Job]:
         slurm.check_programs()
-        port = _facts_here()["port"] if is_here(plan.names[0]) else random.randrange(20000, 30000)
+        port = _facts_here()["port"] if is_here(placement.names[0]) else random.randrange(20000, 30000)
         with scratch_folder("launch") as made:
             ranks = made / "ranks"
-            ranks.write_text(slurm.hostfile(plan.hosts))
-            meeting = {"MASTER_ADDR": address_of_first(plan.hosts), "MASTER_PORT": str(port)}
-            env = {**os.environ, **plan.travel.open, **plan.travel.private, **meeting, "SLURM_HOSTFILE": str(ranks)}
-            with Job(slurm.command(plan.hosts, plan.words, self._step), env, self._mark) as job:
+            ranks.write_text(slurm.hostfile(placement.hosts))
+            meeting = {"MASTER_ADDR": address_of_first(placement.hosts), "MASTER_PORT": str(port)}
+            env = {
+                **os.environ,
+                **placement.travel.open,
+                **placement.travel.private,
+                **meeting,
+                "SLURM_HOSTFILE": str(ranks),
+            }
+            with Job(slurm.command(placement.hosts, placement.words, self._step), env, self._mark) as job:
                 yield job
 
-    def ask_to_leave(self, plan: Plan, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
+    def ask_to_leave(self, placement: Placement, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
         # In a thread: it may take a minute, during which a second Ctrl-C must be heard.
         threading.Thread(target=self._ask, args=(job,), name="ask", daemon=True).start()
 
@@ -176,7 +184,7 @@ class Slurm(Launcher):
         if problem is not None and job.code() is None:
             say(f"warning: the ranks were not asked to save and leave: {problem}")
 
-    def end(self, plan: Plan, job: Job) -> None:
+    def end(self, placement: Placement, job: Job) -> None:
         # Two of them within a second make srun end its tasks; SIGKILL would leave that to Slurm's own timeouts.
         job.signal(signal.SIGINT)
         time.sleep(0.2)
@@ -204,12 +212,12 @@ _FACTS = (
 )
 
 
-def _cores_and_port(plan: Plan) -> tuple[dict[str, int], int]:
+def _cores_and_port(placement: Placement) -> tuple[dict[str, int], int]:
     """Return the cores of each host, and a free port of the first one. Raises ConfigError, which names failed hosts."""
-    if plan.alone:
+    if placement.alone:
         found = _facts_here()
-        return {plan.names[0]: found["cores"]}, found["port"]
-    answers = on_hosts(plan.names, (sys.executable, "-c", _FACTS), timeout_s=30.0)
+        return {placement.names[0]: found["cores"]}, found["port"]
+    answers = on_hosts(placement.names, (sys.executable, "-c", _FACTS), timeout_s=30.0)
     problems = []
     facts = {}
     for name, answer in answers.items():
@@ -220,9 +228,9 @@ def _cores_and_port(plan: Plan) -> tuple[dict[str, int], int]:
             problem = f"{answer.trouble.text}: {answer.trouble.remedy}" if answer.trouble else None
             problems.append(f"  {name}: {problem or f'{sys.executable} does not run there ({why})'}")
     if problems:
-        head = f"{len(problems)} of {len(plan.hosts)} hosts cannot be used"
+        head = f"{len(problems)} of {len(placement.hosts)} hosts cannot be used"
         raise ConfigError("\n".join([head, *problems]))
-    return {name: int(found["cores"]) for name, found in facts.items()}, int(facts[plan.names[0]]["port"])
+    return {name: int(found["cores"]) for name, found in facts.items()}, int(facts[placement.names[0]]["port"])
 
 
 def _facts_here() -> dict[str, int]:

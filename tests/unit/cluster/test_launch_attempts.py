@@ -21,13 +21,13 @@ import pytest
 from llmtrain.base.files import lock_folder
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch import attempts, job, launchers
-from llmtrain.cluster.launch.attempts import Attempt, Launch
+from llmtrain.cluster.launch.attempts import Attempt, Attempts
 from llmtrain.cluster.launch.job import Job
-from llmtrain.cluster.launch.plan import LaunchedRun, Options
+from llmtrain.cluster.launch.placement import LaunchedRun, Options
 from llmtrain.commands.launch import batches
 from llmtrain.commands.launch import main as launch
 from llmtrain.config.load import load
-from tests.unit.cluster.test_launch_plan import recipe as recipe  # the fixture
+from tests.unit.cluster.test_launch_placement import recipe as recipe  # the fixture
 
 pytestmark = pytest.mark.long
 
@@ -245,7 +245,7 @@ def test_a_second_ctrl_c_ends_it(run: Any, capfd: pytest.CaptureFixture[str]) ->
     assert "ended before it could save" in capfd.readouterr().err
 
 
-def launch_of(recipe: Path, *words: str, hosts: str, slots: int = 1, least: int = 1) -> Launch:
+def launch_of(recipe: Path, *words: str, hosts: str, slots: int = 1, least: int = 1) -> Attempts:
     """A launch on hosts of one letter, as its command makes it."""
     made = tuple(Host(name=name, slots=slots, devices=tuple(range(slots)), line=1) for name in hosts)
     given = ("--config", str(recipe), *words)
@@ -255,7 +255,7 @@ def launch_of(recipe: Path, *words: str, hosts: str, slots: int = 1, least: int 
     first = batches(given, slots * len(made))
     run = LaunchedRun(folder=str(recipe.parent), resume="auto", again="the same command", start_timeout_s=1.0,
                       needs=None, batches=first, resolve=batches)  # fmt: skip
-    return Launch(options, "mark", run)
+    return Attempts(options, "mark", run)
 
 
 @pytest.mark.parametrize("accumulation", ["null", "2"])

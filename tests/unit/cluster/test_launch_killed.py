@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.launching import REPO
 from tests.unit.cluster.test_launch_attempts import JOB
-from tests.unit.cluster.test_launch_plan import recipe as recipe  # the fixture
+from tests.unit.cluster.test_launch_placement import recipe as recipe  # the fixture
 
 pytestmark = pytest.mark.long
 

@@ -56,7 +56,9 @@ def test_train_says_the_same(wrong: Wrong, monkeypatch: pytest.MonkeyPatch, caps
     assert main(["config", "check", "run.yaml", f"--world-size={wrong.ranks}", *wrong.argv]) == 2
     told = capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", str(wrong.ranks))
-    monkeypatch.setattr("llmtrain.training.run.train", lambda checked: pytest.fail("train begins what check refuses"))
+    monkeypatch.setattr(
+        "llmtrain.training.run.run_rank", lambda checked: pytest.fail("train begins what check refuses")
+    )
     assert main(["train", "--config", "run.yaml", *wrong.argv]) == 2
     assert capsys.readouterr().err.replace("WORLD_SIZE, set by the launcher", "--world-size") == told
 

@@ -1,4 +1,4 @@
-"""The plan of a start: the hosts and their ranks, the environment, the command of DeepSpeed's launcher."""
+"""The placement of a start: the hosts and their ranks, the environment, the command of DeepSpeed's launcher."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LaunchedRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Placement:
     hosts: tuple[Host, ...]
     words: tuple[str, ...]
     """Arguments of `llmtrain train`: --config RUN.yaml and the overrides."""
@@ -90,12 +90,12 @@ class Plan:
         """True if this machine is the only host: DeepSpeed starts the ranks without ssh."""
         return is_alone(self.hosts)
 
-    def sending(self, **variables: str) -> Plan:
+    def sending(self, **variables: str) -> Placement:
         return replace(self, travel=replace(self.travel, open={**self.travel.open, **variables}))
 
 
-def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequence[str] = ()) -> Plan:
-    """Return the plan for some of the hosts; `words` replace the command line's. Raises ConfigError."""
+def make_placement(options: Options, hosts: Sequence[Host], mark: str, words: Sequence[str] = ()) -> Placement:
+    """Return the placement for some of the hosts; `words` replace the command line's. Raises ConfigError."""
     given = read_env_file(options.env_file) if options.env_file else {}
     ours = {messages.SUPERVISED: "1", messages.LAUNCH: mark}
     ours |= {messages.VERBOSE: "1"} if options.verbose else {}
@@ -104,71 +104,71 @@ def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequenc
         given = {"WANDB_RUN_ID": mark, **given}
     travel = travelling(os.environ, {**given, **ours})
     travel = replace(travel, private={**travel.private, **options.carried})
-    return Plan(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel, verbose=options.verbose)
+    return Placement(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel, verbose=options.verbose)
 
 
-def check(plan: Plan) -> None:
-    """Raises ConfigError for a plan that would break DeepSpeed's launcher over pdsh."""
-    if plan.alone:
+def check(placement: Placement) -> None:
+    """Raises ConfigError for a placement that would break DeepSpeed's launcher over pdsh."""
+    if placement.alone:
         return
     problems = [path_problem(path) for path in (os.getcwd(), sys.executable)]
     problems += [
         f"the argument {word!a} has a line break, and no shell can pass it on: put the value into the YAML"
-        for word in plan.words
+        for word in placement.words
         if "\n" in word or "\r" in word
     ]
     if found := [problem for problem in dict.fromkeys(problems) if problem]:
         raise ConfigError("\n".join(found))
-    if (length := command_length(plan)) > _MAX_COMMAND:
+    if (length := command_length(placement)) > _MAX_COMMAND:
         raise ConfigError(
-            f"the command for each of {len(plan.hosts)} hosts would have {length} bytes, and Linux takes "
+            f"the command for each of {len(placement.hosts)} hosts would have {length} bytes, and Linux takes "
             f"{_MAX_COMMAND}: DeepSpeed writes the names and devices of all hosts into it. Start fewer hosts, give "
             "them shorter names, or use `--launcher slurm`, which has no such command"
         )
 
 
-def command_length(plan: Plan) -> int:
+def command_length(placement: Placement) -> int:
     """Return the bytes of the command for a host from DeepSpeed's launcher (multinode_runner.py, PDSHRunner)."""
-    world = json.dumps({host.name: list(host.devices) for host in plan.hosts})
-    exports = len(os.fsencode(deepspeed_env(plan.travel.open))) + len('export ""; ') * len(plan.travel.open)
+    world = json.dumps({host.name: list(host.devices) for host in placement.hosts})
+    exports = len(os.fsencode(deepspeed_env(placement.travel.open))) + len('export ""; ') * len(placement.travel.open)
     words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", *_STARTS, *TRAIN]
-    words += map(for_pdsh, plan.words)
+    words += map(for_pdsh, placement.words)
     quotes = len('"" ')
     return len(base64.b64encode(world.encode())) + exports + sum(len(os.fsencode(w)) + quotes for w in words) + _SPARE
 
 
-def check_programs(plan: Plan) -> None:
-    if not plan.alone and shutil.which("pdsh") is None:
+def check_programs(placement: Placement) -> None:
+    if not placement.alone and shutil.which("pdsh") is None:
         raise ConfigError(f"{NO_PDSH[0]}: {NO_PDSH[1]}")
 
 
-def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> list[str]:
+def command(placement: Placement, folder: Path | str, address: str, port: int | str) -> list[str]:
     """Return the command of DeepSpeed's launcher; `folder` is to hold the files of `write_files`."""
-    only = include_of(plan.hosts)
+    only = include_of(placement.hosts)
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", f"{folder}/hosts", "--no_ssh_check"),
         *(("--include", only) if only else ()),
         # Launch reports faults itself; the launcher's own errors say no more than "exits with return code".
-        *(() if plan.verbose else ("--log_level", "critical")),
+        *(() if placement.verbose else ("--log_level", "critical")),
         # Without this DeepSpeed takes a single host for this machine, whatever its name is.
-        *(() if plan.alone or len(plan.hosts) > 1 else ("--force_multi",)),
-        *("--master_addr", "127.0.0.1" if plan.alone else address, "--master_port", str(port)),
+        *(() if placement.alone or len(placement.hosts) > 1 else ("--force_multi",)),
+        *("--master_addr", "127.0.0.1" if placement.alone else address, "--master_port", str(port)),
         *(*_STARTS, *TRAIN),
-        *(plan.words if plan.alone else map(for_pdsh, plan.words)),
+        *(placement.words if placement.alone else map(for_pdsh, placement.words)),
     ]
 
 
-def write_files(plan: Plan, folder: Path) -> None:
-    (folder / "hosts").write_text(render(plan.hosts))
-    (folder / "environment").write_text("" if plan.alone else deepspeed_env(plan.travel.open))
+def write_files(placement: Placement, folder: Path) -> None:
+    (folder / "hosts").write_text(render(placement.hosts))
+    (folder / "environment").write_text("" if placement.alone else deepspeed_env(placement.travel.open))
 
 
-def environment(plan: Plan, folder: Path | str, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(placement: Placement, folder: Path | str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of DeepSpeed's launcher. Without ssh the ranks inherit it; else it holds nothing
     private."""
-    if plan.alone:
-        return {**environ, **plan.travel.open, **plan.travel.private, "DS_ENV_FILE": f"{folder}/environment"}
-    kept = {name: value for name, value in environ.items() if name not in plan.travel.private}
+    if placement.alone:
+        return {**environ, **placement.travel.open, **placement.travel.private, "DS_ENV_FILE": f"{folder}/environment"}
+    kept = {name: value for name, value in environ.items() if name not in placement.travel.private}
     options = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {_SSH_OPTIONS}".strip()
     return {**kept, "DS_ENV_FILE": f"{folder}/environment", "PDSH_SSH_ARGS_APPEND": options}
 
@@ -196,39 +196,39 @@ def _resolve(name: str) -> str:
         ) from None
 
 
-def threads(plan: Plan, cores: Mapping[str, int]) -> int:
+def threads(placement: Placement, cores: Mapping[str, int]) -> int:
     """Return OMP threads of each rank, so that the ranks of a host do not fight for its cores."""
-    return max(1, min((cores[host.name] // host.slots for host in plan.hosts if host.name in cores), default=1))
+    return max(1, min((cores[host.name] // host.slots for host in placement.hosts if host.name in cores), default=1))
 
 
-def describe(plan: Plan, options: Options, argv: Sequence[str]) -> str:
+def describe(placement: Placement, options: Options, argv: Sequence[str]) -> str:
     """Return the text of --dry-run, with names of variables but no values."""
-    hosts = units.counted(len(plan.hosts), "host")
-    lines = [f"{hosts}, {units.counted(plan.world_size, 'rank')}"]
-    width = max(len(host.name) for host in plan.hosts)
-    digits = int(math.log10(max(1, plan.world_size - 1))) + 1
+    hosts = units.counted(len(placement.hosts), "host")
+    lines = [f"{hosts}, {units.counted(placement.world_size, 'rank')}"]
+    width = max(len(host.name) for host in placement.hosts)
+    digits = int(math.log10(max(1, placement.world_size - 1))) + 1
     first = 0
-    for host in plan.hosts:
+    for host in placement.hosts:
         span = f"{first:{digits}}" + (f" to {first + host.slots - 1:{digits}}" if host.slots > 1 else "")
         lines.append(f"  {host.name:<{width}}  ranks {span}  devices {units.spans(host.devices)}")
         first += host.slots
     shown = shlex.join(redact_argv(argv))
     lines += [f"command: {shown}", f"folder:  {os.getcwd()}"]
-    inherited = plan.alone or options.launcher == "slurm"
+    inherited = placement.alone or options.launcher == "slurm"
     how = "inherited" if inherited else "on DeepSpeed's command line"
-    lines.append(f"environment, {how}: {' '.join(sorted(plan.travel.open)) or '(nothing)'}")
+    lines.append(f"environment, {how}: {' '.join(sorted(placement.travel.open)) or '(nothing)'}")
     private = "inherited" if inherited else "in a file of mode 0600"
-    lines.append(f"secret variables, {private}: {' '.join(sorted(plan.travel.private)) or '(nothing)'}")
+    lines.append(f"secret variables, {private}: {' '.join(sorted(placement.travel.private)) or '(nothing)'}")
     restarts = units.counted(options.max_restarts, "restart")
     lines.append(f"after a fault: at most {restarts}, on at least {options.min_hosts} of {hosts}")
     return "\n".join(lines)
 
 
-def place_lines(plan: Plan, ranks: list[dict[str, Any]]) -> list[str]:
+def place_lines(placement: Placement, ranks: list[dict[str, Any]]) -> list[str]:
     """Return one line for each rank, with the hostfile's name and the host's own if they differ."""
     lines = []
     for each in ranks:
-        name = host_of_rank(plan.hosts, each["rank"]) or each["host"]
+        name = host_of_rank(placement.hosts, each["rank"]) or each["host"]
         own = "" if each["host"] == name else f" ({each['host']})"
         lines.append(f"rank {each['rank']} -> {name}{own} -> {each['device']}, local rank {each['local_rank']}")
     return lines

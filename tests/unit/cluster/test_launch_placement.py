@@ -16,7 +16,16 @@ import pytest
 from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.variables import travelling
-from llmtrain.cluster.launch.plan import Options, Plan, check, command, command_length, environment, make_plan, threads
+from llmtrain.cluster.launch.placement import (
+    Options,
+    Placement,
+    check,
+    command,
+    command_length,
+    environment,
+    make_placement,
+    threads,
+)
 from llmtrain.commands.launch import main as launch
 from tests.helpers.launching import REPO
 from tests.unit.cluster.test_hosts_environment import pdsh_runner
@@ -33,8 +42,8 @@ def host(name: str, *devices: int) -> Host:
     return Host(name=name, slots=len(devices), devices=devices, line=1)
 
 
-def plan(*hosts: Host, words: tuple[str, ...] = (), variables: dict[str, str] | None = None) -> Plan:
-    return Plan(hosts=hosts, words=words, travel=travelling(variables or {}))
+def placement(*hosts: Host, words: tuple[str, ...] = (), variables: dict[str, str] | None = None) -> Placement:
+    return Placement(hosts=hosts, words=words, travel=travelling(variables or {}))
 
 
 @pytest.fixture
@@ -71,7 +80,7 @@ def test_a_thousand_hosts_are_planned_in_two_seconds(recipe: Path) -> None:
 def test_several_hosts_go_through_pdsh_and_arguments_are_quoted_for_its_shell() -> None:
     word = "a 'b' \"c\" $(touch x); %h"
     words = ("--config", "r.yaml", "--tracking.name", word)
-    made = command(plan(host("a", 0, 1), host("b", 2, 3), words=words), "F", "10.0.0.1", 7)
+    made = command(placement(host("a", 0, 1), host("b", 2, 3), words=words), "F", "10.0.0.1", 7)
     assert made[1:3] == ["-m", "deepspeed.launcher.runner"]
     flags = dict(itertools.pairwise(made))
     assert flags["--hostfile"] == "F/hosts" and flags["--include"] == "a:0,1@b:2,3"
@@ -84,10 +93,10 @@ def test_several_hosts_go_through_pdsh_and_arguments_are_quoted_for_its_shell() 
 
 
 def test_one_host_that_is_not_here_is_not_taken_for_this_machine() -> None:
-    elsewhere = plan(host("far-away.invalid", 0))
+    elsewhere = placement(host("far-away.invalid", 0))
     assert not elsewhere.alone and "--force_multi" in command(elsewhere, "F", "10.0.0.9", 7)
     for name in ("localhost", socket.gethostname()):
-        here = plan(host(name, 0, 1), words=("--tracking.name", "$(x)"))
+        here = placement(host(name, 0, 1), words=("--tracking.name", "$(x)"))
         made = command(here, "F", "", 7)
         assert here.alone and "--force_multi" not in made and made[-1] == "$(x)"
         assert made[made.index("--master_addr") + 1] == "127.0.0.1"
@@ -95,14 +104,16 @@ def test_one_host_that_is_not_here_is_not_taken_for_this_machine() -> None:
 
 def test_secrets_stay_out_of_the_launchers_environment_unless_it_starts_the_ranks_itself() -> None:
     variables = {"WANDB_API_KEY": "correct-horse", "NCCL_DEBUG": "INFO"}
-    several = environment(plan(host("a", 0), host("b", 0), variables=variables), "F", {**variables, "HOME": "/root"})
+    several = environment(
+        placement(host("a", 0), host("b", 0), variables=variables), "F", {**variables, "HOME": "/root"}
+    )
     assert "WANDB_API_KEY" not in several and several["HOME"] == "/root"
     assert several["DS_ENV_FILE"] == "F/environment"
     for option in ("BatchMode=yes", "ServerAliveInterval=", "ConnectTimeout="):
         assert option in several["PDSH_SSH_ARGS_APPEND"]
-    mine = environment(plan(host("a", 0), host("b", 0)), "F", {"PDSH_SSH_ARGS_APPEND": "-p 2222"})
+    mine = environment(placement(host("a", 0), host("b", 0)), "F", {"PDSH_SSH_ARGS_APPEND": "-p 2222"})
     assert shlex.split(mine["PDSH_SSH_ARGS_APPEND"])[:2] == ["-p", "2222"]
-    alone = environment(plan(host("localhost", 0), variables=variables), "F", {})
+    alone = environment(placement(host("localhost", 0), variables=variables), "F", {})
     assert alone["WANDB_API_KEY"] == "correct-horse"
 
 
@@ -117,22 +128,24 @@ def test_all_attempts_of_a_launch_have_one_run_of_wandb(recipe: Path, monkeypatc
         dry_run=False,
     )
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    first, second, other = (make_plan(options, options.hosts, mark).travel.open for mark in ("a" * 16, "a" * 16, "b"))
+    first, second, other = (
+        make_placement(options, options.hosts, mark).travel.open for mark in ("a" * 16, "a" * 16, "b")
+    )
     assert first["WANDB_RUN_ID"] == second["WANDB_RUN_ID"] != other["WANDB_RUN_ID"]
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    assert make_plan(options, options.hosts, "c").travel.open["WANDB_RUN_ID"] == "mine"
+    assert make_placement(options, options.hosts, "c").travel.open["WANDB_RUN_ID"] == "mine"
 
 
 def test_threads_are_shared_out_on_the_fullest_host() -> None:
-    both = plan(host("a", 0, 1), host("b", 0, 1, 2, 3))
+    both = placement(host("a", 0, 1), host("b", 0, 1, 2, 3))
     assert threads(both, {"a": 64, "b": 64}) == 16
     assert threads(both, {"a": 2, "b": 2}) == 1
 
 
 def test_what_cannot_travel_is_named() -> None:
     with pytest.raises(ConfigError, match="line break"):
-        check(plan(host("a", 0), host("b", 0), words=("--tracking.name", "a\nb")))
-    check(plan(host("localhost", 0), words=("--tracking.name", "a\nb")))
+        check(placement(host("a", 0), host("b", 0), words=("--tracking.name", "a\nb")))
+    check(placement(host("localhost", 0), words=("--tracking.name", "a\nb")))
 
 
 def test_more_hosts_than_a_command_can_name_are_refused() -> None:
@@ -141,16 +154,16 @@ def test_more_hosts_than_a_command_can_name_are_refused() -> None:
     variables = {"NCCL_DEBUG": "INFO", "HF_HOME": 'a "b" $c'}
     words = ("--config", "r.yaml", "--tracking.name", "a name, 'quoted'")
     for count in (2, 100, 2300):
-        some = plan(*hosts[:count], words=words, variables=variables)
+        some = placement(*hosts[:count], words=words, variables=variables)
         check(some)
         ours, theirs = command_length(some), deepspeeds_command(some)
         assert theirs <= ours <= theirs + 600
-    large = plan(*hosts, words=words, variables=variables)
+    large = placement(*hosts, words=words, variables=variables)
     with pytest.raises(ConfigError, match=r"2600 hosts would have \d+ bytes.*131071.*--launcher slurm"):
         check(large)
 
 
-def deepspeeds_command(given: Plan) -> int:
+def deepspeeds_command(given: Placement) -> int:
     """Bytes of what its PDSHRunner has pdsh run on a host."""
     from deepspeed.launcher.runner import encode_world_info
 
