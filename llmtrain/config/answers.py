@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from llmtrain import features
 from llmtrain.base import untrusted
 from llmtrain.base.choice import Choice, Entry
 from llmtrain.base.trees import leaves
@@ -25,8 +26,6 @@ from llmtrain.config.schema import ENTRIES, SHARED, entries, schema, type_name
 
 _PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
 _OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}
-_RENAMED = {"model.keep_attention": "model.recompute.keep: attention"}
-"""Moved field -> its replacement."""
 _NO_CONFIGURATION = "transformers.cli.chat.Chat"
 
 
@@ -106,8 +105,8 @@ def _one_of(value: Any, known: Iterable[str]) -> str | None:
 def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
     """Rule and remedy."""
     rule = "there is no such field"
-    if key in _RENAMED:
-        return f"{rule} any more", f"write {_RENAMED[key]}"
+    if now := features.renamed().get(key):
+        return f"{rule} any more", f"write {dashes}{now}"
     known, (section, _, name) = schema(), key.rpartition(".")
     sections = {k.partition(".")[0] for k in known if "." in k}
     if key in sections:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.base.choice import Rule
+from llmtrain.base.choice import Rule, Rules
 from llmtrain.config import rules, schema, topology
 from llmtrain.config.deepspeed import keys
 from llmtrain.config.deepspeed.join import join_values, read_run
@@ -171,11 +171,13 @@ RANKS = 2
 def all_rules() -> list[Rule]:
     """Return every rule between settings, also the rules of optimizers and features."""
     own = [rule for cls in Optimizer.CHOICES.values() for rule in cls.rules]
-    of_values = [rule for feature in features().values() for rule in feature.rules().of_values]
-    return list(dict.fromkeys([*rules.RULES, *of_values, *rules.OF_STARTS, *topology.RULES, *_OF_RUNS, *own]))
+    of_values = (*rules.RULES, *_OF_FEATURES.of_values)
+    return list(dict.fromkeys([*of_values, *rules.OF_STARTS, *topology.RULES, *_OF_RUNS, *own]))
 
 
-_OF_RUNS = (*rules.OF_FORMS, *rules.OF_STAGES, *rules.OF_MASKS, *rules.OF_STEPS)
+_OF_FEATURES = sum((feature.rules() for feature in features().values()), Rules())
+_OF_RUNS = (*rules.OF_FORMS, *rules.OF_STAGES, *rules.OF_MASKS, *rules.OF_STEPS, *_OF_FEATURES.of_forms,
+            *_OF_FEATURES.of_steps)  # fmt: skip
 
 
 def example_of(rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:

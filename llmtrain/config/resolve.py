@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from llmtrain import features
 from llmtrain.config import rules
 from llmtrain.config.deepspeed.join import DEGREE_KEYS, check_scheduler, join_values, read_run, with_exact_dict
 from llmtrain.config.deepspeed.read import checked
@@ -14,7 +15,6 @@ from llmtrain.config.problems import Places, Problems, show
 from llmtrain.config.run import Run, RunConfig, TrainConfig, stage_views
 from llmtrain.config.stages import Batch, DataConfig, StageBatch, Stages, data_of, stages_of
 from llmtrain.config.topology import Degrees
-from llmtrain.features import features
 from llmtrain.tracking.metrics import mode_of
 
 
@@ -47,14 +47,15 @@ def resolve(
     if declared not in (None, "auto", data_parallel):
         problems.add("data_parallel_size", declared, f"the data-parallel degree is {data_parallel}: {world}",
                      "remove it: the launcher decides it", path)  # fmt: skip
-    rules.refuse(rules.OF_FORMS, run, config, problems, *trees)
+    of_features = features.rules(config)
+    rules.refuse((*rules.OF_FORMS, *of_features.of_forms), run, config, problems, *trees)
     for each, whole in stage_views(config):
         rules.refuse(rules.OF_STAGES, replace(run, config=each), each, problems, key_of=whole)
     problems.raise_if_any()
 
     run = with_stages(run, world, epoch, problems)
     rules.check_masks(run, problems)
-    rules.refuse(rules.OF_STEPS, run, run.config, problems, *trees)
+    rules.refuse((*rules.OF_STEPS, *of_features.of_steps), run, run.config, problems, *trees)
     of_scheduler = check_scheduler(run.config, tree, problems)
     problems.raise_if_any()
 
@@ -214,7 +215,7 @@ def _unread(config: RunConfig, given: Iterable[str]) -> list[str]:
     """Return notes on given keys that other settings make idle."""
     train = config.train
     unread = {
-        **{f"{name}.": not feature.asked(config) and feature.idle for name, feature in features().items()},
+        **{f"{name}.": not feature.asked(config) and feature.idle for name, feature in features.features().items()},
         "train.eval_every": not _measures(config) and "train.eval is off, and nothing else is measured",
         "train.sample_tokens": not train.sample_prompts and "there are no train.sample_prompts",
         "checkpoint.when_busy": config.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",

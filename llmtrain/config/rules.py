@@ -26,7 +26,6 @@ from llmtrain.config.run import (
     Run,
     RunConfig,
     StopEarly,
-    profiled_steps,
     stage_views,
 )
 from llmtrain.config.stages import StageBatch, StageConfig, Stages
@@ -149,13 +148,6 @@ def _packed(config: RunConfig) -> bool:
 
 def _starts_here(config: RunConfig) -> bool:
     return config.resume in ("auto", "none")
-
-
-def _last_profiled(config: RunConfig) -> int | None:
-    try:
-        return profiled_steps(config.profile.steps)[1]
-    except ValueError:
-        return None
 
 
 def _compares(config: RunConfig) -> str:
@@ -315,8 +307,6 @@ RULES: tuple[Rule, ...] = (
     Rule(("train.export_to",), lambda r: r.train.export_to is not None and not r.train.export,
          "is where the export goes, and train.export is off", "remove one of them",
          {"train.export_to": "s3://store/run", "train.export": False}),
-    Rule(("profile.steps",), lambda r: r.profile.steps is not None and _last_profiled(r) is None,
-         "must be FIRST:LAST, steps from 1 on, at most 20 of them", "write it as 20:23", {"profile.steps": "20"}),
     # the model
     Rule(("model.config.model_type",),
          lambda r: isinstance(r.model.config, dict) and not _is_model_type(r.model.config.get("model_type")),
@@ -583,13 +573,6 @@ OF_FORMS: tuple[Rule, ...] = (
            "remove zero_hpz_partition_size",
            {key: value, _ZERO: 3, "zero_optimization.zero_hpz_partition_size": 2})
       for key, value in (("adapter.r", 8), ("model.train_only", ["lm_head.*"]), ("model.freeze", ["lm_head.*"]))),
-    *(Rule(("fault.recheck_every", key),
-           lambda r, wrong=wrong: r.config.fault.recheck_every and wrong(r),  # type: ignore[misc]
-           "no rank computes a gradient alone: it lacks parameters or layers, or gets other ranks' tokens",
-           "set fault.recheck_every to 0, or use ZeRO 0 to 2", {"fault.recheck_every": 500, key: degree})
-      for key, degree, wrong in ((_ZERO, 3, lambda r: r.mix.zero_stage == 3),
-                                 (_PIPELINE, 2, lambda r: r.mix.degrees.pipeline > 1),
-                                 (_EXPERT, 2, lambda r: r.mix.degrees.expert > 1))),
 )
 """Rules of a run in a form."""
 
@@ -672,9 +655,6 @@ OF_STEPS: tuple[Rule, ...] = (
          lambda r: r.config.ema.decay is not None and r.max_steps is not None and r.config.ema.every > r.max_steps,
          lambda r, _: f"the run has {r.max_steps} steps, so the mean would stay as it begins",
          lambda r, _: f"set it to {r.max_steps} or less", {"ema.decay": 0.9, "ema.every": 101}),
-    Rule(("profile.steps",), lambda r: r.max_steps is not None and (_last_profiled(r.config) or 0) > r.max_steps,
-         lambda r, _: f"the run has {r.max_steps} steps", lambda r, _: f"let it end at {r.max_steps}",
-         {"profile.steps": "100:101"}),
     Rule((_PIPELINE,), lambda r: r.config.train.balance == MEASURED and r.mix.degrees.pipeline > 1,
          "train.balance measured: the stages of a pipeline send each other micro-batches of one size",
          "set train.balance to equal, or use ZeRO instead of the pipeline", {**_BALANCED, _PIPELINE: 2}),

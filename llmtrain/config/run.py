@@ -270,9 +270,6 @@ class FaultConfig:
     check_every: int = bounded(250, NOT_NEGATIVE, "250 is the default, 0 = never")
     """Optimizer steps between comparisons of values that must be equal on several ranks. Each checkpoint begins with
     a comparison, too. 0 = never."""
-    recheck_every: int = bounded(0, NOT_NEGATIVE, "500 is common, 0 = never")
-    """Optimizer steps between checks of the ranks' arithmetic: some sequences of one data-parallel rank are
-    computed on all, which must get equal losses and gradients. A launch begins with one. ZeRO 0 to 2. 0 = never."""
     stall_timeout_s: float = bounded(300.0, SECONDS, "300 is the default")
     """Seconds without progress on any rank before the job is explained and ended. At most 3/4 of timeout_s counts."""
     preempt_file: HostPath | None = None
@@ -288,22 +285,6 @@ class FaultConfig:
         """Seconds without progress that are a fault: below the collectives' own limit, which leaves dead ranks that
         cannot be asked."""
         return min(self.stall_timeout_s, 0.75 * self.timeout_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """A profile of some steps, in profile/ of the run's folder: torch's traces, memory over time, and a page."""
-
-    steps: str | None = None
-    """FIRST:LAST, such as 20:23: profile these optimizer steps, at most 20, both included; null = none."""
-
-
-def profiled_steps(text: str | None) -> tuple[int, int]:
-    """Return (first, last) of `profile.steps`. Raises ValueError: `text` is no range."""
-    first, colon, last = (text or "").partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) < int(first) + 20):
-        raise ValueError(text)
-    return int(first), int(last)
 
 
 Section = TypeVar("Section")
@@ -339,7 +320,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
     parts: dict[str, Any] = field(default_factory=dict)
     """Parts of plugins in the run: NAME: {FIELD: VALUE} for each; `NAME:` alone takes the defaults."""
     trackers: dict[str, Any] = field(default_factory=dict)

@@ -33,6 +33,8 @@ class Feature:
     """(key that another section had for a field, its key now), for the message about an unknown field."""
     idle: ClassVar[str] = ""
     """Why keys of the section have no effect in a run that does not ask for the feature."""
+    observes: ClassVar[bool] = False
+    """It changes no number of a step: replays and proofs leave it out."""
     commands: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     """Commands of the command line: (name, module with its `main`, what it does)."""
 
@@ -82,6 +84,17 @@ def asked(run: Any) -> list[Feature]:
     return [feature for feature in features().values() if feature.asked(run)]
 
 
+def defaults() -> dict[str, Any]:
+    """Section -> its object in a run without it, for all features with a section."""
+    classes = {name: feature.default or feature.section for name, feature in features().items()}
+    return {name: section() for name, section in classes.items() if section is not None}
+
+
+def observing() -> dict[str, Any]:
+    """Return the `defaults` of the features that only observe."""
+    return {name: section for name, section in defaults().items() if features()[name].observes}
+
+
 def commands() -> dict[str, tuple[str, str]]:
     """Name -> (module, what it does)."""
     return {name: (module, what) for feature in features().values() for name, module, what in feature.commands}
@@ -97,7 +110,7 @@ def rules(run: Any) -> Rules:
 
 
 def _changed(feature: Feature, run: Any) -> bool:
-    return feature.section is not None and getattr(run, feature.name) != (feature.default or feature.section)()
+    return feature.section is not None and getattr(run, feature.name) != defaults()[feature.name]
 
 
 def with_sections(cls: type[Any]) -> type[Any]:

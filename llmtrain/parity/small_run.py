@@ -10,13 +10,14 @@ from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
+from llmtrain import features
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.deepspeed.join import DEGREE_KEYS, join_values, read_run
 from llmtrain.config.deepspeed.read import checked
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import check_values
-from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, ProfileConfig, Run, RunConfig, StopEarly
+from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, Run, RunConfig, StopEarly
 from llmtrain.config.topology import Degrees
 
 PLAN = "plan.pickle"
@@ -137,7 +138,7 @@ def small_run(
             stop_early=StopEarly(),
         ),
         eval=EvalConfig(),
-        profile=ProfileConfig(),
+        **features.observing(),
         checkpoint=replace(config.checkpoint, keep_best=KeepBest()),
         fault=replace(config.fault, timeout_s=min(120.0, config.fault.timeout_s)),
     )

@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ _QUIET = {
     "train.max_minutes": "null", "train.stop_early.metric": "null", "train.sample_prompts": "[]",
     "checkpoint.every_steps": "null", "checkpoint.every_minutes": "null", "checkpoint.keep": 1000,
     "checkpoint.keep_best.metric": "null", "checkpoint.mirror": "null", "checkpoint.dir": "null",
-    "fault.preempt_file": "null", "fault.pinned": 0, "profile.steps": "null", "tracking.wandb": "disabled",
+    "fault.preempt_file": "null", "fault.pinned": 0, "tracking.wandb": "disabled",
     "trackers": "{}", "eval.sets": "{}", "eval.choices": "{}",
 }  # fmt: skip
 """Settings that change no number of a step."""
@@ -285,7 +285,7 @@ def train(asked: Asked, held: int) -> None:
     task = json.dumps({"first": asked.first, "last": asked.last, **looks}, separators=(",", ":"))
     settings = {
         "train.run_dir": asked.again,
-        **(_QUIET if asked.changed is None else {**_APART, **asked.changed}),
+        **({**_QUIET, **_unobserved()} if asked.changed is None else {**_APART, **asked.changed}),
         **({} if asked.begins is None else {"resume": asked.begins.resolve(), **_WHOLE}),
         **(_on_one_rank(asked) if asked.one_rank else {}),
     }
@@ -332,13 +332,22 @@ def reason_of(said: str) -> str:
     return "\n".join(findings) or (errors or said.splitlines() or ["no output"])[-1]
 
 
+def _unobserved() -> dict[str, Any]:
+    """Settings that leave out the features that only observe."""
+    return {
+        f"{name}.{field}": "null" if value is None else value
+        for name, section in features.observing().items()
+        for field, value in asdict(section).items()
+    }
+
+
 def _on_one_rank(asked: Asked) -> dict[str, Any]:
     """Return settings for equal steps of one rank, which takes all micro-batches. Raises ConfigError."""
     settings = _settings(asked.run)
     stages = [{**each, "train": {**each["train"], "accumulation": None}} for each in settings["data"]["stages"]]
     path = asked.out / "one-rank.json"
     path.write_text(json.dumps(without_degrees(read_json(settings["deepspeed"]))))
-    return {"deepspeed": path.resolve(), "train.accumulation": "null", "data.stages": stages, "fault.recheck_every": 0}
+    return {"deepspeed": path.resolve(), "train.accumulation": "null", "data.stages": stages}
 
 
 def answer_of(asked: Asked) -> dict[str, Any]:

@@ -180,14 +180,6 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     log.info(last_words)  # the last words: closing W&B may have printed
 
 
-def _of_few_runs(launch: Launch) -> Iterator[Part]:
-    config = launch.setup.run.config
-    if config.adapter.r is not None:
-        from llmtrain.training.adapter_check import AdapterCheck
-
-        yield AdapterCheck(launch)
-
-
 def _before_plugins(launch: Launch) -> Iterator[Part]:
     setup, config = launch.setup, launch.setup.run.config
     if config.train.balance != "equal" and setup.run.batch.data_parallel > 1:
@@ -200,23 +192,12 @@ def _before_plugins(launch: Launch) -> Iterator[Part]:
         yield Ema(setup)
 
 
-def _recheck(launch: Launch) -> Iterator[Part]:
-    setup, config = launch.setup, launch.setup.run.config
-    if config.fault.recheck_every > 0 and setup.run.mix.degrees.data > 1:
-        from llmtrain.training.recheck import Recheck
+def _replay(launch: Launch) -> Iterable[Part]:
+    if REPLAYED not in os.environ:
+        return ()
+    from llmtrain.training.replay import Replay
 
-        yield Recheck(launch)
-
-
-def _at_last(launch: Launch) -> Iterator[Part]:
-    if launch.setup.run.config.profile.steps is not None:
-        from llmtrain.training.profile import Profile
-
-        yield Profile(launch)
-    if REPLAYED in os.environ:
-        from llmtrain.training.replay import Replay
-
-        yield Replay(launch)
+    return (Replay(launch),)
 
 
 def _plugins(launch: Launch) -> Iterable[Part]:
@@ -241,7 +222,7 @@ ORDER: tuple[Callable[[Launch], Part | Iterable[Part]] | str, ...] = (
     Limits,
     Record,
     SkippedSteps,
-    _of_few_runs,
+    "adapter_check",
     "sites",
     _before_plugins,
     _plugins,
@@ -251,9 +232,10 @@ ORDER: tuple[Callable[[Launch], Part | Iterable[Part]] | str, ...] = (
     _fetching,
     DataCheck,
     ReplicaCheck,
-    _recheck,
+    "recheck",
     Saving,
-    _at_last,
+    "profile",
+    _replay,
 )
 """The parts of a run in the order of their calls: a class of the core, a function for parts that few runs have, or the
 name of a feature."""

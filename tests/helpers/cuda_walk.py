@@ -110,7 +110,6 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
     from llmtrain.engine.deepspeed.rehearsed import rehearsed_ranks
     from llmtrain.models.transformers_private import without_memory
     from llmtrain.plan import rehearsal
-    from llmtrain.training.recheck import Recheck
     from llmtrain.training.replay import GradientCopy, gradient_norm, largest_values
     from tests.helpers import fake_cuda
 
@@ -154,6 +153,8 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
                 seats = [SimpleNamespace(device="NVIDIA H200")] * form["ranks"]
                 setup.ranks = replace(ranks, seats=tuple(seats))
                 launch: Any = SimpleNamespace(setup=setup, session=setup.session(), loader=loader)
+                from llmtrain.features.recheck.part import Recheck
+
                 part = Recheck(launch)
                 micros = [loader.row(1, 0)]
                 part._gradients(micros)
@@ -196,9 +197,9 @@ def main(folder: Path, forms: dict[str, dict[str, Any]]) -> None:
     assert get_accelerator().device_name() == "cuda"
     torch.set_num_threads(1)
     from llmtrain.plan import rehearsal
-    from llmtrain.training import recheck, replay
+    from llmtrain.training import replay
 
-    assert rehearsal and recheck and replay  # imported once
+    assert rehearsal and replay  # imported once
     found, fork = {}, multiprocessing.get_context("fork")
     for name, form in forms.items():
         ours, theirs = fork.Pipe(duplex=False)

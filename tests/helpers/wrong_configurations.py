@@ -468,11 +468,6 @@ CASES = [
         ds={"fp16": {"enabled": True}},
     ),
     Wrong(
-        "the old name of what a recomputed layer keeps",
-        ("model.keep_attention = true", "no such field any more", "write model.recompute.keep: attention"),
-        {"model": {"keep_attention": True}},
-    ),
-    Wrong(
         "more recomputed layers than there are",
         ("model.recompute.layers = 5", "the model has 2 decoder layers", "write all"),
         {"model": {"recompute": {"layers": 5}}},

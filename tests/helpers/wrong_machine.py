@@ -132,7 +132,7 @@ class Machine:
         self.launch = launch
 
     def part(self) -> Any:
-        from llmtrain.training.recheck import Recheck
+        from llmtrain.features.recheck.part import Recheck
         from llmtrain.training.step import Position
 
         part = Recheck(self.launch)

@@ -75,7 +75,7 @@ def test_a_rank_that_computes_wrong_ends_the_run_and_launch_leaves_its_host_out(
     for name, recheck, before in (("plain", "0", None), ("wrong", "3", compute_wrong_later)):
         (tmp_path / name).mkdir()
         recipe = write_recipe(tmp_path / name, small_data)
-        launch = forked.Launch(recipe, *words, "--fault.recheck_every", recheck, world_size=3, before=before)
+        launch = forked.Launch(recipe, *words, "--recheck.every", recheck, world_size=3, before=before)
         assert launch.wait(240) == [3 if before else 0] * 3, launch.output()
     losses = [
         [row["loss"] for row in rows(tmp_path / name / "run") if "loss" in row][:4] for name in ("plain", "wrong")

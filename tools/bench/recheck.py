@@ -1,4 +1,4 @@
-"""The checks of `fault.recheck_every`: faults named, false alarms, and the processor time of a check next to a step.
+"""The checks of `recheck.every`: faults named, false alarms, and the processor time of a check next to a step.
 
     python -m tools.bench.recheck [--faults 40] [--healthy 10000] [--hidden 256] [--layers 4] [--sequences 16]
 

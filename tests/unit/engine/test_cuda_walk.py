@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llmtrain.features import features
+
 ROOT = Path(__file__).parents[3]
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1,
@@ -22,7 +24,7 @@ def form(stage: int, *, ranks: int = 2, rank: int = 0, recheck: bool = True, zer
     return {
         "json": {"zero_optimization": {"stage": stage, **(zero or {})}, **more},
         "run": {"model": {"config": LLAMA}, **(run or {})},
-        "ranks": ranks, "rank": rank, "recheck": recheck,
+        "ranks": ranks, "rank": rank, "recheck": recheck and "recheck" in features(),
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from llmtrain.base import log, units
 from llmtrain.base.files import replace_file
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.config.run import profiled_steps
+from llmtrain.features.profile import ProfileConfig
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position
@@ -30,7 +30,7 @@ class Profile(Part):
     def __init__(self, launch: Launch) -> None:
         self._setup, self._speed = launch.setup, launch.speed
         self._folder = launch.folder.path / "profile"
-        self._first, self._last = profiled_steps(launch.setup.run.config.profile.steps)
+        self._first, self._last = launch.setup.run.config.section(ProfileConfig).range()
         self._open: contextlib.ExitStack | None = None
         self._spent = dict.fromkeys([*_PHASES, "collectives"], 0.0)
         self._steps, self._began_s, self._gradients = 0, 0.0, 0

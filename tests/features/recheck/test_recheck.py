@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.training import recheck
+from llmtrain.features.recheck import part as recheck
 
 UUID = "8f4a1c2e-5b7d-4a39-9a51-6c0e2d4b7f10"
 
@@ -38,3 +38,13 @@ def test_without_the_tool_a_gpu_has_its_uuid_and_a_processor_no_number(monkeypat
     assert recheck._serial(torch.device("cpu")) == ""
     monkeypatch.setattr(recheck, "device_id", lambda device: UUID)
     assert recheck._serial(torch.device("cuda", 0)) == f", serial {UUID}"
+
+
+def test_the_former_key_is_refused_with_the_one_of_today(tmp_path: Path) -> None:
+    from llmtrain.base.errors import ConfigError
+    from llmtrain.config.load import parse
+
+    file = tmp_path / "run.yaml"
+    file.write_text("deepspeed: ds.json\nfault:\n  recheck_every: 500\n")
+    with pytest.raises(ConfigError, match=r"(?s)fault\.recheck_every = 500.*write recheck\.every"):
+        parse([str(file)])

@@ -11,7 +11,7 @@ import torch
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.data.stream.windows import IGNORED
 from llmtrain.engine.ranks.ranks import Ranks
-from llmtrain.training.recheck import Recheck
+from llmtrain.features.recheck.part import Recheck
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from llmtrain.data.stream.windows import IGNORED
 from llmtrain.engine.api import GradientPiece
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.ranks.device import device_id
+from llmtrain.features.recheck import RecheckConfig
 from llmtrain.models import compiler
 from llmtrain.models.experts import unwatched
 from llmtrain.training.parts import Done, Launch, Part
@@ -40,10 +41,10 @@ differences of a rank from itself: lengths of 17 random sums differ by a factor 
 
 
 class Recheck(Part):
-    """Compares the ranks' arithmetic at the start of a launch and every `fault.recheck_every` steps."""
+    """Compares the ranks' arithmetic at the start of a launch and every `recheck.every` steps."""
 
     def __init__(self, launch: Launch) -> None:
-        self._launch, self._every = launch, launch.setup.run.config.fault.recheck_every
+        self._launch, self._every = launch, launch.setup.run.config.section(RecheckConfig).every
         self._engine, self._ranks = launch.setup.engine, launch.setup.ranks
         degrees = launch.setup.run.mix.degrees
         self._data, self._place = degrees.data, degrees.place(self._ranks.rank)
