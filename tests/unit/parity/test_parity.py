@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.config.deepspeed.read import read_json
-from llmtrain.config.run import DataConfig, EmaConfig, ModelConfig, ProfileConfig, RunConfig, TrainConfig
+from llmtrain.config.run import DataConfig, EmaConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.windows import positions_of
 from llmtrain.engine.ranks.local_ranks import RankError, Ranks
@@ -84,7 +84,6 @@ def test_the_small_run_keeps_what_the_user_chose_and_shrinks_what_is_long() -> N
         "schedule": Wsd(warmup_steps=2000, decay_steps=500),
         "data": DataConfig(path="there", sequence_length=4096, isolate_documents=True, mask_document_starts=False),
         "ema": EmaConfig(decay=0.9, every=100),
-        "profile": ProfileConfig(steps="1000:1001"),
     }
     run = small(user(TrainConfig(global_batch=512, micro_batch=4, max_tokens=10**9), **sections))  # type: ignore[arg-type]
     assert (run.optim.clip_norm, run.optim.weight_decay, run.optim.lr) == (0.5, 0.3, 3e-4)
@@ -93,7 +92,7 @@ def test_the_small_run_keeps_what_the_user_chose_and_shrinks_what_is_long() -> N
     # 512 rows of 4 x 2 ranks are 64 micro-batches: several stay several
     assert (run.train.micro_batch, run.train.accumulation, run.train.global_batch) == (2, 4, None)
     assert run.train.max_steps == 20 and run.train.max_tokens is None
-    assert run.ema == EmaConfig(decay=0.75, every=2) and run.profile == ProfileConfig(), "at steps that this run has"
+    assert run.ema == EmaConfig(decay=0.75, every=2)
 
 
 def test_a_pipeline_keeps_micro_batches_enough_to_fill_it_and_lengths_divide() -> None:

@@ -484,11 +484,10 @@ def test_push(hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_base_on_the_hub_keeps_the_tokens_where_it_stops(hub: Hub, tiny: Path, tmp_path: Path) -> None:
-    """In the record of a run, and in the export of a run of before, whose record has none."""
+    """In the record of a run."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
 
-    from llmtrain.checkpoint.hf.folder_files import _sampling
     from llmtrain.checkpoint.hf.serving import sampling_defaults
 
     tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
@@ -500,5 +499,3 @@ def test_a_base_on_the_hub_keeps_the_tokens_where_it_stops(hub: Hub, tiny: Path,
     model = fetched()
     assert model.folder is not None and model.revision is not None
     assert sampling_defaults(model.folder, tmp_path) == {"eos_token_id": [1, 2], "top_k": 20}
-    record = {"run": {"model": {"pretrained": "org/tiny", "revision": model.revision}}, "sampling": {"top_k": 20}}
-    assert _sampling(record, tmp_path) == {"eos_token_id": [1, 2], "top_k": 20}
