@@ -28,7 +28,6 @@ CORE: dict[str, tuple[str, str]] = {
     "parity": ("llmtrain.commands.parity", "hold a small copy of a run against plain PyTorch in one process"),
     "eval": ("llmtrain.commands.eval", "score a trained model on tasks of lm-eval, such as hellaswag"),
     "generate": ("llmtrain.commands.generate", "print a continuation of a prompt"),
-    "chat": ("llmtrain.commands.chat", "talk with a trained model in the terminal"),
     "plan": ("llmtrain.commands.plan", "rehearse a run here: its memory on each kind of rank, and whether it fits"),
     "replay": ("llmtrain.commands.replay", "train steps of a run again, compare them with its record, name the rows"),
     "report": ("llmtrain.commands.report", "draw a run's loss, throughput and memory"),

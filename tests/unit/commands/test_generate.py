@@ -128,14 +128,12 @@ STRANGE = {
 
 @pytest.mark.parametrize("case", STRANGE)
 def test_a_strangers_folder_ends_in_a_sentence(run, capsys, case):
-    """generate and chat open it by the reader that training has."""
+    """generate opens it by the reader that training has."""
     strange, (change, says) = run / "export", STRANGE[case]
     change(strange)
     assert main(["generate", str(strange), "--prompt", "walk"]) == 2
     told = capsys.readouterr().err
     assert says in told and told.count("error: ") == 1 and "Traceback" not in told, told
-    assert main(["chat", str(strange)]) == 2
-    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
@@ -179,7 +177,7 @@ def test_the_best_state_of_a_run(run, tokenizer, capsys):
     assert "holds no checkpoint with the figure of an evaluation" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [("generate",), ("chat",), ("checkpoint", "from-hf")])
+@pytest.mark.parametrize("command", [("generate",), ("checkpoint", "from-hf")])
 @pytest.mark.parametrize("path", ["runs/nope", "mine/nope"])
 def test_a_path_that_does_not_exist_asks_no_hub(path, command, tmp_path, capsys, monkeypatch):
     """The Hub was asked for `runs/nope`, for half a minute where there is no network."""

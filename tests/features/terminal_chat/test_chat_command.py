@@ -189,3 +189,12 @@ def test_what_cannot_talk_is_refused(talker, tmp_path, chat):
     assert "no tokenizer that transformers can load" in refused(bare)
     write_tokenizer(tmp_path / "empty", KINDS["chatml"])
     assert "config.json" in refused(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("path", ["runs/nope", "mine/nope"])
+def test_a_path_that_does_not_exist_asks_no_hub(path, chat, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: pytest.fail("the network was asked"))
+    code, _, err = chat([], path)
+    assert code == 2 and path in err and "no such folder" in err and "Hub" not in err
