@@ -26,7 +26,6 @@ CORE: dict[str, tuple[str, str]] = {
     "doctor": ("llmtrain.commands.doctor", "examine the hosts of a hostfile, and name a remedy for each fault"),
     "train": ("llmtrain.commands.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
     "parity": ("llmtrain.commands.parity", "hold a small copy of a run against plain PyTorch in one process"),
-    "eval": ("llmtrain.commands.eval", "score a trained model on tasks of lm-eval, such as hellaswag"),
     "generate": ("llmtrain.commands.generate", "print a continuation of a prompt"),
     "plan": ("llmtrain.commands.plan", "rehearse a run here: its memory on each kind of rank, and whether it fits"),
     "replay": ("llmtrain.commands.replay", "train steps of a run again, compare them with its record, name the rows"),

@@ -91,7 +91,6 @@ _OF_A_RUN: dict[str, Metric] = {
         "Negative log-likelihood of the right choices of `eval.choices`, over their bytes; for `eval.sets` as "
         "`eval/bits_per_byte`.",
     ),
-    "tasks/TASK/METRIC": Metric("as lm-eval", "Scores of a checkpoint by `llmtrain eval`, at the checkpoint's step."),
 }
 OF_SET = "eval/NAME/FIGURE"
 """Represents the figures of named sets in the table."""

@@ -102,7 +102,6 @@ def test_throughput_starts_anew_after_take_and_gives_no_mfu_without_a_peak():
         ("eval/arc/accuracy_norm", "0 to 1"),
         ("eval/ema/pairs/accuracy", "0 to 1"),
         ("moe/tokens_per_expert/3", "tokens"),
-        ("tasks/arc/acc", "as lm-eval"),
         ("eval/rare", None),
         ("norms/layer_0", None),
     ],

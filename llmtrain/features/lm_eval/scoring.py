@@ -1,11 +1,9 @@
-"""`llmtrain eval RUN_OR_FOLDER --tasks NAMES`: scores of lm-eval's harness, for a run also among its metrics."""
+"""Scores of lm-eval's harness for a model: found, loaded, scored, and written to the run's metrics."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,16 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.base import log, units, untrusted
+from llmtrain.base import untrusted
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
 from llmtrain.checkpoint.trainer_state import TrainerState
-from llmtrain.commands import completion
-from llmtrain.commands.arguments import Parser
-from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking.local import JsonLines
+from llmtrain.tracking.sink import TrackingConfig
 from llmtrain.tracking.tracker import Queued
 from llmtrain.tracking.wandb_sink import WandbSink
 
@@ -70,14 +66,15 @@ def _run_of(checkpoint: Path, given: Path | None = None) -> Path | None:
     return next((place for place in places if (place / "metrics.jsonl").is_file()), None)
 
 
-def need_lm_eval() -> None:
-    """Raises ConfigError: it is not installed."""
+def need_lm_eval() -> str:
+    """Return its version. Raises ConfigError: it is not installed."""
     try:
-        import lm_eval  # noqa: F401
+        from lm_eval import __version__
     except ImportError as error:
         raise ConfigError(
             f"llmtrain eval: the scores are lm-eval's, which is not installed here ({error}). Install it: {_REMEDY}"
         ) from error
+    return str(__version__)
 
 
 @contextmanager
@@ -119,7 +116,22 @@ def _tasks(names: list[str], include: list[str]) -> Any:
     return manager
 
 
-def scores_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+def score(
+    target: Target, tasks: list[str], include: list[str], *, batch_size: int, **asked: int | None
+) -> dict[str, dict[str, float]]:
+    """Return task or group -> metric -> value. `asked`: num_fewshot and limit. Raises CheckpointError, ModelError,
+    UserError."""
+    manager = _tasks(tasks, include)
+    from lm_eval import evaluator, simple_evaluate
+
+    evaluator.get_git_commit_hash = lambda: None  # git would say on the terminal that there is no repository
+    with _model(target, batch_size) as model:
+        results = simple_evaluate(model=model, tasks=tasks, task_manager=manager, log_samples=False, **asked)
+    assert results is not None  # None is for ranks other than 0
+    return _scores_of(results)
+
+
+def _scores_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return task or group -> metric -> value. lm-eval names a metric with its filter: `acc,none`,
     `exact_match,strict`."""
     found: dict[str, dict[str, float]] = {}
@@ -129,17 +141,6 @@ def scores_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and kind:
                 found.setdefault(task, {})[metric if kind == "none" else f"{metric}_{kind}"] = float(value)
     return found
-
-
-def table(scores: dict[str, dict[str, float]]) -> list[str]:
-    lines = [("TASK", "METRIC", "VALUE", "STANDARD ERROR")]
-    for task, metrics in scores.items():
-        for metric, value in metrics.items():
-            if "_stderr" in metric:
-                continue
-            error = metrics.get(f"{metric}_stderr")
-            lines.append((task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}"))
-    return units.lines_of(lines)
 
 
 def record(target: Target, scores: dict[str, dict[str, float]], about: dict[str, Any]) -> str:
@@ -175,61 +176,3 @@ def _to_wandb(run: Path, trainer: TrainerState, row: dict[str, Any]) -> str:
     tracker.end(0)
     tracker.join(time.monotonic() + _TO_WANDB_S)
     return ", and to W&B"
-
-
-def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="llmtrain eval",
-        description="Score a model on tasks of lm-eval's harness (pip install 'llmtrain[eval]'). The scores of a run's "
-        "checkpoint are written to the run's metrics at its step.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
-    # fmt: off
-    add = parser.add_argument
-    add("folder", metavar="RUN_OR_FOLDER",
-        help="run folder, checkpoint, Hugging Face or PEFT folder, or ORG/NAME on the Hub")
-    add("--tasks", required=True, metavar="NAME,...", help="tasks and groups, such as hellaswag")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--checkpoint", type=int, metavar="STEP", help="of a run (default: its newest)")
-    which.add_argument("--best", action="store_true", default=False, help="of a run: the best by checkpoint.keep_best")
-    add("--include-path", action="append", metavar="FOLDER",
-        help="a folder with YAML files of tasks, and of what they name: data, and functions in Python, which are run")
-    add("--batch-size", type=_count, default=8, metavar="N", help="texts computed together")
-    add("--num-fewshot", type=int, metavar="N", help="examples in a prompt (default: the task's)")
-    add("--limit", type=_count, metavar="N", help="the first N records of each task alone, for a try")
-    # fmt: on
-    completion.offer(parser)
-    return parser.parse_args(argv)
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
-
-
-def main(argv: list[str]) -> int:
-    """Raises CheckpointError, ModelError, ConfigError, UserError."""
-    args = _arguments(argv)
-    options = vars(args)
-    limit = options.get("limit")
-    need_lm_eval()
-    target = target_of(args.folder, options.get("checkpoint"), best=args.best)
-    names = [name for name in args.tasks.split(",") if name]
-    manager = _tasks(names, options.get("include_path", []))
-    from lm_eval import __version__, evaluator, simple_evaluate
-
-    evaluator.get_git_commit_hash = lambda: None  # git would say on the terminal that there is no repository
-    shots, size = options.get("num_fewshot"), args.batch_size
-    with _model(target, size) as model:
-        results = simple_evaluate(
-            model=model, tasks=names, task_manager=manager, num_fewshot=shots, limit=limit, log_samples=False
-        )
-    assert results is not None  # None is for ranks other than 0
-    scores = scores_of(results)
-    log.put("\n".join(table(scores)))
-    if target.run is not None:
-        about = {"tasks": names, "num_fewshot": shots, "limit": limit, "lm_eval": __version__}
-        print(f"written to {record(target, scores, about)}", file=sys.stderr)
-    return 0
