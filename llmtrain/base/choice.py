@@ -178,6 +178,8 @@ class Entry:
     """Key of the class in its section."""
     SECTIONS: ClassVar[dict[str, dict[str, type[Any]]]] = {}
     """Section -> name -> class, for all sections of entries."""
+    OF_SECRETS: ClassVar[str] = "an environment variable"
+    """Where a secret of it belongs, for the message that refuses one in the YAML."""
 
     def __init_subclass__(cls, *, section: str | None = None, entry: str | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)

@@ -303,15 +303,17 @@ def _check(item: Field[Any], value: Any, key: str, problems: Problems) -> None:
 def _check_text(value: str, key: str, problems: Problems) -> None:
     if key == _FREE_TEXT:
         return
+    section, name, *_ = *key.split("."), ""
     if value == "~":
         problems.add(key, value, "is YAML's other word for null, in quotes", "write null")
     elif not value.strip():
         problems.add(key, value, "is empty", remedy_of(key))
     elif not value.isprintable():
         problems.add(key, value, "has control characters, which a terminal obeys", "leave them out")
-    elif key.partition(".")[0] in Entry.SECTIONS and holds_secret(value):
+    elif section in Entry.SECTIONS and holds_secret(value):
+        entry = Entry.SECTIONS[section].get(name, Entry)
         problems.add(key, redact_text(value), "has a secret, which config.yaml and each checkpoint would keep",
-                     "leave it to an environment variable (MLFLOW_TRACKING_URI)")  # fmt: skip
+                     f"leave it to {entry.OF_SECRETS}")  # fmt: skip
 
 
 def host_path(key: str, path: str, problems: Problems) -> str:

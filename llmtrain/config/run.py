@@ -35,7 +35,6 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Optimizer
 from llmtrain.optim.schedules import Cosine, Schedule
 from llmtrain.storage.addresses import local_folder
-from llmtrain.tracking import mlflow_sink, tensorboard_sink  # noqa: F401  (they bring `trackers`)
 from llmtrain.tracking.sink import TrackingConfig
 
 
@@ -323,7 +322,7 @@ class RunConfig:
     parts: dict[str, Any] = field(default_factory=dict)
     """Parts of plugins in the run: NAME: {FIELD: VALUE} for each; `NAME:` alone takes the defaults."""
     trackers: dict[str, Any] = field(default_factory=dict)
-    """Trackers in addition to W&B and the local files, in the form of `parts`: tensorboard, mlflow, or of plugins."""
+    """Trackers in addition to W&B and the local files, in the form of `parts`: those below, and those of plugins."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Figures of plugins in addition to the loss, in the form of `parts`."""
 

@@ -1,7 +1,7 @@
 """Features of a run that the core does without. Each is a folder here, and deleting the folder removes the feature.
 
 A folder's `__init__.py` has a class derived from `Feature`: what the feature adds to the core. It imports nothing but
-the section's class, which each program that reads a YAML needs; methods import the rest where a run asks for it. No
+the classes of sections, which each program that reads a YAML needs; methods import the rest where a run asks for it. No
 other file of the package names a feature, but for the order of parts in training/run.py. A new feature is a new folder.
 """
 
@@ -29,6 +29,8 @@ class Feature:
     """The frozen dataclass of the YAML's section; of a section of choices its base class."""
     default: ClassVar[type[Any] | None] = None
     """The class of a section of choices that a YAML without the section has."""
+    entries: ClassVar[tuple[type[Any], ...]] = ()
+    """Classes that a section with any number of entries may name, such as `trackers`; their definition is enough."""
     renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(key that another section had for a field, its key now), for the message about an unknown field."""
     idle: ClassVar[str] = ""

@@ -1,4 +1,4 @@
-"""`Sink`: a tracker of a run, such as the console, the local files, W&B, TensorBoard, or a user's own."""
+"""`Sink`: a tracker of a run, such as the console, the local files, W&B, or a user's own."""
 
 from __future__ import annotations
 

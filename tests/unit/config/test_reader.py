@@ -45,7 +45,6 @@ TOP = "deepspeed: ds.json\n"
         (f'{TOP}train: {{run_dir: "C:\\runs\\x"}}\n', ("a backslash in double quotes", "write single quotes")),
         (f"{TOP}data: {{path: [a, b]}}\n", ("a mixture", "`data.mixture: {a: 1, b: 1}`")),
         (f"{TOP}plugin: mine.py\n", ("no configuration", "--plugin mine.py")),
-        (f"{TOP}trackers: {{tensorbord: {{}}}}\n", ("did you mean trackers.tensorboard?",)),
         (f"{TOP}parts: {{mine: {{}}}}\n", ("no plugin and no part", "--plugin FILE.py")),
         (f"{TOP}optim:\n  - lr: 1\n", ("is a section", "write its fields below it, such as `name: ...`")),
     ],
@@ -65,7 +64,6 @@ def test_a_beginner_is_answered(yaml: str, words: tuple[str, ...], here: Path) -
         (["zzz.yaml"], ("no such file", "give the path of a run's YAML")),  # and no other file's
         (["run.yaml", "--plugn", "mine.py"], ("--plugn", "did you mean --plugin?")),
         (["run.yaml", "--parts.mien"], ("--parts.mien", "no plugin and no part of llmtrain")),
-        (["run.yaml", "--trackers.tensorbord"], ("did you mean --trackers.tensorboard?",)),
         (["run.yaml", "--train.max_tokens", "10q"], ("a whole number",)),
         (["run.yaml", "--optim.betas", "0.9"], ("optim.betas", "a list of 2 numbers")),
         (["run.yaml", "--data.path", "[a, b]"], ("command line", "a mixture", "`data.mixture: {a: 1, b: 1}`")),

@@ -1,4 +1,4 @@
-"""Cost of five trackers at once: TensorBoard, MLflow, W&B, one that is dead and one that sleeps in each call."""
+"""Cost of all trackers at once: W&B, those of features, one that is dead and one that sleeps in each call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.base.choice import Entry
 from llmtrain.tracking import tracker as tracker_module
 from llmtrain.tracking.metrics import metrics
-from llmtrain.tracking.mlflow_sink import MLflow
 from llmtrain.tracking.sink import Sink, TrackingConfig
-from llmtrain.tracking.tensorboard_sink import TensorBoard
 from llmtrain.tracking.tracker import Tracker
 
 pytestmark = [pytest.mark.needs("tensorboard", "mlflow", "sqlalchemy", "alembic"), pytest.mark.timeout(300)]
@@ -35,7 +34,10 @@ class Sleeping(Sink):
 
 
 def made(folder: Path, five: bool) -> Tracker:
-    trackers = {"tensorboard": TensorBoard(), "mlflow": MLflow(), "dead": Dead(), "sleeping": Sleeping()}
+    ours = {
+        name: sink() for name, sink in Entry.SECTIONS["trackers"].items() if sink.__module__.startswith("llmtrain.")
+    }
+    trackers = {**ours, "dead": Dead(), "sleeping": Sleeping()}
     return Tracker(folder, tracking=TrackingConfig(wandb="offline" if five else "disabled"), run_id="r", config={},
                    total_steps=None, enabled=True, trackers=trackers if five else {})  # fmt: skip
 

@@ -37,6 +37,7 @@ class MLflow(Sink, entry="mlflow"):
     """Name of MLflow's run. null = the run folder's."""
 
     MODULES = ("mlflow.tracking", "sqlalchemy", "alembic")
+    OF_SECRETS = "the environment variable MLFLOW_TRACKING_URI"
 
     def open(self, run_dir: Path, run_id: str, config: dict[str, Any], start_step: int) -> None:
         """Find the run of earlier launches by its tag, or begin one; send missing rows."""
