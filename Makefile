@@ -95,7 +95,7 @@ test-units: $(VENV)/.dev
 
 test-cluster: $(VENV)/.dev
 	tools/lab/install.sh
-	$(BIN)/python -m pytest tests/cluster tests/unit tests/runs -m 'cluster and not slow'
+	$(BIN)/python -m pytest tests/cluster tests/features tests/unit tests/runs -m 'cluster and not slow'
 
 test-sites: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/features -m 'sites and not slow'

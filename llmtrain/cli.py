@@ -23,7 +23,6 @@ CORE: dict[str, tuple[str, str]] = {
     "data": ("llmtrain.commands.data", "show rows of prepared conversations, and their counted tokens"),
     "launch": ("llmtrain.commands.launch", "train on the hosts of a hostfile: start, watch, start again after a fault"),
     "reference": ("llmtrain.commands.reference", "write a reference model's or teacher's figures into prepared data"),
-    "doctor": ("llmtrain.commands.doctor", "examine the hosts of a hostfile, and name a remedy for each fault"),
     "train": ("llmtrain.commands.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
     "parity": ("llmtrain.commands.parity", "hold a small copy of a run against plain PyTorch in one process"),
     "generate": ("llmtrain.commands.generate", "print a continuation of a prompt"),
@@ -108,6 +107,15 @@ def _command(name: str) -> Callable[[list[str]], int]:
     return importlib.import_module(known[name][0]).main
 
 
+def _passes_on(command: str = "train") -> bool:
+    """True for a command that passes the variables of this process on to other hosts."""
+    if command in CORE:
+        return command == "launch"
+    from llmtrain import features
+
+    return features.passes_on(command)
+
+
 def _version() -> str:
     try:
         return version("llmtrain")
@@ -125,7 +133,7 @@ def run(words: list[str] | None = None) -> NoReturn:
     code = [1]
     atexit.register(_end, code)  # the first to be registered is the last to run
     words = sys.argv[1:] if words is None else words
-    if words[:1] not in (["launch"], ["doctor"]):  # which pass their variables on to other hosts
+    if not _passes_on(*words[:1]):
         from llmtrain.config.topology import cores_of_a_rank
 
         # Waiting threads sleep: by default they spin, and 20 steps of the quickstart next to other work took 26 s of

@@ -7,7 +7,9 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
+from llmtrain import features
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import refuse_if_in_use
 from llmtrain.base.imports import name_cpu
@@ -17,12 +19,11 @@ from llmtrain.cluster.launch.attempts import Attempts
 from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.placement import LaunchedRun, Options, describe, make_placement
 from llmtrain.commands import completion
-from llmtrain.config.load import command_words, configs_in, load, run_words
+from llmtrain.config.load import command_words, load, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.plugin_import import carried
 from llmtrain.config.run import Run, same_command
 from llmtrain.data.stream.epoch import sequences_of_epoch
-from llmtrain.training.host_needs import needs
 
 MAX_RESTARTS = 3
 
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
         resume=run.config.resume,
         again=same_command(run.config),
         start_timeout_s=run.config.fault.start_timeout_s,
-        needs=needs(configs_in(options.words), run.config, run.mix, run.run_dir),
+        examine=partial(features.before_launch, run, options.words),
         batches=batches_of(run),
         resolve=batches,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -39,6 +39,8 @@ class Feature:
     """It changes no number of a step: replays and proofs leave it out."""
     commands: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     """Commands of the command line: (name, module with its `main`, what it does)."""
+    passes_on: ClassVar[bool] = False
+    """The commands pass variables of their process on to other hosts."""
 
     def asked(self, run: Any) -> bool:
         """True for a run that has the feature."""
@@ -50,6 +52,21 @@ class Feature:
 
     def part(self, launch: Any) -> Any:
         """Make the Part of a run that has the feature; None: it needs none, as on one rank."""
+        return None
+
+    def before_launch(self, run: Any, words: Sequence[str], hosts: Sequence[Any], port: int) -> str | None:
+        """Examine the hosts of a launch before ranks start on several: once, not before a restart.
+
+        Args:
+            run: the Run.
+            words: its command line.
+            hosts: the Host of each.
+            port: of the rendezvous.
+
+        Returns: the first host's address as the others know it, if known.
+
+        Raises: ConfigError: the launch is not to start.
+        """
         return None
 
     def unrepeatable(self, run: Any) -> str:
@@ -100,6 +117,17 @@ def observing() -> dict[str, Any]:
 def commands() -> dict[str, tuple[str, str]]:
     """Name -> (module, what it does)."""
     return {name: (module, what) for feature in features().values() for name, module, what in feature.commands}
+
+
+def passes_on(command: str) -> bool:
+    """True for a command of a feature that passes variables of its process on to other hosts."""
+    return any(feature.passes_on for feature in features().values() for name, *_ in feature.commands if name == command)
+
+
+def before_launch(run: Any, words: Sequence[str], hosts: Sequence[Any], port: int) -> str | None:
+    """Ask each feature, as its method says. Raises ConfigError."""
+    known = [feature.before_launch(run, words, hosts, port) for feature in features().values()]
+    return next(filter(None, known), None)
 
 
 def renamed() -> dict[str, str]:

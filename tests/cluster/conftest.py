@@ -11,20 +11,12 @@ import pytest
 from tests.helpers.warm import WarmCommands
 from tools.lab.lab import Lab, why_not
 
-FOLDER = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip this folder's tests that ask for a lab where none can be."""
-    for item in items:
-        wants = {"lab3", "running_lab"} & set(getattr(item, "fixturenames", ()))
-        if FOLDER in item.path.parents and wants and (reason := why_not()) is not None:
-            item.add_marker(pytest.mark.skip(reason=reason))
-
 
 @pytest.fixture(scope="module")
 def running_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Three hosts for a module. They see pytest's temporary folders; the rest of /tmp is each host's own."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
     with Lab(3, tmp_path_factory.mktemp("lab"), share=[tmp_path_factory.getbasetemp()]) as lab:
         yield lab
 

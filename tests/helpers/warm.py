@@ -21,7 +21,7 @@ Each entry point has tests in which its interpreter starts for real:
 - `deepspeed --hostfile ... launch/train.py`: tests/runs/test_training.py, the fixture `undisturbed`;
 - `llmtrain parity` and its ranks: tests/runs/test_parity_command.py, Ctrl-C;
 - the workers of `llmtrain prepare`: tests/unit/data/test_data_prepare.py;
-- `llmtrain doctor`, its probes and fabric workers: tests/cluster/test_doctor.py.
+- `llmtrain doctor`, its probes and fabric workers: tests/features/doctor/test_doctor.py.
 """
 
 from __future__ import annotations

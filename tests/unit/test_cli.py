@@ -175,7 +175,7 @@ def test_the_shell_completes(line: str, offered: set[str]) -> None:
 
 RUN_COMMANDS = [
     "train", "config check", "config show", "reference", "parity", "plan",
-    "launch --hostfile hosts", "launch --hostfile hosts --", "doctor --hostfile hosts",
+    "launch --hostfile hosts", "launch --hostfile hosts --",
 ]  # fmt: skip
 
 
@@ -223,7 +223,6 @@ for words in (["reference", "--help"], ["parity", "--help"], ["plan", "--help"],
     [
         ("launch --hostfile hosts -- run.yaml --dry-run", "is a flag of `llmtrain launch`", "write --dry-run before"),
         ("launch --hostfile hosts --dry-runn run.yaml", "is no flag of `llmtrain launch`", "did you mean --dry-run?"),
-        ("doctor --hostfile hosts --quikc run.yaml", "is no flag of `llmtrain doctor`", "did you mean --quick?"),
         ("parity run.yaml --rank 2", "is no flag of `llmtrain parity`", "did you mean --ranks?"),
         ("parity", "names the run's YAML", "write RUN.yaml, or --config RUN.yaml"),
     ],

@@ -47,9 +47,9 @@ LIGHT = (
     "cluster",
     "reports",
     "commands/completion.py",
-    "commands/doctor.py",
     "commands/init.py",
     "commands/launch.py",
+    "features/doctor",
     "cli.py",
     "__main__.py",
 )
@@ -68,9 +68,8 @@ NO_MODULES = {*(f"llmtrain.{name}" for name in llmtrain.__all__), "llmtrain.plug
 WITHIN_CLUSTER: dict[str, set[str]] = {
     "gpus": set(),
     "hosts": set(),
-    "doctor": {"hosts", "gpus"},
     "watch": {"gpus"},
-    "launch": {"hosts", "doctor", "watch"},
+    "launch": {"hosts", "watch"},
 }
 EXPLAINS = {"causes", "facts"}  # files of cluster/watch that read facts of a job and ask nothing else
 RANK = "commands/train.py"

@@ -221,7 +221,7 @@ class Attempts:
         self._run = run
         self._options, self._mark = options, mark
         self._hosts = options.hosts
-        self._launcher = launcher_of(options.launcher, mark, run.needs)
+        self._launcher = launcher_of(options.launcher, mark, run.examine)
         self._wait_for_place_s = run.start_timeout_s + _MEETS_S
         self._run_dir = Path(run.folder)
         self._supervisor = Supervisor(options.max_restarts, run.again)

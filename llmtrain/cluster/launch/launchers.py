@@ -16,19 +16,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rich.console import Console
-
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import scratch_folder
 from llmtrain.base.rank import messages
-from llmtrain.cluster.doctor.checks import Needs
-from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, preflight, print_report
 from llmtrain.cluster.hosts.hostfile import Host, is_here
 from llmtrain.cluster.hosts.ssh import on_hosts
 from llmtrain.cluster.hosts.variables import deliver, remove
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.job import AGENTS_LEAVE_S, Guardian, Job, end_all, say, signal_ranks
 from llmtrain.cluster.launch.placement import (
+    Examine,
     Placement,
     address_of_first,
     check,
@@ -77,9 +74,8 @@ class Launcher(ABC):
 class Pdsh(Launcher):
     """DeepSpeed's launcher: pdsh and ssh to other hosts, neither if this machine is the only host."""
 
-    def __init__(self, mark: str, needs: Needs | None = None) -> None:
-        self._mark, self._needs = mark, needs
-        self._examined = False
+    def __init__(self, mark: str, examine: Examine | None = None) -> None:
+        self._mark, self._examine = mark, examine
         self._guardian: Guardian | None = None
 
     def check(self, placement: Placement) -> None:
@@ -94,9 +90,7 @@ class Pdsh(Launcher):
         cores, port = _cores_and_port(placement)
         if not os.environ.get("OMP_NUM_THREADS"):
             placement = placement.sending(OMP_NUM_THREADS=str(threads(placement, cores)))
-        address = (
-            "127.0.0.1" if placement.alone else self._examine(placement, port) or address_of_first(placement.hosts)
-        )
+        address = "127.0.0.1" if placement.alone else self._address(placement, port)
         secret = None
         if placement.travel.private and not placement.alone:
             secret = deliver(placement.names, placement.travel.private)
@@ -117,6 +111,12 @@ class Pdsh(Launcher):
                 if secret is not None:
                     remove(placement.names, secret)
 
+    def _address(self, placement: Placement, port: int) -> str:
+        """Return the first host's address for the others. Raises ConfigError."""
+        examine, self._examine = self._examine, None  # once: `answering` finds the hosts that have gone since
+        known = None if examine is None else examine(placement.hosts, port)
+        return known or address_of_first(placement.hosts)
+
     def met(self, ranks: Sequence[dict[str, Any]]) -> None:
         if self._guardian is not None:
             self._guardian.met(ranks)
@@ -133,19 +133,6 @@ class Pdsh(Launcher):
         others = [host.name for host in hosts if not is_here(host.name)]
         answers = on_hosts(others, ("true",), timeout_s=_ANSWER_S) if others else {}
         return tuple(host for host in hosts if host.name not in answers or answers[host.name].code == 0)
-
-    def _examine(self, placement: Placement, port: int) -> str | None:
-        """Return the first host's address as the others know it, by doctor's preflight. Raises ConfigError."""
-        if self._examined:  # the hosts were in order, and `answering` finds those that have gone since
-            return None
-        self._examined = True
-        report = preflight(placement.hosts, self._needs, port=port)
-        if report.findings:
-            width = None if sys.stderr.isatty() else WITHOUT_TERMINAL
-            print_report(report, Console(stderr=True, width=width, highlight=False))
-        if not report.ok:
-            raise ConfigError("nothing was started: fix what is marked FAIL, and check with `llmtrain doctor`")
-        return report.address
 
 
 class Slurm(Launcher):
@@ -197,8 +184,8 @@ class Slurm(Launcher):
         return slurm.answering(hosts)
 
 
-def launcher_of(name: str, mark: str, needs: Needs | None = None) -> Launcher:
-    return Slurm(mark) if name == "slurm" else Pdsh(mark, needs)
+def launcher_of(name: str, mark: str, examine: Examine | None = None) -> Launcher:
+    return Slurm(mark) if name == "slurm" else Pdsh(mark, examine)
 
 
 _FACTS = (

@@ -19,7 +19,6 @@ from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank import messages
 from llmtrain.base.redact import redact_argv
-from llmtrain.cluster.doctor.checks import Needs
 from llmtrain.cluster.hosts.hostfile import Host, include_of, is_alone, render
 from llmtrain.cluster.hosts.ssh import NO_PDSH
 from llmtrain.cluster.hosts.variables import Travel, deepspeed_env, for_pdsh, path_problem, read_env_file, travelling
@@ -52,6 +51,11 @@ class Options:
     """Show DeepSpeed's launcher's own lines, and the tracebacks of ranks that fail because another one is gone."""
 
 
+Examine = Callable[[Sequence[Host], int], str | None]
+"""Examines the hosts before the first start, with the port of the rendezvous. Returns the first host's address as the
+others know it, if known. Raises ConfigError."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchedRun:
     """Facts about the run for launch."""
@@ -62,7 +66,7 @@ class LaunchedRun:
     again: str
     """Words for the command that continues the run."""
     start_timeout_s: float
-    needs: Needs | None
+    examine: Examine | None
     batches: Sequence[int]
     """Sequences per optimizer step, of each stage of its data: a restart on fewer hosts keeps them."""
     resolve: Callable[[Sequence[str], int], Sequence[int]]

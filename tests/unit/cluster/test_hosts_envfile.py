@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain import cli
 from llmtrain.base.errors import UserError
 from llmtrain.cluster.hosts.variables import EnvFileError, deepspeed_env_problems, read_env_file
 from tests.unit.cluster.test_hosts_environment import PAYLOADS, SECRET, SEED
@@ -167,18 +165,3 @@ def test_deepspeeds_own_file_is_looked_at_before_it_breaks_a_launch(tmp_path, mo
     assert SECRET not in str(found) and "pass@" not in str(found)
     (here / "mine").write_text("\n")
     assert len(deepspeed_env_problems({"DS_ENV_FILE": "mine"}, here)) == 1
-
-
-def test_doctor_tells_of_deepspeeds_own_file(hosts, monkeypatch, capsys):
-    monkeypatch.setenv("HOME", str(hosts / "home-a"))
-    (hosts / "list").write_text("a slots=1\n")
-
-    def cells() -> list[str]:
-        cli.main(["doctor", "--hostfile", str(hosts / "list"), "--quick", "--json"])
-        found = json.loads(capsys.readouterr().out)["findings"]
-        return [f"{f['level']} {f['host']}: {f['what']} -> {f['fix']}" for f in found if ".deepspeed_env" in f["what"]]
-
-    assert cells() == []
-    (hosts / "home-a/.deepspeed_env").write_text("A=1\n\n")
-    told = "line 2: a blank line ends DeepSpeed's launcher with a ValueError -> remove it"
-    assert cells() == [f"red a: {hosts}/home-a/.deepspeed_env {told}"]

@@ -254,7 +254,7 @@ def launch_of(recipe: Path, *words: str, hosts: str, slots: int = 1, least: int 
     )
     first = batches(given, slots * len(made))
     run = LaunchedRun(folder=str(recipe.parent), resume="auto", again="the same command", start_timeout_s=1.0,
-                      needs=None, batches=first, resolve=batches)  # fmt: skip
+                      examine=None, batches=first, resolve=batches)  # fmt: skip
     return Attempts(options, "mark", run)
 
 

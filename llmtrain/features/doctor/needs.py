@@ -8,26 +8,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmtrain.base.errors import DataError, ModelError
-from llmtrain.cluster.doctor.checks import Folder, Needs
+from llmtrain.config.load import configs_in
 from llmtrain.config.on_disk import has_checkpoints, reads_weights
-from llmtrain.config.run import RunConfig
+from llmtrain.config.run import Run, RunConfig
 from llmtrain.config.stages import data_of
-from llmtrain.config.topology import Mix
 from llmtrain.data.manifest import SPLITS, read_manifest
 from llmtrain.data.stream.columns import column_stem
+from llmtrain.features.doctor.checks import Folder, Needs
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.storage.addresses import INDEX, is_name, is_url
 from llmtrain.storage.hub import weights
 
 
-def needs(configs: Sequence[str], config: RunConfig, mix: Mix, run_dir: str) -> Needs:
-    """`configs`: the run's YAMLs."""
+def needs(words: Sequence[str], run: Run) -> Needs:
+    """`words`: those of the command line that name the run."""
+    config = run.config
     return Needs(
-        files=(*configs, config.deepspeed),
+        files=(*configs_in(words), config.deepspeed),
         folders=tuple(_read_by(config)),
-        folder=config.checkpoint.dir or run_dir,
+        folder=config.checkpoint.dir or run.run_dir,
         own_folders=config.checkpoint.dir is not None,
-        ops=Optimizer.CHOICES[mix.optimizer].host_ops if mix.offload_optimizer else (),
+        ops=Optimizer.CHOICES[run.mix.optimizer].host_ops if run.mix.offload_optimizer else (),
     )
 
 

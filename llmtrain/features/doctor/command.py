@@ -10,8 +10,14 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from llmtrain.cluster.doctor import fabric
-from llmtrain.cluster.doctor.preflight import (
+from llmtrain.cluster.hosts.hostfile import read_hostfile, select
+from llmtrain.commands import completion
+from llmtrain.config.load import command_words, load, run_words
+from llmtrain.config.planned import stored
+from llmtrain.data.stream.epoch import sequences_of_epoch
+from llmtrain.features.doctor import fabric
+from llmtrain.features.doctor.needs import needs
+from llmtrain.features.doctor.preflight import (
     MASTER_PORT,
     WITHOUT_TERMINAL,
     in_order,
@@ -20,12 +26,6 @@ from llmtrain.cluster.doctor.preflight import (
     print_report,
     with_ops,
 )
-from llmtrain.cluster.hosts.hostfile import read_hostfile, select
-from llmtrain.commands import completion
-from llmtrain.config.load import command_words, configs_in, load, run_words
-from llmtrain.config.planned import stored
-from llmtrain.data.stream.epoch import sequences_of_epoch
-from llmtrain.training.host_needs import needs
 
 _ALL_REDUCE = "llmtrain.engine.ranks.all_reduce"
 """Program with torch that tries the collectives on each host."""
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     if words:
         words = run_words(words)
         run = load(words, sum(host.slots for host in hosts), "the hostfile", epoch=sequences_of_epoch)
-        needed = needs(configs_in(words), run.config, run.mix, run.run_dir)
+        needed = needs(words, run)
         planned = stored(run, on_gpu=True) or stored(run, on_gpu=False)
         sent = 0.0 if planned is None else planned.sent_to_other_hosts * max(host.slots for host in hosts)
         needed = replace(needed, sent_bytes=sent or None, patience_s=run.config.fault.stall_timeout_s)

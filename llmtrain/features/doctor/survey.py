@@ -18,11 +18,11 @@ from typing import Any
 from llmtrain.base.child import read_marked
 from llmtrain.base.rank import op_builds
 from llmtrain.cluster import gpus
-from llmtrain.cluster.doctor import probe
-from llmtrain.cluster.doctor.checks import Needs, Survey
 from llmtrain.cluster.hosts.hostfile import Host, is_alone, is_here
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
 from llmtrain.cluster.hosts.variables import PREFIXES
+from llmtrain.features.doctor import probe
+from llmtrain.features.doctor.checks import Needs, Survey
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "triton", "safetensors", "tokenizers")
 VARIABLES = (*PREFIXES, "LD_LIBRARY_PATH", "LD_PRELOAD")

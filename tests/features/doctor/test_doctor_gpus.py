@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from llmtrain.cluster import gpus
-from llmtrain.cluster.doctor import checks, fabric
-from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.engine.ranks import all_reduce
+from llmtrain.features.doctor import checks, fabric
+from llmtrain.features.doctor.checks import Finding, Survey
+from tests.features.doctor.test_doctor_checks import healthy, probed
 from tests.helpers import gpu_texts as texts
 from tests.helpers.launching import free_port
-from tests.unit.cluster.test_doctor_checks import healthy, probed
 
 LINKS = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
 LINKS += "GPU 1: NVIDIA H200 (UUID: GPU-2)\n\t Link 0: 26.562 GB/s\n\t Link 1: {}\n"

@@ -8,8 +8,8 @@ from typing import Any
 
 from llmtrain.base import units
 from llmtrain.base.rank.interfaces import GLOO, NCCL, named_interfaces
-from llmtrain.cluster.doctor.checks import Finding, Level, Survey
 from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.features.doctor.checks import Finding, Level, Survey
 
 # Variables that may differ between hosts: they name a device or a folder of one host.
 _OWN = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "TORCH_EXTENSIONS_DIR", "CUDA_VISIBLE_DEVICES", "HF_HOME")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.faults import FAULTS, Place, bashrc, replaced, shell
+from tests.features.doctor.faults import FAULTS, Place, bashrc, replaced, shell
 from tests.helpers.launching import REPO, write_recipe
 from tests.helpers.marks import slow
 from tests.helpers.warm import WarmCommands

@@ -20,14 +20,14 @@ from rich.console import Console
 from llmtrain.base.child import read_marked
 from llmtrain.base.rank import op_builds
 from llmtrain.cluster import gpus
-from llmtrain.cluster.doctor import checks, differences, fabric, preflight, probe, survey
-from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Survey
-from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds, without_doubt
-from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Report, print_report
 from llmtrain.cluster.hosts.hostfile import Host, read_hostfile
 from llmtrain.cluster.hosts.ssh import Answer, Trouble
 from llmtrain.cluster.launch import launchers
-from llmtrain.commands import doctor
+from llmtrain.features.doctor import checks, differences, fabric, preflight, probe, survey
+from llmtrain.features.doctor import command as doctor
+from llmtrain.features.doctor.checks import CHECKS, Finding, Folder, Survey
+from llmtrain.features.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds, without_doubt
+from llmtrain.features.doctor.preflight import WITHOUT_TERMINAL, Report, print_report
 
 NAMES = ["node-1", "node-2", "node-3"]
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from llmtrain.base import units
 from llmtrain.base.child import read_marked
-from llmtrain.cluster.doctor import tcp_rates
-from llmtrain.cluster.doctor.checks import Finding, Level, Needs, Survey
-from llmtrain.cluster.doctor.differences import held, right_interfaces
-from llmtrain.cluster.doctor.preflight import Report, in_order
-from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
+from llmtrain.features.doctor import tcp_rates
+from llmtrain.features.doctor.checks import Finding, Level, Needs, Survey
+from llmtrain.features.doctor.differences import held, right_interfaces
+from llmtrain.features.doctor.preflight import Report, in_order
+from llmtrain.features.doctor.survey import ask_python, in_parallel, program
 
 ALL_PAIRS_TO = FAN_OUT
 """Largest number of hosts with every pair measured. More are split into groups of at most this size, each host in

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from llmtrain import cli
-from llmtrain.cluster.doctor.checks import Needs
-from llmtrain.cluster.doctor.fabric import Pair, too_slow
 from llmtrain.config.load import load
 from llmtrain.config.planned import Planned, store
+from llmtrain.features.doctor.checks import Needs
+from llmtrain.features.doctor.fabric import Pair, too_slow
 from tests.helpers.launching import REPO, free_port, write_recipe
 
 NO_SSHD = """#!/bin/sh
@@ -123,7 +123,7 @@ def test_a_link_is_judged_by_what_the_run_sends(
         asked.append(run)
         raise SystemExit
 
-    monkeypatch.setattr("llmtrain.commands.doctor.preflight", preflight)
+    monkeypatch.setattr("llmtrain.features.doctor.command.preflight", preflight)
     for _ in range(2):
         with pytest.raises(SystemExit):
             cli.main(["doctor", "--hostfile", str(hosts), recipe])

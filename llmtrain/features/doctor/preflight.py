@@ -19,14 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from llmtrain.base import untrusted
+from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank.op_builds import BUILD_LOCK
 from llmtrain.base.units import counted, duration
-from llmtrain.cluster.doctor import checks, differences, survey
-from llmtrain.cluster.doctor.checks import CHECKS, STALE_S, Finding, Level, Needs, Survey
-from llmtrain.cluster.doctor.differences import right_interfaces
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import NO_PDSH, on_hosts
 from llmtrain.cluster.hosts.variables import deepspeed_env_problems
+from llmtrain.features.doctor import checks, differences, survey
+from llmtrain.features.doctor.checks import CHECKS, STALE_S, Finding, Level, Needs, Survey
+from llmtrain.features.doctor.differences import right_interfaces
 
 MASTER_PORT = 29500
 """DeepSpeed's default for the rendezvous."""
@@ -65,6 +66,17 @@ def preflight(
     notes = (_OWN_FOLDERS.format(folder=found.run_dir),) if found.own_folders and not all(found.nonce.values()) else ()
     elapsed_s = time.monotonic() - started
     return Report(survey=found, findings=findings, checked=frozenset(asked), elapsed_s=elapsed_s, notes=notes)
+
+
+def examine(hosts: Sequence[Host], run: Needs, port: int) -> str | None:
+    """Return the first host's address as the others know it, if one knows. Prints what it finds. Raises ConfigError."""
+    report = preflight(hosts, run, port=port)
+    if report.findings:
+        width = None if sys.stderr.isatty() else WITHOUT_TERMINAL
+        print_report(report, Console(stderr=True, width=width, highlight=False))
+    if not report.ok:
+        raise ConfigError("nothing was started: fix what is marked FAIL, and check with `llmtrain doctor`")
+    return report.address
 
 
 def in_order(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:

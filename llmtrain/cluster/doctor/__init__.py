@@ -1,1 +1,0 @@
-"""Before a run: facts of each host, the faults among them, the network between the hosts."""

@@ -1,0 +1,29 @@
+"""Before a run: facts of each host, the faults among them, the network between the hosts. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llmtrain.features import Feature
+
+if TYPE_CHECKING:
+    from llmtrain.cluster.hosts.hostfile import Host
+    from llmtrain.config.run import Run
+
+
+class Doctor(Feature):
+    commands = (
+        ("doctor", "llmtrain.features.doctor.command",
+         "examine the hosts of a hostfile, and name a remedy for each fault"),
+    )  # fmt: skip
+    passes_on = True
+
+    def before_launch(self, run: Run, words: Sequence[str], hosts: Sequence[Host], port: int) -> str | None:
+        from llmtrain.features.doctor.needs import needs
+        from llmtrain.features.doctor.preflight import examine
+
+        return examine(hosts, needs(words, run), port)
+
+
+FEATURE = Doctor()
