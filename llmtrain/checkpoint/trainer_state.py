@@ -195,11 +195,11 @@ def _in_todays_form(run: dict[str, Any]) -> dict[str, Any]:
     """The configuration with the fields that a checkpoint of other tools may lack."""
     from llmtrain import features
     from llmtrain.config.reader import read_saved  # many processes read the state alone
-    from llmtrain.config.run import FaultConfig
+    from llmtrain.config.run import FaultConfig, TrainConfig
     from llmtrain.config.stages import DataConfig
 
     run = {**{name: json.loads(json.dumps(asdict(section))) for name, section in features.defaults().items()}, **run}
-    for section, cls in (("fault", FaultConfig), ("data", DataConfig)):
+    for section, cls in (("fault", FaultConfig), ("train", TrainConfig), ("data", DataConfig)):
         with contextlib.suppress(KeyError, TypeError, ValueError):  # other tools made it
             run[section] = json.loads(json.dumps(asdict(read_saved(cls, run[section]))))
     return run

@@ -60,9 +60,7 @@ def resolve(
     problems.raise_if_any()
 
     run, overruled = with_exact_dict(run)
-    if run.config.train.balance == rules.MEASURED and data_parallel == 1:
-        overruled = ["train.balance measured changes nothing here: all ranks work on the same sequences", *overruled]
-    of_files = (*notes, *ignored, *of_json, *of_scheduler, *overruled)
+    of_files = (*notes, *ignored, *of_json, *of_scheduler, *features.notes(run), *overruled)
     return replace(run, notes=(*of_files, *_notes_of_stages(run), *_unread(run.config, written), *_odd_values(run)))
 
 

@@ -28,7 +28,7 @@ from llmtrain.config.run import (
     StopEarly,
     stage_views,
 )
-from llmtrain.config.stages import StageBatch, StageConfig, Stages
+from llmtrain.config.stages import StageConfig, Stages
 from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.schedules import Schedule
@@ -275,10 +275,6 @@ _OF_DATA_STAGES: tuple[Rule, ...] = (
                       "began with",
          "remove it, or ask the reference at each step: objective.reference online, with an adapter",
          {"objective.name": "dpo", "data.stages": [{"from_step": 5, "rope": {"rope_theta": 5.0}}]}, each=True),
-    Rule(("train.balance",), lambda r: r.train.balance != "equal" and any(
-             stage.sequence_length is not None or stage.train != StageBatch() for stage in r.data.stages),
-         "the ranks' speeds are measured for one batch and length, and data.stages changes them", "set it to equal",
-         {"train.balance": "measured", "data.stages": [{"from_step": 5, "sequence_length": 64}]}),
 )
 # fmt: on
 """Rules of data.stages."""
@@ -421,9 +417,6 @@ OF_STARTS: tuple[Rule, ...] = (
 """Rules of the weights that a run starts from. A parity check, which makes weights up, does not ask them."""
 
 
-MEASURED = "measured"
-MOST = 2
-"""Times `train.micro_batch` that a forward pass takes at most: what memory has to hold."""
 _MASK_BYTES = 4 * GIB
 """Bytes of an attention mask: it is made in every forward pass; some kernels copy it in the precision of the scores."""
 _ZERO, _PIPELINE = "zero_optimization.stage", "pipeline.stages"
@@ -459,7 +452,7 @@ def _split(run: Run) -> str | None:
 
 def _sequences(run: Run) -> int:
     """Most sequences of a forward pass."""
-    return run.batch.micro_batch * (MOST if run.config.train.balance == MEASURED else 1)
+    return run.batch.micro_batch * features.most_sequences(run.config)
 
 
 def _mask_bytes(run: Run) -> int:
@@ -537,11 +530,6 @@ OF_FORMS: tuple[Rule, ...] = (
          "the memory of a device would decide the number of sequences that a step trains",
          "write global_batch instead of the stage's accumulation",
          {"train.micro_batch": "auto", "data.stages": [{"from_step": 5, "train": {"accumulation": 2}}]}, each=True),
-    Rule(("train.micro_batch", "train.balance"),
-         lambda r: r.config.train.micro_batch == "auto" and r.config.train.balance == MEASURED,
-         f"a fast rank takes up to {MOST} times as many sequences as a rehearsed one",
-         "write a number for train.micro_batch, or train.balance equal",
-         {"train.micro_batch": "auto", "train.balance": MEASURED}),
     Rule((_SEQUENCE,), lambda r: r.mix.degrees.sequence > 1 and _local_heads(r) % r.mix.degrees.sequence,
          lambda r, _: f"within attention the ranks share the heads, equally many each; "
                       f"{_local_heads(r) * r.mix.degrees.tensor} heads"
@@ -632,7 +620,6 @@ _OF_SCHEDULES: tuple[Rule, ...] = (
 """Rules of schedules that stages bound."""
 
 
-_BALANCED = {"train.balance": "measured"}
 # fmt: off
 OF_STEPS: tuple[Rule, ...] = (
     Rule(("schedule.warmup_steps", "train.max_steps"),
@@ -655,26 +642,6 @@ OF_STEPS: tuple[Rule, ...] = (
          lambda r: r.config.ema.decay is not None and r.max_steps is not None and r.config.ema.every > r.max_steps,
          lambda r, _: f"the run has {r.max_steps} steps, so the mean would stay as it begins",
          lambda r, _: f"set it to {r.max_steps} or less", {"ema.decay": 0.9, "ema.every": 101}),
-    Rule((_PIPELINE,), lambda r: r.config.train.balance == MEASURED and r.mix.degrees.pipeline > 1,
-         "train.balance measured: the stages of a pipeline send each other micro-batches of one size",
-         "set train.balance to equal, or use ZeRO instead of the pipeline", {**_BALANCED, _PIPELINE: 2}),
-    Rule((_EXPERT,), lambda r: r.config.train.balance == MEASURED and r.mix.degrees.expert > 1,
-         "train.balance measured: ranks compute each other's tokens in every layer, so other sequences would not "
-         "change what a rank computes",
-         "set train.balance to equal, or remove expert_parallel", {**_BALANCED, _EXPERT: 2}),
-    Rule(("model.compile_layers",), lambda r: r.config.train.balance == MEASURED and r.config.model.compile_layers,
-         "train.balance measured: layers are compiled for one shape of a micro-batch, and torch gives up after some "
-         "others",
-         "set it to false or null, or train.balance to equal", {**_BALANCED, "model.compile_layers": True}),
-    Rule(("train.deterministic",), lambda r: r.config.train.balance == MEASURED and r.config.train.deterministic,
-         "train.balance measured: who sums which sequences depends on the clock, and so do the last digits",
-         "set one of the two otherwise", {**_BALANCED, "train.deterministic": True}),
-    Rule(("train.micro_batch",),
-         lambda r: r.config.train.balance == MEASURED and r.mix.degrees.data > 1 and r.config.train.micro_batch == 1,
-         "train.balance measured: every micro-batch of every rank has a sequence, so a slow rank would have none to "
-         "give away",
-         "set it to 4 or more (train.accumulation lower by as much), or train.balance to equal",
-         {**_BALANCED, "train.micro_batch": 1}),
 )
 # fmt: on
 """Rules of a run whose batch and number of steps are known."""

@@ -168,8 +168,6 @@ class TrainConfig:
     global_batch, by the rehearsal of `llmtrain plan`. Or from the JSON (train_micro_batch_size_per_gpu)."""
     accumulation: int | None = bounded(None, AT_LEAST_1, "1 means no accumulation")
     """Micro-batches per optimizer step. Or from the JSON (gradient_accumulation_steps)."""
-    balance: Literal["equal", "measured"] = "equal"
-    """measured: slow ranks take fewer sequences of a step, and fast ones up to twice micro_batch at a time."""
     max_steps: int | None = bounded(None, AT_LEAST_1, "count optimizer steps")
     """Stop after this many optimizer steps."""
     max_tokens: int | None = bounded(None, AT_LEAST_1, "count tokens of the whole run")

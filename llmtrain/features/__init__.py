@@ -37,6 +37,10 @@ class Feature:
     """Why keys of the section have no effect in a run that does not ask for the feature."""
     observes: ClassVar[bool] = False
     """It changes no number of a step: replays and proofs leave it out."""
+    reorders: ClassVar[bool] = False
+    """It changes the order of a step's sums alone: proofs leave it out."""
+    most_sequences: ClassVar[int] = 1
+    """Times `train.micro_batch` that a forward pass takes at most; 1: all micro-batches have one shape."""
     commands: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     """Commands of the command line: (name, module with its `main`, what it does)."""
     passes_on: ClassVar[bool] = False
@@ -49,6 +53,13 @@ class Feature:
     def rules(self) -> Rules:
         """Rules about the section; asked where the YAML changes the section."""
         return Rules()
+
+    def notes(self, run: Any) -> Iterable[str]:
+        """Lines at the start of a run that has the feature. `run`: the Run."""
+        return ()
+
+    def check_model(self, run: Any, model: Any, problems: Any) -> None:
+        """Add to the Problems why the PreTrainedModel, without values, cannot train with the feature."""
 
     def part(self, launch: Any) -> Any:
         """Make the Part of a run that has the feature; None: it needs none, as on one rank."""
@@ -112,6 +123,19 @@ def defaults() -> dict[str, Any]:
 def observing() -> dict[str, Any]:
     """Return the `defaults` of the features that only observe."""
     return {name: section for name, section in defaults().items() if features()[name].observes}
+
+
+def unproved() -> dict[str, Any]:
+    """Return the `defaults` of the features that proofs leave out."""
+    return {name: section for name, section in defaults().items() if features()[name].reorders} | observing()
+
+
+def most_sequences(run: Any) -> int:
+    return max((feature.most_sequences for feature in asked(run)), default=1)
+
+
+def notes(run: Any) -> list[str]:
+    return [line for feature in asked(run.config) for line in feature.notes(run)]
 
 
 def commands() -> dict[str, tuple[str, str]]:

@@ -127,7 +127,6 @@ def small_run(
             config.train,
             global_batch=None,
             micro_batch=min(_MICRO_BATCH, micro),
-            balance="equal",
             accumulation=min(max(_ACCUMULATION, 2 * degrees.pipeline), accumulation),
             max_steps=steps,
             max_tokens=None,
@@ -138,7 +137,7 @@ def small_run(
             stop_early=StopEarly(),
         ),
         eval=EvalConfig(),
-        **features.observing(),
+        **features.unproved(),
         checkpoint=replace(config.checkpoint, keep_best=KeepBest()),
         fault=replace(config.fault, timeout_s=min(120.0, config.fault.timeout_s)),
     )

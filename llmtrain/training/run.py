@@ -182,10 +182,6 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
 
 def _before_plugins(launch: Launch) -> Iterator[Part]:
     setup, config = launch.setup, launch.setup.run.config
-    if config.train.balance != "equal" and setup.run.batch.data_parallel > 1:
-        from llmtrain.training.load_balance import LoadBalance
-
-        yield LoadBalance(launch)
     if config.ema.decay is not None:
         from llmtrain.training.ema import Ema
 
@@ -224,6 +220,7 @@ ORDER: tuple[Callable[[Launch], Part | Iterable[Part]] | str, ...] = (
     SkippedSteps,
     "adapter_check",
     "sites",
+    "balance",
     _before_plugins,
     _plugins,
     Logging,

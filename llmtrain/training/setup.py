@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from llmtrain import features
 from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.config.plugins import is_of_plugin
 from llmtrain.config.problems import Problems
@@ -236,7 +237,7 @@ def start_engine(run: Run, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
 
         prove_sharding(spec, run.mix.degrees.tensor, ranks)
     with ranks.together():
-        compiles = _compiles_layers(spec, run.mix, ranks, one_shape=run.config.train.balance == "equal")
+        compiles = _compiles_layers(spec, run.mix, ranks, one_shape=features.most_sequences(run.config) == 1)
         config = replace(run.config, model=replace(run.config.model, compile_layers=compiles))
         model = build_model(replace(run, config=config), spec, ranks.device, mesh)
     if compiles:

@@ -606,16 +606,6 @@ CASES = [
             (1, "data_efficiency.sed", 2, ("no such key", "did you mean data_efficiency.seed?")),
         )
     ),
-    # ranks of unequal speed
-    Wrong(
-        "a mask for twice the sequences",
-        ("data.sequence_length = 1024", "a mask of 8 GiB (8192 sequences"),
-        {
-            "model": {"attention": "sdpa"},
-            "data": {"isolate_documents": True, "sequence_length": 1024},
-            "train": {"micro_batch": 4096, "global_batch": 8192, "accumulation": 1, "balance": "measured"},
-        },
-    ),
     # the batch equation
     Wrong(
         "accumulation not whole",

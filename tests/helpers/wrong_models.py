@@ -136,11 +136,6 @@ MODEL_CASES = [
         before=_other_padding,
     ),
     Wrong(
-        "measured shares of experts",
-        ('train.balance = "measured"', "of equal size on all ranks", "set it to equal"),
-        {**_model(model_type="mixtral", num_local_experts=4), "train": {"balance": "measured"}},
-    ),
-    Wrong(
         "experts of a dense model",
         ("expert_parallel.autoep_size = 2", "llama model has no experts", "remove the section"),
         ds={"expert_parallel": {"enabled": True, "autoep_size": 2}},

@@ -37,6 +37,7 @@ REMOVED: dict[str, dict[str, Any]] = {
     "sites": {"mean": "weighted", "meet_every": 10, "keys": None},
     "tracking": {"artifacts": "none"},
     "model": {"keep_attention": False},
+    "train": {"balance": "equal"},
 }
 """Fields of the saved files that no run has any more."""
 
@@ -124,7 +125,7 @@ def test_a_saved_run_goes_on(run: str, here: Path) -> None:
         now["sites"]["coordinator"] = then["sites"]["coordinator"]
         assert now["train"].pop("memory_margin") is None  # newer than the saved runs
         assert now["fault"].pop("pinned") == 2
-        assert now.pop("recheck") == {"every": 0}
+        assert (now.pop("recheck"), now.pop("balance")) == ({"every": 0}, {"mode": "equal"})
         assert now["optim"].pop("skip_outliers") is None
         assert (now["data"].pop("exclude"), now["data"].pop("skip_steps")) == (None, None)
         assert all(stage.pop("exclude") is None for stage in now["data"]["stages"])

@@ -4,7 +4,7 @@
 
 A small Llama learns the running Python's sources, in runs of `llmtrain train` whose forward passes take so many
 milliseconds more for a sequence, by rank (`--ms`): ranks that share this machine's cores then do not slow each other
-down. Each rank first trains alone at its own speed; all of them together, with `train.balance` equal and measured.
+down. Each rank first trains alone at its own speed; all of them together, with `balance.mode` equal and measured.
 Speeds are tokens per second as metrics.jsonl has them, of the fastest of the last steps: whatever else the machine does
 only adds to one. In the row `slows down` the
 first rank takes `--later` times as long for a sequence from the middle of the run on; its sum of speeds is that after.
@@ -71,7 +71,7 @@ def train(first_ms: float, then_ms: float, after: int, words: Sequence[str]) -> 
 
 
 def run(home: Path, data: Path, paces: Sequence[tuple[float, float]], stage: int, options: argparse.Namespace,
-        balance: str) -> float:  # fmt: skip
+        mode: str) -> float:  # fmt: skip
     """Tokens per second of a run whose ranks have these milliseconds for a sequence, before and after its middle."""
     home.mkdir(parents=True)
     (home / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
@@ -81,9 +81,10 @@ def run(home: Path, data: Path, paces: Sequence[tuple[float, float]], stage: int
         "data": {"path": str(data), "sequence_length": 64},
         "schedule": {"name": "constant"},
         "train": {"run_dir": str(home / "run"), "micro_batch": options.micro_batch,
-                  "accumulation": options.accumulation, "balance": balance,
+                  "accumulation": options.accumulation,
                   "max_steps": options.steps if len(paces) > 1 else min(options.steps, LAST + 4),
                   "log_every": 1, "eval": False, "export": False},
+        "balance": {"mode": mode},
         "tracking": {"wandb": "disabled"},
     }  # fmt: skip
     (home / "recipe.yaml").write_text(json.dumps(tree))
@@ -126,13 +127,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             speeds = {}
             for ms in {*options.ms, options.ms[0] * options.later}:
                 speeds[ms] = run(folder / f"{stage}-{ms}", data, [(ms, ms)], stage, options, "equal")
-            for name, paces, balance in (
+            for name, paces, mode in (
                 ("equal", steady, "equal"),
                 ("measured", steady, "measured"),
                 ("slows down", later, "measured"),
             ):
                 total = sum(speeds[last] for _, last in paces)
-                speed = run(folder / f"{stage}-{name}", data, paces, stage, options, balance)
+                speed = run(folder / f"{stage}-{name}", data, paces, stage, options, mode)
                 print(f"{stage:<6}{name:14}{speed:>10.0f}{total:>15.0f}{speed / total:>9.1%}", flush=True)
     return 0
 

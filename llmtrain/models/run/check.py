@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import torch
 from torch import nn
 
+from llmtrain import features
 from llmtrain.base.errors import ModelError
 from llmtrain.base.units import divisors
 from llmtrain.config.problems import Places, Problems, closest, show
@@ -351,10 +352,9 @@ def check_model(run: Run) -> tuple[ModelSpec, tuple[str, ...]]:
         _check_stages(hf, run.pipeline_partition, run.mix.degrees.pipeline)
     _check_recomputed(hf, model.recompute.layers, problems)
     _check_experts(hf, run, problems)
-    if config.train.balance != "equal" and expert_blocks(hf):
-        rule = "the routers of a mixture of experts are balanced over micro-batches of equal size on all ranks"
-        problems.add("train.balance", config.train.balance, rule, "set it to equal")
-        problems.raise_if_any()
+    for feature in features.asked(config):
+        feature.check_model(config, hf, problems)
+    problems.raise_if_any()
     _check_copy(hf, key, model.loss_chunk_tokens)
     _rehearse(copy.deepcopy(hf), key, min(_REHEARSED_TOKENS, config.data.sequence_length))
     if config.train.export:

@@ -58,7 +58,7 @@ def test_every_field_is_there_with_its_meaning() -> None:
         {"train": {"max_stepz": 3}},
         {"train": {"max_steps": 0}},
         {"train": {"max_steps": "three"}},
-        {"train": {"balance": "fair"}},
+        {"train": {"micro_batch": "most"}},
         {"data": {"mixture": {"x": -1}}},
         {"eval": {"sets": {"x": 3}}},
         {"train": {"stop_early": {"metric": "eval/loss", "patience": 0}}},

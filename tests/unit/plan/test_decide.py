@@ -100,7 +100,6 @@ def test_micro_batches_that_make_up_each_stage(tmp_path: Path) -> None:
     [
         ([AUTO[0]], "would decide the number of sequences that a step trains"),
         ([*AUTO, "--train.accumulation=4"], "the accumulation follows from train.global_batch"),
-        ([*AUTO, "--train.balance=measured"], "takes up to 2 times as many sequences"),
         ([*AUTO, "--data.stages=[{from_step: 5, train: {accumulation: 2}}]"], "write global_batch instead"),
         ([*AUTO, "--train.global_batch=7"], "must be a multiple of 2"),
         ([*AUTO, "--deepspeed=pipeline.json"], "stand idle where a step has few"),

@@ -28,10 +28,10 @@ def of_unequal_speed(rank: int) -> None:
 
 
 def test_a_run_with_a_slow_rank(small_data: str, tmp_path: Path) -> None:
-    """It says what it does. That it trains as with equal shares, also after a resume: tests/ranks/test_shares.py."""
+    """It says what it does. That it trains as with equal shares, also after a resume: test_balance_ranks.py."""
     train = {"micro_batch": 6, "global_batch": 12, "max_steps": 14}
     path = write_run(tmp_path / "run", small_data, {"zero_optimization": {"stage": 1}}, train)
-    code, told = forked.finish(path, "--train.balance", "measured", before=of_unequal_speed)
+    code, told = forked.finish(path, "--balance.mode", "measured", before=of_unequal_speed)
     assert code == 0, told
     (change,) = (event for event in rows(tmp_path / "run/run", "events.jsonl") if event["kind"] == "shares")
     assert change["step"] == 11 and (change["before"], change["after"]) == ([6, 6], [8, 4]), change

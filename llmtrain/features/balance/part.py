@@ -27,9 +27,9 @@ from torch import nn
 
 from llmtrain.base import log
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.config.rules import MOST
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.progress import Event
+from llmtrain.features.balance import BalanceFeature
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Passes, Request
 
@@ -88,7 +88,7 @@ class Balance:
         (ZeRO 2 and 3); then all micro-batches of a group are equal."""
         self._groups, self._count = tuple(groups), max(groups) + 1
         self._total, self._least = global_batch, accumulation
-        self._most = MOST * (global_batch // self._count)
+        self._most = BalanceFeature.most_sequences * (global_batch // self._count)
         self._unit = accumulation if at_once else 1
         self._equal = (global_batch // self._count,) * self._count
         self.sequences: tuple[int, ...] = self._equal

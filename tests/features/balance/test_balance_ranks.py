@@ -13,7 +13,7 @@ import torch
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.trainer_state import TrainerState
-from llmtrain.training.load_balance import LoadBalance
+from llmtrain.features.balance.part import LoadBalance
 from tests.helpers.preference import prepared_preferences
 from tests.helpers.training import (
     LLAMA,
@@ -63,7 +63,7 @@ class Found(Trace):
 
 def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder: str) -> None:
     """Steps of a launch that goes on from the folder's checkpoint, and leaves one. `speeds`: by step, by rank."""
-    from llmtrain.training import load_balance
+    from llmtrain.features.balance import part as load_balance
     from llmtrain.training.parts import Done
     from llmtrain.training.step import Position
 
@@ -106,7 +106,7 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
 
 def with_a_resume(case: Case, folder: str, speeds: list[list[int]]) -> Found:
     """All steps, in two launches."""
-    from llmtrain.training import load_balance
+    from llmtrain.features.balance import part as load_balance
 
     found, before = Found([], []), (load_balance.SETTLE_STEPS, load_balance.WINDOW_STEPS)
     part(case, found, range(HALF), speeds[:HALF], folder)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.training.load_balance import DevicePace, HostPace
+from llmtrain.features.balance.part import DevicePace, HostPace
 
 
 def micro(rows: int) -> MicroBatch:

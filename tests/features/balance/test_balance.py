@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from llmtrain.data.stream.order import rows_of
-from llmtrain.training import load_balance
-from llmtrain.training.load_balance import Balance, share_out
+from llmtrain.features.balance import part as load_balance
+from llmtrain.features.balance.part import Balance, share_out
 
 
 @pytest.mark.parametrize(("sequences", "accumulation"), [((8, 4), 3), ((3, 9), 3), ((16, 8, 5, 11), 4), ((7,), 2)])
