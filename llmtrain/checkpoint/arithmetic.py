@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llmtrain import features
 from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.log import Progress
@@ -150,8 +151,9 @@ def average(sources: list[Path], out: Path) -> list[str]:
     first = readers[0]
     shapes = {name: first.shape(name) for name in first.order()}
     total = 4 * sum(map(numel, shapes.values()))
-    # A mean has no way back, byte by byte, to the folder of an import, and no evaluation of its own.
-    kept = {k: v for k, v in trainers[newest].entries.items() if k not in ("source", "evaluation", "ema")}
+    # A mean has no way back, byte by byte, to the folder of an import, no evaluation of its own, and no variants.
+    others = ("source", "evaluation", *features.variants())
+    kept = {k: v for k, v in trainers[newest].entries.items() if k not in others}
     entries = {**kept, "weights_only": True, "averaged": [str(path) for path in sources]}
     with Progress("averaging", total) as progress:
         written = build_checkpoint(

@@ -208,8 +208,6 @@ FORMATS = (1, 2)
 """2 where frozen parameters are in a folder of their own: a reader of 1 would miss them."""
 OUTER = "outer."
 """Prefix of the kinds that parts of a run save; a run without these parts ignores them."""
-EMA = OUTER + "ema"
-"""The moving average of a parameter (training/ema.py)."""
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 HOSTS = "hosts"

@@ -80,9 +80,7 @@ def resume(
         try:
             fetch(candidate, (), where, ranks)
             fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
-            parts = not weights_only and (
-                config.ema.decay is not None or bool(features.asked(config)) or bool(config.parts)
-            )
+            parts = not weights_only and bool(features.asked(config) or config.parts)
             reader, saved = _open(candidate, config.model.folder, where, ranks, parts=parts)
             _refuse_other_adapter(saved, now, candidate)
             new_data, new_model = (key == "new" and not own for key in (config.resume_data, config.resume_model))
@@ -183,7 +181,7 @@ def _open(
     """Check everything but the values, on all ranks together, each file once.
 
     `pretrained`: the folder for frozen parameters if theirs is gone. `parts`: also check the values of the run's parts
-    (such as the EMA), which read them when no older checkpoint can be taken any more.
+    (such as an average), which read them when no older checkpoint can be taken any more.
 
     Raises:
         FrozenSourceError: the frozen parameters are missing.

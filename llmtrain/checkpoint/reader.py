@@ -32,7 +32,7 @@ class CheckpointReader:
     """Reads for several threads, without a cache. Raises CheckpointError: no or damaged checkpoint."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None, parameters: str = PARAM) -> None:
-        """`parameters`: kind of the tensors to read for the parameters that have one, for example the EMA."""
+        """`parameters`: kind of the tensors to read for the parameters that have one, such as an average."""
         self.folder = folder
         self.origin = f"resume: {folder}"
         self.manifest = manifest or Manifest.read(folder)

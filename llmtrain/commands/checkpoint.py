@@ -119,7 +119,7 @@ def _to_hf(args: argparse.Namespace) -> int:
             max_shard_bytes=shard_bytes,
             check=args.check,
             merge=args.merge,
-            ema=args.ema,
+            weights=args.weights,
             trust_remote_code=args.trust_remote_code,
         )
 
@@ -217,7 +217,7 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     to_hf.add_argument(
         "--merge", action="store_true", help="of a run with an adapter: the complete model, not a PEFT folder"
     )
-    to_hf.add_argument("--ema", action="store_true", help="the moving average of the parameters (section ema)")
+    to_hf.add_argument("--weights", metavar="NAME", help="the values that a part of the run kept, such as ema")
     to_hf.add_argument("--push", metavar="ORG/NAME", help="publish the folder on the Hub (token: HF_TOKEN), privately")
     to_hf.add_argument("--public", action="store_true", help="a repository that --push makes is public")
     from_hf = add("from-hf", _from_hf, "make a checkpoint of parameters alone from a Hugging Face folder")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmtrain import features
 from llmtrain.base import untrusted
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import cache_folder, content_of, replace_file
@@ -96,8 +97,8 @@ def refuse_without_room(run: Run, memory: int, *, on_gpu: bool) -> None:
 
 
 def _path(run: Run, on_gpu: bool) -> Path:
-    sections = asdict(run.config)
-    decides = {name: sections[name] for name in ("model", "adapter", "objective", "optim", "ema")}
+    sections, numeric = asdict(run.config), features.defaults().keys() - features.observing().keys()
+    decides = {name: sections[name] for name in ("model", "adapter", "objective", "optim", *numeric)}
     decides |= {"json": run.deepspeed, "degrees": asdict(run.mix.degrees), "gpu": on_gpu}
     decides |= {"pipeline": run.pipeline_partition, "experts": run.expert_parallel}
     decides |= {"eval": run.config.train.eval, "versions": versions(), "model files": _model_files(run)}

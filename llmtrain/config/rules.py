@@ -21,7 +21,6 @@ from llmtrain.config.on_disk import model_config
 from llmtrain.config.problems import Problems, assigned, closest
 from llmtrain.config.run import (
     AdapterConfig,
-    EmaConfig,
     KeepBest,
     Run,
     RunConfig,
@@ -161,8 +160,8 @@ _OF_CHOICES = ("accuracy", "accuracy_norm", "bits_per_byte")
 def _taken_names() -> set[str]:
     """Return the names of other figures, which no set can have."""
     figures = [figure.name for objective in Objective.CHOICES.values() for figure in objective.figures]
-    own = {"loss", "perplexity", "bits_per_byte", "mean", "ema", "accuracy", "accuracy_norm"}
-    return {*own, *(figure.partition("/")[0] for figure in figures)}
+    own = {"loss", "perplexity", "bits_per_byte", "mean", "accuracy", "accuracy_norm"}
+    return {*own, *features.variants(), *(figure.partition("/")[0] for figure in figures)}
 
 
 def figures_of(config: RunConfig) -> list[str]:
@@ -172,7 +171,8 @@ def figures_of(config: RunConfig) -> list[str]:
         names += ["perplexity", "bits_per_byte"]
     names += config.metrics
     prefixes = [*(["eval"] if config.train.eval else []), *(f"eval/{name}" for name in config.eval.sets)]
-    prefixes += ["eval/ema"] if config.train.eval and config.ema.decay is not None else []
+    if config.train.eval:
+        prefixes += [f"eval/{name}" for feature in features.asked(config) for name in feature.variants]
     mean = ["eval/mean/loss"] if config.eval.mean else []
     answers = [f"eval/{name}/{figure}" for name in config.eval.choices for figure in _OF_CHOICES]
     return [f"{prefix}/{name}" for prefix in prefixes for name in names] + mean + answers
@@ -387,10 +387,7 @@ RULES: tuple[Rule, ...] = (
          lambda r, _: f"{_compares(r)}, and `llmtrain reference` reads model.pretrained",
          "export the checkpoint (llmtrain checkpoint to-hf) and name the folder in model.pretrained",
          {"objective.name": "dpo", "resume_weights_only": True, "resume": "runs/other"}),
-    # the average, and a run that continues from another one's checkpoint
-    Rule(("ema.every",), lambda r: r.ema.decay is None and r.ema != EmaConfig(),
-         "without ema.decay there is no average", "set ema.decay, 0.999 is common, or remove the section",
-         {"ema.every": 2}),
+    # a run that continues from another one's checkpoint
     Rule(("resume_data",), lambda r: r.resume_data == "new" and _starts_here(r),
          "continues from one checkpoint with other data", "name it: resume: PATH", {"resume_data": "new"}),
     Rule(("resume_data",), lambda r: r.resume_data == "new" and not _starts_here(r) and r.resume_weights_only,
@@ -638,10 +635,6 @@ OF_STEPS: tuple[Rule, ...] = (
                       "the warm-up",
          {"schedule.name": "wsd", "schedule.warmup_steps": 90, "schedule.decay_steps": 20}, each=True),
     *_OF_SCHEDULES,
-    Rule(("ema.every",),
-         lambda r: r.config.ema.decay is not None and r.max_steps is not None and r.config.ema.every > r.max_steps,
-         lambda r, _: f"the run has {r.max_steps} steps, so the mean would stay as it begins",
-         lambda r, _: f"set it to {r.max_steps} or less", {"ema.decay": 0.9, "ema.every": 101}),
 )
 # fmt: on
 """Rules of a run whose batch and number of steps are known."""

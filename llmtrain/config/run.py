@@ -218,18 +218,6 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmaConfig:
-    """An exponential moving average of the trained parameters: evaluated in addition (`eval/ema/loss`), saved in
-    checkpoints, exported by `llmtrain checkpoint to-hf --ema`. It takes 4 bytes a parameter, sharded like the
-    masters."""
-
-    decay: float | None = bounded(None, BELOW_1, "0.999 is common; null means no average")
-    """mean = decay x mean + (1 - decay) x parameter; null = no average."""
-    every: int = bounded(1, AT_LEAST_1, "1 is the default")
-    """Optimizer steps between two updates of the mean."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Times to save and checkpoints to keep. One is always written at the end and on SIGTERM, SIGINT, SIGUSR1."""
 
@@ -313,7 +301,6 @@ class RunConfig:
     schedule: Schedule = field(default_factory=Cosine)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)

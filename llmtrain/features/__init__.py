@@ -41,6 +41,9 @@ class Feature:
     """It changes the order of a step's sums alone: proofs leave it out."""
     most_sequences: ClassVar[int] = 1
     """Times `train.micro_batch` that a forward pass takes at most; 1: all micro-batches have one shape."""
+    variants: ClassVar[tuple[str, ...]] = ()
+    """Names of the `variants` of its part. A checkpoint has their values as kinds OUTER + name (checkpoint/format.py),
+    and the part's entry under the same name."""
     commands: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     """Commands of the command line: (name, module with its `main`, what it does)."""
     passes_on: ClassVar[bool] = False
@@ -63,6 +66,20 @@ class Feature:
 
     def part(self, launch: Any) -> Any:
         """Make the Part of a run that has the feature; None: it needs none, as on one rank."""
+        return self.part_of(launch.setup)
+
+    def part_of(self, setup: Any) -> Any:
+        """Make the Part if the run's Setup is all that it needs: plans and proofs of parity have it, too."""
+        return None
+
+    def shortened(self, section: Any, steps: int) -> Any:
+        """Return the section for a proof of few steps."""
+        return section
+
+    def plain(self, run: Any) -> Any:
+        """Return what the reference of a proof of parity calls with 0 and the first masters, and after each update with
+        the step and the masters (name -> tensor). It returns the values of `variants` by their names, computed by their
+        definition. None: there are none."""
         return None
 
     def before_launch(self, run: Any, words: Sequence[str], hosts: Sequence[Any], port: int) -> str | None:
@@ -120,14 +137,27 @@ def defaults() -> dict[str, Any]:
     return {name: section() for name, section in classes.items() if section is not None}
 
 
+def variants() -> list[str]:
+    return [name for feature in features().values() for name in feature.variants]
+
+
 def observing() -> dict[str, Any]:
     """Return the `defaults` of the features that only observe."""
     return {name: section for name, section in defaults().items() if features()[name].observes}
 
 
-def unproved() -> dict[str, Any]:
-    """Return the `defaults` of the features that proofs leave out."""
-    return {name: section for name, section in defaults().items() if features()[name].reorders} | observing()
+def parts_of(setup: Any) -> list[Any]:
+    """Make the parts of features that a run has where there is a Setup alone."""
+    return [part for feature in asked(setup.run.config) if (part := feature.part_of(setup)) is not None]
+
+
+def shortened(run: Any, steps: int) -> dict[str, Any]:
+    """Return the sections for a proof of few steps, without what it leaves out."""
+    return {
+        name: default if feature.observes or feature.reorders else feature.shortened(getattr(run, name), steps)
+        for name, default in defaults().items()
+        for feature in (features()[name],)
+    }
 
 
 def most_sequences(run: Any) -> int:

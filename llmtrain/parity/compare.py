@@ -21,8 +21,8 @@ class Trace:
     norms: list[float] = field(default_factory=list)
     """Global gradient norm before clipping. Empty in a reference whose run reports another norm (Muon)."""
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
-    """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ... A run with an average of its
-    parameters also has the averages, by AVERAGE."""
+    """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ... Those of variants, such as an
+    average of the parameters, have names by VARIANT."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """AdamW's and Lion's first moment after step 1: (1 - beta) x the clipped gradient. Muon's matrices have none."""
     by_sign: bool = False
@@ -35,8 +35,8 @@ class Trace:
         return replace(self, losses=self.losses[:step], norms=self.norms[:step], parameters=self.parameters[: step + 1])
 
 
-AVERAGE = "ema of {}"
-"""Name of a parameter's average."""
+VARIANT = "{} of {}"
+"""Name of a parameter in a variant (training/parts.py), such as its average."""
 NORM = 1e-4  # relative
 PARAMETER = 5e-5
 SPREADS = 4.0
@@ -274,8 +274,9 @@ def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
         return "a loss or a gradient norm is not finite"
     if "loss" in kinds and step == 1:
         return _wrong_forward(got, want)
-    if wrong and all(name.startswith(AVERAGE.format("")) for name in wrong):
-        return "the average of the parameters (ema) alone is another: its decay, or the steps that it follows"
+    if wrong and all(" of " in name for name in wrong):
+        variants = ", ".join(sorted({name.partition(" of ")[0] for name in wrong}))
+        return f"the values of {variants} alone are others: its settings, or the steps that it follows"
     if step == 1 and "gradient" in kinds:
         return _wrong_gradients(got, want, wrong)
     if step == 1 and kinds == {"gradient norm"}:

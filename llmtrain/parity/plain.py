@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from llmtrain.config.run import ModelConfig, Run
 from llmtrain.config.stages import Batch
+from llmtrain.features import asked
 from llmtrain.models.skeleton import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
@@ -27,7 +28,7 @@ from llmtrain.objectives.by_token import ByToken, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
-from llmtrain.parity.compare import AVERAGE, Trace
+from llmtrain.parity.compare import VARIANT, Trace
 from llmtrain.parity.plain_maps import (
     adapt_plainly,
     base_of,
@@ -127,15 +128,15 @@ def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> T
     )
     teacher = PlainTeacher.of(config.objective, order.attention, DTYPES[run.mix.precision], device)
     trace = Trace(by_sign=optim.by_sign)
-    averages = {name: value.clone() for name, value in masters.items()}
+    plain = [each for feature in asked(config) if (each := feature.plain(config)) is not None]
 
-    def note() -> None:
+    def note(step: int) -> None:
         values = masters | frozen
-        if config.ema.decay is not None:
-            values |= {AVERAGE.format(name): value for name, value in (averages | frozen).items()}
+        for variant, own in (item for each in plain for item in each(step, masters).items()):
+            values |= {VARIANT.format(variant, name): value for name, value in (own | frozen).items()}
         trace.parameters.append({name: value.detach().cpu().clone() for name, value in values.items()})
 
-    note()
+    note(0)
     for step in range(steps):
         _copy(masters, model, order.nudge and order.nudge * 1_000_003 + step)
         if isinstance(tokens, Answers):
@@ -147,11 +148,7 @@ def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> T
         trace.losses.append(loss)
         if not optim.norm_of_update:
             trace.norms.append(norm)
-        if config.ema.decay is not None and (step + 1) % config.ema.every == 0:
-            averages = {
-                n: config.ema.decay * mean + (1 - config.ema.decay) * masters[n] for n, mean in averages.items()
-            }
-        note()
+        note(step + 1)
         if step == 0:
             trace.gradients = optimizer.first_moments()
     return trace

@@ -108,12 +108,8 @@ def small_run(
         small = replace(small, recompute=replace(small.recompute, layers=1))
     if cpu:  # the compiler takes a minute there
         small = replace(small, compile_layers=False)
-    ema = config.ema
-    if ema.decay is not None:  # the check has few steps
-        ema = replace(ema, decay=min(0.75, ema.decay), every=min(2, steps, ema.every))
     return replace(
         config,
-        ema=ema,
         model=small,
         data=DataConfig(
             path="(synthetic tokens)",
@@ -137,7 +133,7 @@ def small_run(
             stop_early=StopEarly(),
         ),
         eval=EvalConfig(),
-        **features.unproved(),
+        **features.shortened(config, steps),
         checkpoint=replace(config.checkpoint, keep_best=KeepBest()),
         fault=replace(config.fault, timeout_s=min(120.0, config.fault.timeout_s)),
     )

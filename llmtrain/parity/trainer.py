@@ -20,18 +20,18 @@ from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.ranks.local_ranks import failure_reported
 from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.features import parts_of
 from llmtrain.models.adapter import AdaptedSource
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.parity.compare import AVERAGE, Trace
+from llmtrain.parity.compare import VARIANT, Trace
 from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.small_run import PLAN
 from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.storage.pieces import put
-from llmtrain.training.ema import Ema
 from llmtrain.training.examine import Checked
-from llmtrain.training.parts import Done
+from llmtrain.training.parts import Done, Part
 from llmtrain.training.setup import Setup
 from llmtrain.training.step import Position
 
@@ -41,7 +41,7 @@ def train_small(run: Run, steps: int, ranks: Ranks) -> Trace:
     setup, source = set_up(run, ranks)
     setup.write(source)
     setup.prove()
-    trace = train_steps(setup, 0, steps, ema_of(setup))
+    trace = train_steps(setup, 0, steps, parts_of(setup))
     setup.engine.close()
     return trace
 
@@ -59,10 +59,10 @@ def train_watched(run: Run, steps: int, ranks: Ranks, start: Path) -> None:
     source = AdaptedSource(source, {}, 0, torch.load(start, weights_only=True))
     setup.refer_to(source)
     setup.write(source)
-    ema = ema_of(setup)
+    parts = parts_of(setup)
     for step in range(steps):
         with watched(setup.engine.module.hf) as kept:
-            trace = train_steps(setup, step, step + 1, ema)
+            trace = train_steps(setup, step, step + 1, parts)
         moments = whole_tensors(setup.engine, ranks, "exp_avg")
         if ranks.rank == 0:
             before, after = trace.parameters
@@ -88,15 +88,10 @@ def set_up(run: Run, ranks: Ranks) -> tuple[Setup, ParameterSource]:
     return setup, source
 
 
-def ema_of(setup: Setup) -> Ema | None:
-    """Return the average, which begins at the present parameters, or None without one."""
-    return None if setup.run.config.ema.decay is None else Ema(setup)
-
-
-def train_steps(setup: Setup, first: int, last: int, ema: Ema | None) -> Trace:
-    """Train steps [first, last); parameters and averages are gathered on rank 0."""
+def train_steps(setup: Setup, first: int, last: int, parts: list[Part]) -> Trace:
+    """Train steps [first, last); parameters and their variants are gathered on rank 0."""
     engine, ranks = setup.engine, setup.ranks
-    trace = Trace(parameters=[_values(engine, ranks, ema)])
+    trace = Trace(parameters=[_values(engine, ranks, parts)])
     session = setup.session(first)
     with setup.loader(first * setup.run.batch.global_batch) as loader:
         for step in range(first, last):
@@ -104,10 +99,10 @@ def train_steps(setup: Setup, first: int, last: int, ema: Ema | None) -> Trace:
             norm = done.update.grad_norm
             trace.losses.append(session.figures(done)["loss"])
             trace.norms.append(math.nan if norm is None else float(norm))
-            if ema is not None:
-                ema.after_step(Done(**vars(done), position=Position(step=step + 1), complete=False,
-                                    data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
-            trace.parameters.append(_values(engine, ranks, ema))
+            for part in parts:
+                part.after_step(Done(**vars(done), position=Position(step=step + 1), complete=False,
+                                     data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
+            trace.parameters.append(_values(engine, ranks, parts))
             if step == 0:
                 trace.gradients = whole_tensors(engine, ranks, "exp_avg")
             if done.update.skipped:
@@ -115,11 +110,11 @@ def train_steps(setup: Setup, first: int, last: int, ema: Ema | None) -> Trace:
     return trace
 
 
-def _values(engine: Engine, ranks: Ranks, ema: Ema | None) -> dict[str, torch.Tensor]:
+def _values(engine: Engine, ranks: Ranks, parts: list[Part]) -> dict[str, torch.Tensor]:
     values = whole_tensors(engine, ranks)
-    if ema is not None:
-        with ema.in_place():
-            values |= {AVERAGE.format(name): mean for name, mean in whole_tensors(engine, ranks).items()}
+    for variant, in_place in (item for part in parts for item in part.variants().items()):
+        with in_place():
+            values |= {VARIANT.format(variant, name): value for name, value in whole_tensors(engine, ranks).items()}
     return values
 
 

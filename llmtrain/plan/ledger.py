@@ -25,7 +25,7 @@ from deepspeed.runtime.zero import (
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from llmtrain import optim
+from llmtrain import features, optim
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.topology import Mix
 from llmtrain.engine import losses
@@ -41,7 +41,6 @@ from llmtrain.models.transformers_private import (
     with_values,
 )
 from llmtrain.plan.work import Work
-from llmtrain.training import ema
 
 HOST = " (host)"
 """End of the label of a tensor in host memory."""
@@ -52,13 +51,12 @@ _MADE_IN = {
     for label, modules in {
         "gathered parameters": (partition_parameters, partitioned_param_coordinator, parameter_offload),
         "logits and loss": (head, loss, distillation, losses),
-        "ema": (ema,),
         MESSAGES: (pipe,),
         "optimizer": (torch.optim, optim, optimizers, muon),
         "gradients": (stage_1_and_2, stage3, bf16_optimizer, unfused_optimizer, fused_optimizer, zero_step),
     }.items()
     for module in modules
-}
+} | {f"{features.__name__}.{name}": name for name in features.features()}
 """Modules, and packages with those in them, whose functions make a tensor, and the label; the innermost frame with one
 decides."""
 _KINDS = (
@@ -247,7 +245,8 @@ class Ledger(OperatorMode):
             return "optimizer" + offloaded if label in ("gradients", "optimizer") else label
         if label == "gradients" and _BUCKETS.search(frame.f_code.co_name):
             return "buckets"
-        return label + offloaded if label in ("optimizer", "ema") else label
+        beside = label == "optimizer" or label in features.features()  # a feature's values are sharded as the masters
+        return label + offloaded if beside else label
 
 
 @functools.cache

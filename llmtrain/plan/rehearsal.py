@@ -38,6 +38,7 @@ from llmtrain.engine.deepspeed.rehearsed import (
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.features import parts_of
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import TRIED
 from llmtrain.models.run.build_for_rank import divided
@@ -52,7 +53,6 @@ from llmtrain.plan.device import on_gpu as choices_on_gpu
 from llmtrain.plan.ledger import Ledger
 from llmtrain.plan.work import Counts, Work
 from llmtrain.storage.region import Region
-from llmtrain.training.ema import Ema
 from llmtrain.training.examine import Checked
 from llmtrain.training.setup import Setup
 
@@ -250,10 +250,10 @@ def walk(
         watching = list(ledger.watch(setup.engine.module))
         ledger.mark(held(setup.engine))
         session = setup.session()
-        ema = None if setup.run.config.ema.decay is None else Ema(setup)
+        parts = parts_of(setup)
         # A source on a disk keeps the frozen parameters; the first save and all later ones take the same memory.
         elsewhere = setup.spec.frozen if setup.spec.model.folder is not None else ()
-        pieces = written((*setup.engine.state(), *(ema.state() if ema else ())), elsewhere)
+        pieces = written((*setup.engine.state(), *(tensor for part in parts for tensor in part.state())), elsewhere)
         copied = pieces if setup.run.config.checkpoint.mode == "async" else []
     # Outside of the ledger, which would take them for tensors of the device until they are marked.
     copies = [torch.empty(piece.own_region.numel, dtype=piece.dtype) for piece in copied]
@@ -279,11 +279,13 @@ def walk(
                     copy.copy_(values[piece.own])
         if setup.run.config.train.eval:
             heart.phase("evaluate")
-            with contextlib.nullcontext() if ema is None else ema.in_place():
-                micros = batch.micro_batches[:_EVALUATED]
-                if isinstance(setup.objective, LooksAhead):
-                    setup.objective.look(micros, setup.engine.evaluate)
-                setup.engine.evaluate(micros, setup.objective)
+            micros = batch.micro_batches[:_EVALUATED]
+            # The parameters themselves take no more than the values of a part.
+            for in_place in [each for part in parts for each in part.variants().values()] or [contextlib.nullcontext]:
+                with in_place():
+                    if isinstance(setup.objective, LooksAhead):
+                        setup.objective.look(micros, setup.engine.evaluate)
+                    setup.engine.evaluate(micros, setup.objective)
     ledger.host += beyond_pinned() if on_gpu else 0
     for handle in watching:
         handle.remove()

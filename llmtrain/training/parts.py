@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,11 @@ class Part(Entry, section="parts"):
     def figures(self, done: Done) -> dict[str, Any]:
         """Return figures for the metrics of a logged step, by their keys in tracking/metrics.py; those of a plugin's
         part are logged as NAME/KEY. Rank 0's are used."""
+        return {}
+
+    def variants(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        """Return the part's other values of the parameters, such as an average: name -> context in which the model uses
+        them. An evaluation measures each as eval/NAME. Not of a plugin's part."""
         return {}
 
     def state(self) -> list[StateTensor]:

@@ -43,11 +43,7 @@ class Evaluation(Part):
     def __init__(self, launch: Launch) -> None:
         """Raises DataError, on all ranks: no tokenizer has the bytes of its tokens."""
         setup, config = launch.setup, launch.setup.run.config
-        self._setup, self._tracker, self._speed, self._ema = setup, launch.tracker, launch.speed, None
-        if config.ema.decay is not None:  # its means are measured on the validation sequences, too
-            from llmtrain.training.ema import Ema
-
-            self._ema = launch.part(Ema)
+        self._setup, self._tracker, self._speed, self._parts = setup, launch.tracker, launch.speed, launch.parts
         self._stages = [
             Measured("eval", data, config.train.eval_sequences, stage.batch.micro_batch)
             for data, stage in zip(setup.course.data, setup.course.stages, strict=True)
@@ -129,9 +125,11 @@ class Evaluation(Part):
             for name, choices in setup.choices.items():
                 figures = choices.figures(choice_log_probs(setup, choices))
                 row |= {f"eval/{name}/{figure}": value for figure, value in figures.items()}
-            if self._ema is not None and setup.run.config.train.eval:
-                with self._ema.in_place():
-                    row |= {key.replace("eval/", "eval/ema/", 1): value for key, value in self._figures(0).items()}
+            for part in self._parts if setup.run.config.train.eval else ():
+                for name, in_place in part.variants().items():
+                    with in_place():
+                        figures = self._figures(0)
+                    row |= {key.replace("eval/", f"eval/{name}/", 1): value for key, value in figures.items()}
         if mean := setup.run.config.eval.mean:
             weighted = sum(weight * row[f"eval/{name}/loss"] for name, weight in mean.items())
             row["eval/mean/loss"] = weighted / sum(mean.values())

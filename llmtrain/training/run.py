@@ -180,14 +180,6 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     log.info(last_words)  # the last words: closing W&B may have printed
 
 
-def _before_plugins(launch: Launch) -> Iterator[Part]:
-    setup, config = launch.setup, launch.setup.run.config
-    if config.ema.decay is not None:
-        from llmtrain.training.ema import Ema
-
-        yield Ema(setup)
-
-
 def _replay(launch: Launch) -> Iterable[Part]:
     if REPLAYED not in os.environ:
         return ()
@@ -221,7 +213,7 @@ ORDER: tuple[Callable[[Launch], Part | Iterable[Part]] | str, ...] = (
     "adapter_check",
     "sites",
     "balance",
-    _before_plugins,
+    "ema",
     _plugins,
     Logging,
     Evaluation,

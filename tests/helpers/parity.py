@@ -22,7 +22,6 @@ from llmtrain.config.rules import check_values
 from llmtrain.config.run import (
     AdapterConfig,
     DataConfig,
-    EmaConfig,
     ModelConfig,
     RecomputeConfig,
     Run,
@@ -30,6 +29,7 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.config.topology import Degrees
+from llmtrain.features import defaults
 from llmtrain.models import neftune
 from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.objectives.objective import Objective
@@ -159,7 +159,7 @@ def resolved(form: Form) -> Run:
             adapter=AdapterConfig(**json.loads(form.adapter)),
             objective=_objective(form, json.dumps(model)),
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
-            ema=EmaConfig(decay=0.999 if form.ema else None),
+            **({"ema": replace(defaults()["ema"], decay=0.999)} if form.ema else {}),
             optim=Optimizer.of(form.optimizer, **json.loads(form.own)),
             schedule=Cosine(warmup_steps=100),
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),

@@ -28,7 +28,7 @@ from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import Run
 from llmtrain.models.adapter import plain_name
 from llmtrain.models.parameters import PREFIX, WEIGHTS
-from llmtrain.parity.compare import AVERAGE, Trace, compare
+from llmtrain.parity.compare import VARIANT, Trace, compare
 from llmtrain.parity.plain import orders, train_plainly
 from llmtrain.parity.worlds import report
 from tests.helpers import covering
@@ -49,7 +49,8 @@ PLAIN: covering.Cell = {
 def part(run: Run, first: int, last: int, folder: str, checkpoint: str | None) -> Any:
     """Steps [first, last) on a rank: from first values, with a save at the end; or from a checkpoint. Returns rank 0's
     trace, and the checkpoint."""
-    from llmtrain.parity.trainer import ema_of, set_up, train_steps
+    from llmtrain.features import parts_of
+    from llmtrain.parity.trainer import set_up, train_steps
     from tests.helpers.training import counted, joined, save_checkpoint
 
     ranks = joined()
@@ -61,11 +62,10 @@ def part(run: Run, first: int, last: int, folder: str, checkpoint: str | None) -
         trainer = TrainerState.read(Path(checkpoint))
         load_checkpoint(engine, CheckpointReader(Path(checkpoint)), trainer, ranks)
     setup.prove()
-    ema = ema_of(setup)
-    assert ema is not None
+    (ema,) = parts_of(setup)
     if checkpoint is not None:
         ema.restore(None, Path(checkpoint))
-    trace = train_steps(setup, first, last, ema)
+    trace = train_steps(setup, first, last, [ema])
     if checkpoint is None:
         state = {
             "step": last,
@@ -146,7 +146,8 @@ def prove(pools: Any, index: int, place: Path) -> None:
     assert not wrong, "\n".join([*wrong, f"then in the form {then.name}"])
     for name, value in first["parameters"][HALF].items():
         assert torch.equal(rest["parameters"][0][name], value), f"{name} is another after the resume"
-    own = {name: value for name, value in first["parameters"][HALF].items() if not name.startswith(AVERAGE.format(""))}
+    of_ema = VARIANT.format("ema", "")
+    own = {name: value for name, value in first["parameters"][HALF].items() if not name.startswith(of_ema)}
     is_exported(Path(checkpoint), place / "hf", own)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch import Tensor
 
-from llmtrain.config.run import EmaConfig
+from llmtrain.features.ema import EmaConfig
 from llmtrain.plan.ledger import HOST
 from llmtrain.plan.rehearsal import COPIES, Rehearsed, kinds, rehearse, walk
 from llmtrain.plan.work import Counts, Message

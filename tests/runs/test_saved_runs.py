@@ -88,7 +88,7 @@ def before(folder: Path, run: str, port: int, rank: int) -> None:
         words = ["checkpoint", "to-hf", f"runs/{run}", "--dtype", "fp32"]
         assert cli.main([*words, "export"]) == 0
         if run == "mixture":
-            assert cli.main([*words, "export-ema", "--ema"]) == 0
+            assert cli.main([*words, "export-ema", "--weights", "ema"]) == 0
     if run == "sites":
         from torchft.coordination import LighthouseServer
 

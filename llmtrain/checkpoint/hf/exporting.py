@@ -18,10 +18,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from llmtrain import features
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.durable import remove_tree, sync
-from llmtrain.checkpoint.format import EMA, MANIFEST, TRAINER, hash_file, problems
+from llmtrain.checkpoint.format import MANIFEST, OUTER, TRAINER, hash_file, problems
 from llmtrain.checkpoint.hf.folder_files import (
     DTYPES,
     MARK,
@@ -252,7 +253,7 @@ def export_hf(
     max_shard_bytes: int | None = None,
     check: Check = "auto",
     merge: bool = False,
-    ema: bool = False,
+    weights: str | None = None,
     trust_remote_code: bool = False,
 ) -> Report:
     """Write `out` so that AutoModelForCausalLM.from_pretrained loads it; a tied weight is written once.
@@ -264,17 +265,17 @@ def export_hf(
             checkpoint was imported from.
         max_shard_bytes: largest weight file; default 5 GB, or the files of the imported folder.
         merge: write the complete model with the adapter added to its weights, in fp32, rounded once.
-        ema: write the moving average of the trained parameters instead of their last values.
+        weights: write this variant (training/parts.py) of the trained parameters instead of their last values.
 
     Raises:
-        CheckpointError: `checkpoint` is none or damaged, `out` exists and is no earlier export of the same run, a value
-            does not fit into the type.
+        CheckpointError: `checkpoint` is none or damaged, `out` exists and is no earlier export of the same run, it
+            has no such variant, a value does not fit into the type.
         ModelError: the model cannot be built, or its files cannot be written.
         ProofError: the files differ from their source. Nothing is left at `out`.
     """
-    reader = CheckpointReader(checkpoint, parameters=EMA if ema else PARAM)
-    if ema and EMA not in reader.kinds():
-        raise CheckpointError(f"{checkpoint}: its run kept no moving average (section ema). Leave out --ema.")
+    reader = CheckpointReader(checkpoint, parameters=PARAM if weights is None else OUTER + weights)
+    if weights is not None:
+        _refuse_other_weights(reader, weights)
     if wrong := problems(checkpoint, reader.manifest, [TRAINER]):
         raise CheckpointError(f"{checkpoint}: {wrong[0]}. Take another checkpoint.")
     trainer = TrainerState.read(checkpoint)
@@ -294,13 +295,13 @@ def export_hf(
                   trust_remote_code=trust_remote_code)  # fmt: skip
     _check_names(made, merged.names)
     if adapter is not None and not merge:
-        return _export_adapter(made, adapter, dtype, target, ema=ema)
+        return _export_adapter(made, adapter, dtype, target, weights)
     files = _weight_files(made, dtype, max_shard_bytes)
-    with OutputFolder(target, _plan(checkpoint, files, check, merge=merge, ema=ema)) as folder:
+    with OutputFolder(target, _plan(checkpoint, files, check, merge=merge, weights=weights)) as folder:
         folder.need(files.bytes + _SPACE)
         rounded = _write_weights(folder, made, files, merged)
-        means = ", of the moving averages of what trains" if ema else ""
-        report.add("source", f"{len(layout.shapes)} checksums are those of the manifest{means}")
+        whose = f", of {weights} of what trains" if weights is not None else ""
+        report.add("source", f"{len(layout.shapes)} checksums are those of the manifest{whose}")
         if merge:
             report.add("merged", f"{len(merged.paths)} maps, each in fp32 and rounded once")
         write_others(folder.partial, made, files)
@@ -313,14 +314,22 @@ def export_hf(
     return report
 
 
-def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool, ema: bool) -> dict[str, str]:
+def _refuse_other_weights(reader: CheckpointReader, name: str) -> None:
+    """Raises CheckpointError: the checkpoint has no such variant."""
+    there = [each for each in features.variants() if OUTER + each in reader.kinds()]
+    if name not in there:
+        remedy = f"Give {' or '.join(there)}" if there else "Leave it out"
+        raise CheckpointError(f"{reader.folder}: --weights {name}: its run kept no such values. {remedy}.")
+
+
+def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool, weights: str | None) -> dict[str, str]:
     """A restart continues an interrupted export with an equal plan."""
     shards = json.dumps({name: asdict(shard) for name, shard in files.shards.items()})
     plan = {"to-hf": str(checkpoint.resolve()), "manifest": hash_file(checkpoint / MANIFEST), "check": check}
     return (
         plan
         | {"files": xxhash.xxh3_64_hexdigest(shards.encode())}
-        | {name: "yes" for name, on in (("merge", merge), ("ema", ema)) if on}
+        | {name: value for name, value in (("merge", "yes" * merge), ("weights", weights)) if value}
     )
 
 
@@ -333,11 +342,14 @@ def _finish(folder: OutputFolder, made: Export) -> None:
     made.reader.close()
 
 
-def _export_adapter(made: Export, adapter: AdapterConfig, dtype: str | None, target: Path, *, ema: bool) -> Report:
+def _export_adapter(
+    made: Export, adapter: AdapterConfig, dtype: str | None, target: Path, weights: str | None
+) -> Report:
     """`target`: folder to write into."""
     reader, trainer, report = made.reader, made.trainer, made.report
     kind = DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"]
-    with OutputFolder(target, {"to-hf": str(reader.folder.resolve()), "adapter": kind, "ema": str(ema)}) as folder:
+    plan = {"to-hf": str(reader.folder.resolve()), "adapter": kind, "weights": str(weights)}
+    with OutputFolder(target, plan) as folder:
         size = write_peft(folder.partial, made, adapter, kind)
         copy_beside(folder.partial, trainer, reader.folder, report)
         write_mark(folder.partial, reader.folder, trainer, model_config=trainer.model_config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.format import EMA
+from llmtrain.checkpoint.format import OUTER
 from llmtrain.checkpoint.load import compare_checksums
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.api import StateTensor
+from llmtrain.features.ema import EmaConfig
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum_part
 from llmtrain.training.parts import Done, Part
@@ -25,6 +26,8 @@ from llmtrain.training.step import Position, is_due
 if TYPE_CHECKING:
     from llmtrain.training.setup import Setup
 
+EMA = OUTER + "ema"
+"""Kind of the means in a checkpoint."""
 _CHUNK = 1 << 22
 """Elements that are exchanged at a time."""
 
@@ -37,7 +40,7 @@ class Ema(Part):
 
     def __init__(self, setup: Setup) -> None:
         """The means begin with the current parameters."""
-        self._engine, self._ranks, self._settings = setup.engine, setup.ranks, setup.run.config.ema
+        self._engine, self._ranks, self._settings = setup.engine, setup.ranks, setup.run.config.section(EmaConfig)
         self._pieces = [
             piece for piece in setup.engine.state() if piece.kind == PARAM and piece.name not in setup.spec.frozen
         ]
@@ -66,6 +69,9 @@ class Ema(Part):
         for piece, mean in zip(self._pieces, self._means, strict=True):
             with piece.open() as live:
                 mean.lerp_(live, 1 - self._settings.decay)
+
+    def variants(self) -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
+        return {"ema": self.in_place}
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

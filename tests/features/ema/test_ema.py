@@ -13,11 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from llmtrain import cli
-from llmtrain.checkpoint.format import EMA, step_folder
+from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.features.ema.part import EMA
 from tests.helpers import forked
 from tests.helpers.launching import rows, write_recipe
 from tests.ranks.test_damage import flip
+
+EXPORTED = ("--weights", "ema")
 
 
 def train_first(words: list[str], rank: int) -> None:
@@ -27,8 +30,8 @@ def train_first(words: list[str], rank: int) -> None:
 
 
 def test_a_run_with_a_moving_average(small_data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that is resumed has the figures of one of 4 steps, and `--ema` exports its mean. A flipped bit in the newest
-    mean ended the resume for ever, with an older checkpoint that was whole."""
+    """One that is resumed has the figures of one of 4 steps, and `--weights ema` exports its mean. A flipped bit in the
+    newest mean ended the resume for ever, with an older checkpoint that was whole."""
     figures = {}
     for run in ("once", "twice"):
         (tmp_path / run).mkdir()
@@ -47,8 +50,8 @@ def test_a_run_with_a_moving_average(small_data: str, tmp_path: Path, capsys: py
     assert all(abs(value - math.log(512) ** 2) < 2 for _, value in told), told  # 512 words, alike before training
     assert all(own != mean for own, mean in figures["once"].values())
     folder = tmp_path / "once/run"
-    assert cli.main(["checkpoint", "to-hf", str(folder), str(tmp_path / "mean"), "--ema", "--dtype", "fp32"]) == 0
-    assert "of the moving averages" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "to-hf", str(folder), str(tmp_path / "mean"), *EXPORTED, "--dtype", "fp32"]) == 0
+    assert "of ema of what trains" in capsys.readouterr().out
     exported = load_file(tmp_path / "mean/model.safetensors")
     with contextlib.closing(CheckpointReader(step_folder(folder / "checkpoints", 4))) as reader:
         name, values = next(iter(exported.items()))
@@ -56,7 +59,9 @@ def test_a_run_with_a_moving_average(small_data: str, tmp_path: Path, capsys: py
         assert not torch.equal(reader.read(name, 0, values.numel()), values.reshape(-1))
     assert cli.main(["checkpoint", "average", "--last", "2", str(folder), str(tmp_path / "average")]) == 0
     assert "the mean of 2" in capsys.readouterr().out
-    assert cli.main(["checkpoint", "to-hf", str(tmp_path / "average"), str(tmp_path / "no"), "--ema"]) == 2
-    assert "kept no moving average" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "to-hf", str(tmp_path / "average"), str(tmp_path / "no"), *EXPORTED]) == 2
+    assert "--weights ema: its run kept no such values. Leave it out." in capsys.readouterr().err
+    assert cli.main(["checkpoint", "to-hf", str(folder), str(tmp_path / "no"), "--weights", "mean"]) == 2
+    assert "kept no such values. Give ema." in capsys.readouterr().err
     assert cli.main(["checkpoint", "average", "--last", "3", str(folder), str(tmp_path / "more")]) == 2
     assert "only 2 checkpoints are there (checkpoint.keep)" in capsys.readouterr().err

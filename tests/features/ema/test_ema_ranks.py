@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.checkpoint.format import EMA
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.rundir import find_folder
 from llmtrain.checkpoint.save import Saver
-from llmtrain.config.run import EmaConfig
 from llmtrain.engine.deepspeed.engine import ZeroEngine
+from llmtrain.features.ema import EmaConfig
+from llmtrain.features.ema.part import EMA, Ema
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.pieces import put
-from llmtrain.training.ema import Ema
 from llmtrain.training.parts import Done
 from llmtrain.training.setup import Setup
 from llmtrain.training.step import Position, Session
