@@ -156,7 +156,6 @@ CASES = [
     ),
     Wrong("lr that is nan", ("optim.lr = NaN", "finite", "correct the number"), argv=["--optim.lr", ".nan"]),
     Wrong("beta of 1", ("optim.betas = [0.9, 1.0]", "just under 1", "[0.9, 0.95]"), {"optim": {"betas": [0.9, 1.0]}}),
-    Wrong("a decay of 1", ("ema.decay = 1.0", "just under 1", "0.999 is common"), {"ema": {"decay": 1.0}}),
     Wrong("no log points", ("train.log_every = 0", "at least 1", "10 is the default"), {"train": {"log_every": 0}}),
     Wrong("min_ratio of 2", ("schedule.min_ratio = 2", "from 0 to 1", "0.1"), {"schedule": {"min_ratio": 2}}),
     Wrong(

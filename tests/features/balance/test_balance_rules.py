@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from llmtrain import features
 from llmtrain.cli import main
 from llmtrain.config.load import load
+from llmtrain.config.run import RunConfig
 from tests.helpers.config_workplace import write
 
 MEASURED = {"balance": {"mode": "measured"}}

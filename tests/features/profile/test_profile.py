@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.config.run import RunConfig
+from llmtrain.features import shortened
+from llmtrain.features.profile import ProfileConfig
 from tests.helpers.forked import finish, train
 from tests.helpers.launching import losses, write_recipe
 
@@ -44,3 +47,8 @@ def test_a_profile_says_what_a_step_went_to(small_data: str, tmp_path: Path) -> 
 def test_steps_that_are_no_range_are_refused(small_data: str, tmp_path: Path) -> None:
     code, output = finish(write_recipe(tmp_path, small_data), "--profile.steps", "4:3", world_size=1)
     assert code == 2 and "must be FIRST:LAST" in output
+
+
+def test_a_proof_of_few_steps_has_no_profile() -> None:
+    run = RunConfig(deepspeed="ds.json", profile=ProfileConfig(steps="1000:1001"))
+    assert shortened(run, 20)["profile"] == ProfileConfig()

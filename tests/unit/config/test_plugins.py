@@ -366,14 +366,13 @@ def test_a_file_that_no_variable_can_carry_is_refused(here: Path) -> None:
         plugin_import.carried()
 
 
-def test_a_figure_of_a_plugins_metric_or_of_the_averages_may_decide(here: Path) -> None:
+def test_a_figure_of_a_plugins_metric_may_decide(here: Path) -> None:
     rare = "@dataclass(kw_only=True)\nclass Rare(Metric, entry='rare'):\n    below: float = 0.01\n"
     rare += "    def values(self, nll, labels):\n        return nll\n"
     (here / "rare.py").write_text(f"{HEAD}from llmtrain import Metric\n{rare}")
-    words = ["run.yaml", "--plugin", "rare.py", "--metrics.rare", "--ema.decay", "0.9", "--train.eval_every", "4"]
+    words = ["run.yaml", "--plugin", "rare.py", "--metrics.rare", "--train.eval_every", "4"]
     words += ["--checkpoint.keep_best.metric"]
     assert parse([*words, "eval/rare", "--checkpoint.keep_best.mode", "max"]).config.checkpoint.keep_best.mode == "max"
-    assert parse([*words, "eval/ema/loss"]).config.checkpoint.keep_best.metric == "eval/ema/loss"
     with pytest.raises(ConfigError, match=r"checkpoint\.keep_best\.mode"):
         parse([*words, "eval/rare"])
     with pytest.raises(ConfigError, match="is no figure of this run's evaluations"):

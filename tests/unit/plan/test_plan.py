@@ -150,8 +150,8 @@ def test_each_stage_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[st
 
 def test_bytes_have_the_labels_of_the_modules_that_make_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_json(stage=3, stage3_param_persistence_threshold=0)
-    [kind] = plan(capsys, "--slots 2 --optim.name lion --ema.decay 0.9")["kinds"]
-    labels = {"gathered parameters", "logits and loss", "ema", "optimizer", "gradients", "buckets"}
+    [kind] = plan(capsys, "--slots 2 --optim.name lion")["kinds"]
+    labels = {"gathered parameters", "logits and loss", "optimizer", "gradients", "buckets"}
     assert labels <= kind["rehearsed"]["highest"].keys()
 
 
@@ -340,7 +340,6 @@ ENDS = {
     "a large micro-batch": ("backward", CUDA, "--train.micro_batch=64", {}, "come in this phase (activations of"),
     "a large vocabulary": ("forward", CUDA, "--model.config.vocab_size=65536", {}, "this phase (logits and loss"),
     "a later stage": ("forward", ON_CPU, '--data.stages=[{"from_step":5,"sequence_length":32}]', {}, "(activations of"),
-    "a mean of the parameters": ("step", MemoryError(), "--ema.decay=0.9", {}, ", ema 832 KiB"),
     "an evaluation": ("evaluate", ON_CPU, "--model.config.vocab_size=16384", {}, "come in this phase (logits and loss"),
     "an online reference": ("reference", ON_CPU, ONLINE, {}, "come in this phase (logits and loss"),
     "offload": ("step", MemoryError(), "", OFFLOAD, ", moments (host) 1.629 MiB"),
