@@ -32,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 
 def setup_of(case: Case) -> Setup:
     setup = make_setup(case)
-    setup.run.config = replace(setup.run.config, ema=EmaConfig(decay=DECAY))
+    setup.run = replace(setup.run, config=replace(setup.run.config, ema=EmaConfig(decay=DECAY)))
     return setup
 
 
