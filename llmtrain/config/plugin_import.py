@@ -192,7 +192,8 @@ def check_methods(cls: type, given: str) -> None:
     ours = next(base for base in cls.__mro__ if base.__module__.startswith("llmtrain.")
                 and not within(base, modules))  # fmt: skip
     theirs = cls.__mro__[: cls.__mro__.index(ours)]
-    known = {name: each for name, each in inspect.getmembers(ours, inspect.isfunction) if not name.startswith("_")}
+    known = {name: each for name, each in inspect.getmembers(ours, inspect.isfunction)
+             if not name.startswith("_") and name not in getattr(ours, "own_methods", ())}  # fmt: skip
     own = {name: each for base in reversed(theirs) for name, each in vars(base).items()
            if isinstance(each, FunctionType) and not name.startswith("_")}  # fmt: skip
     for name, method in own.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from llmtrain.base.choice import Entry
 from llmtrain.engine.api import StateTensor
@@ -85,6 +85,8 @@ class Part(Entry, section="parts"):
     Count(Part, entry="count")`), whose fields are set below `parts.count`.
     """
 
+    own_methods: ClassVar[frozenset[str]] = frozenset({"around_passes", "variants"})
+    """Methods that are called on llmtrain's own parts alone: a plugin's class with one of them is refused."""
     key = ""
     """Name of its entry in a checkpoint's trainer.json; empty: it has none."""
     communicates_beside = False

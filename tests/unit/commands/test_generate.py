@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCa
 
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.inference import Sampling
+from llmtrain.checkpoint.hf.serving import sampling_defaults
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cli import main
 from llmtrain.data.tokenize import train_bpe
@@ -226,16 +227,16 @@ def test_where_a_base_stops_stays_in_the_export(tokenizer, tmp_path):
     run = {"run": {"model": {"pretrained": str(base), "revision": None}}, "separator_id": end}
     for case, beside, ends in (
         ("own", {**run, "tokenizer_dir": str(data)}, [turn, begin, end]),
-        ("recorded", {**run, "tokenizer_dir": str(data), "sampling": {"top_p": 0.5}}, [turn, begin, end]),
         ("foreign", {**run, "tokenizer_dir": str(tokenizer), "separator_id": 0}, 0),
         ("one", {**run, "tokenizer_dir": str(data)}, end),
     ):
         named = [2, turn, begin] if ends != end else end  # 2 is a word, the default of Llama's configuration
         (base / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-        checkpoint = checkpoint_of(model, tmp_path / case, **beside)
+        record = sampling_defaults(base, Path(beside["tokenizer_dir"]))  # as a run keeps it
+        checkpoint = checkpoint_of(model, tmp_path / case, **beside, sampling=record)
         assert main(["checkpoint", "to-hf", str(checkpoint), str(tmp_path / f"{case}-out")]) == 0
         told = json.loads((tmp_path / f"{case}-out/generation_config.json").read_text())
-        assert told["eos_token_id"] == ends and told.get("top_p") == (0.5 if case == "recorded" else None), case
+        assert told["eos_token_id"] == ends, case
         assert json.loads((tmp_path / f"{case}-out/config.json").read_text())["eos_token_id"] in (end, 0)
 
 

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from llmtrain.data.prepare.settings import draw, parts
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder
 from tests.helpers.play import BYTES, write_play
-from tests.helpers.prepared import edit_manifest
 from tests.unit.data.test_data_prepare import contents
 
 pytestmark = pytest.mark.long
@@ -157,24 +155,6 @@ def test_texts_that_validation_has_and_their_kinds_are_told(tmp_path: Path, caps
     said = capsys.readouterr()
     assert "it gives no training document; add text (14 documents of --source left out: also in --val" in said.err
     assert re.search(r"1 \.k7, and 2 other kinds$", said.out, re.M)
-
-
-def test_a_complete_folder_without_validation_is_an_error_too(
-    prepared: Path, play: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Made by a version that did not cut documents: "nothing to do" would hide it until training refuses it."""
-    old = tmp_path / "old"
-    shutil.copytree(prepared, old)
-
-    def change(manifest: dict[str, Any]) -> None:
-        del manifest["cut"]
-        manifest["tokens"]["validation"] = manifest["documents"]["validation"] = 0
-        manifest["shards"]["validation"] = []
-
-    edit_manifest(old, change)
-    assert prepare(play, old) == 2
-    error = capsys.readouterr().err
-    assert "it has no validation text" in error and "delete the folder" in error
 
 
 def test_validation_source_gives_the_validation_set_and_training_holds_nothing_of_it(
