@@ -1,4 +1,4 @@
-"""Before a run: facts of each host, the faults among them, the network between the hosts. No torch here."""
+"""Before a run: facts of each host, faults among them, the network between hosts. Light, but for all_reduce.py."""
 
 from __future__ import annotations
 

@@ -27,9 +27,6 @@ from llmtrain.features.doctor.preflight import (
     with_ops,
 )
 
-_ALL_REDUCE = "llmtrain.engine.ranks.all_reduce"
-"""Program with torch that tries the collectives on each host."""
-
 
 def main(argv: list[str]) -> int:
     """Returns 1 for a red cell, else 0. Raises ConfigError for the hostfile, the configuration and the command line."""
@@ -51,7 +48,7 @@ def main(argv: list[str]) -> int:
         report = with_ops(report, needed)
     report = replace(report, findings=in_order([*report.findings, *of_this_host(report.survey)], hosts))
     if not args.quick and fabric.has_peers(report.survey):
-        report = fabric.with_fabric(report, _ALL_REDUCE, needed)
+        report = fabric.with_fabric(report, needed)
     report = replace(report, elapsed_s=time.monotonic() - started)
     if args.json:
         print(json.dumps(report.as_json(), indent=1))

@@ -338,10 +338,13 @@ def has_peers(survey: Survey) -> bool:
     return len(names) > 1 or any(len(each) > 1 for each in _here(survey, names).values())
 
 
-def measure_all_reduce(survey: Survey, module: str) -> dict[str, Any]:
+_ALL_REDUCE = "llmtrain.features.doctor.all_reduce"
+"""Program with torch for each host, which gets its questions as JSON and prints `mark` and its answer."""
+
+
+def measure_all_reduce(survey: Survey) -> dict[str, Any]:
     """Try a run's collectives: an all-reduce of all ranks, then each pair of a host's GPUs. There is a rank for each
     GPU in the hostfile, or one for each host without GPUs; at most 64 hosts are used. Sizes grow while they are quick.
-    `module`: the program for each host, which gets its questions as JSON and prints `mark` and its answer.
 
     Returns: hosts (those used), backend, ranks (a number), steps (bytes and seconds), pairs (names and bytes a second),
     errors (by host).
@@ -363,7 +366,7 @@ def measure_all_reduce(survey: Survey, module: str) -> dict[str, Any]:
     }
 
     def one(name: str) -> Answer:
-        worker = [sys.executable, "-m", module, json.dumps({**questions, "here": here[name]})]
+        worker = [sys.executable, "-m", _ALL_REDUCE, json.dumps({**questions, "here": here[name]})]
         command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
         return on_hosts([name], command, timeout_s=_WITHIN_S[backend], port=survey.ssh_port, here=survey.alone)[name]
 
@@ -458,11 +461,10 @@ def _bytes(count: float) -> str:
     return f"{count / 2**10:g} KiB"
 
 
-def with_fabric(report: Report, all_reduce: str, run: Needs | None) -> Report:
-    """Add the measurements between hosts, in seconds and bit/s, and between GPUs. `all_reduce`: module of the program
-    with torch for the collectives."""
+def with_fabric(report: Report, run: Needs | None) -> Report:
+    """Add the measurements between hosts, in seconds and bit/s, and between GPUs."""
     measured, findings = examine(report.survey)
-    reduced = measure_all_reduce(report.survey, all_reduce)
+    reduced = measure_all_reduce(report.survey)
     if reduced["steps"] and not reduced["errors"]:  # over the connections that a run of this backend makes
         findings = without_doubt(findings, reduced["hosts"])
     findings = [*findings, *too_slow(measured.pairs, *((run.sent_bytes, run.patience_s) if run else (None, 0.0)))]

@@ -12,8 +12,7 @@ import pytest
 
 from llmtrain.cluster import gpus
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.engine.ranks import all_reduce
-from llmtrain.features.doctor import checks, fabric
+from llmtrain.features.doctor import all_reduce, checks, fabric
 from llmtrain.features.doctor.checks import Finding, Survey
 from tests.features.doctor.test_doctor_checks import healthy, probed
 from tests.helpers import gpu_texts as texts
@@ -209,7 +208,7 @@ def test_a_host_starts_a_process_for_each_of_its_ranks(tmp_path: Path) -> None:
         "mark": "answer: ", "backend": "gloo", "ranks": ["node-1 GPU 0", "node-1 GPU 1"], "here": [[0, 0], [1, 1]],
         "address": "127.0.0.1", "port": free_port(), "rounds": [[[0, 1]]], "limit_s": 60.0,
     }  # fmt: skip
-    words = [sys.executable, "-m", "llmtrain.engine.ranks.all_reduce", json.dumps(questions)]
+    words = [sys.executable, "-m", "llmtrain.features.doctor.all_reduce", json.dumps(questions)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(all_reduce.__file__).parents[3])
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer: ")]
     said = json.loads(line.removeprefix("answer: "))

@@ -1,12 +1,19 @@
-"""The command line of `llmtrain doctor`: it takes a run as every command does, and passes its variables on."""
+"""`llmtrain doctor` takes a run as every command does and passes its variables on; a launch asks it once."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llmtrain import cli
+from llmtrain import cli, features
+from llmtrain.base.errors import ConfigError
+from llmtrain.config.load import load
+from llmtrain.features.doctor import preflight
+from llmtrain.features.doctor.checks import Finding, Needs
+from tests.features.doctor.test_doctor_checks import healthy
+from tests.helpers.launching import write_recipe
 from tests.unit import test_cli
 
 
@@ -26,3 +33,24 @@ def test_a_wrong_flag_is_answered(
 def test_variables_that_go_to_other_hosts_are_the_users() -> None:
     test_cli.test_threads_of_a_command_sleep_while_they_wait("doctor", {}, None, None)
     assert [name for name in cli.commands() if cli._passes_on(name)] == ["launch", "doctor"]
+
+
+def test_a_launch_gets_the_first_hosts_address_or_does_not_start(
+    tmp_path: Path, small_data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, asked = [str(write_recipe(tmp_path, small_data))], list[Needs]()
+    red = Finding(host="node-2", check="disk", level="red", what="it is full", fix="empty it")
+    report = preflight.Report(survey=healthy(), findings=(), checked=frozenset({"disk"}), elapsed_s=1.0)
+
+    def examined(_: Any, run: Needs, **__: Any) -> preflight.Report:
+        asked.append(run)
+        return report
+
+    monkeypatch.setattr(preflight, "preflight", examined)
+    given = (load(words, 2, "the hosts' slots"), words, healthy().hosts, 29500)
+    assert features.before_launch(*given) == report.address is not None
+    assert asked[0].files[0] == words[0] and asked[0].folders[0].key == "data.path"
+    report = preflight.Report(survey=healthy(), findings=(red,), checked=frozenset({"disk"}), elapsed_s=1.0)
+    with pytest.raises(ConfigError, match="nothing was started"):
+        features.before_launch(*given)
+    assert "it is full" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""An all-reduce of growing size: `python -m llmtrain.engine.ranks.all_reduce QUESTIONS`, by doctor on each host.
+"""An all-reduce of growing size: `python -m llmtrain.features.doctor.all_reduce QUESTIONS`, by doctor on each host.
 
 QUESTIONS is JSON: mark, backend, ranks (their names, in order), here (this host's: [rank, device] each), address and
 port of rank 0, rounds (of pairs of ranks to be measured one by one), limit_s. The answer is one line, mark and then
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 def _each_of(ask: dict[str, Any]) -> dict[str, Any]:
     """Start a process for each rank of this host; returns the first rank's answer, or the first error."""
     alone = [{**ask, "here": [one], "local_size": len(ask["here"])} for one in ask["here"]]
-    words = [[sys.executable, "-m", "llmtrain.engine.ranks.all_reduce", json.dumps(each)] for each in alone]
+    words = [[sys.executable, "-m", "llmtrain.features.doctor.all_reduce", json.dumps(each)] for each in alone]
     started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in words]
     answers = []
     for (rank, _), process in zip(ask["here"], started, strict=True):
