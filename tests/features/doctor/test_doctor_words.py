@@ -38,7 +38,7 @@ def test_variables_that_go_to_other_hosts_are_the_users() -> None:
 def test_a_launch_gets_the_first_hosts_address_or_does_not_start(
     tmp_path: Path, small_data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, asked = [str(write_recipe(tmp_path, small_data))], list[Needs]()
+    words, asked = ["--config", str(write_recipe(tmp_path, small_data))], list[Needs]()
     red = Finding(host="node-2", check="disk", level="red", what="it is full", fix="empty it")
     report = preflight.Report(survey=healthy(), findings=(), checked=frozenset({"disk"}), elapsed_s=1.0)
 
@@ -49,7 +49,7 @@ def test_a_launch_gets_the_first_hosts_address_or_does_not_start(
     monkeypatch.setattr(preflight, "preflight", examined)
     given = (load(words, 2, "the hosts' slots"), words, healthy().hosts, 29500)
     assert features.before_launch(*given) == report.address is not None
-    assert asked[0].files[0] == words[0] and asked[0].folders[0].key == "data.path"
+    assert asked[0].files[0] == words[1] and asked[0].folders[0].key == "data.path"
     report = preflight.Report(survey=healthy(), findings=(red,), checked=frozenset({"disk"}), elapsed_s=1.0)
     with pytest.raises(ConfigError, match="nothing was started"):
         features.before_launch(*given)
