@@ -59,7 +59,7 @@ def measured(case: Case, folder: str) -> tuple[dict[str, Any], list[str]]:
     tracker = _Tracker()
     launch: Any = SimpleNamespace(setup=setup, tracker=tracker, speed=throughput_of(setup),
                                   folder=SimpleNamespace(path=Path()),
-                                  start=SimpleNamespace(position=Position()))  # fmt: skip
+                                  start=SimpleNamespace(position=Position()), parts=[])  # fmt: skip
     evaluation = Evaluation(launch)
     figures = evaluation.evaluate(Position(step=3))
     assert tracker.row == {"step": 3, **figures}
