@@ -17,9 +17,10 @@ def test_a_clone_without_the_feature_trains(name: str, small_data: str, tmp_path
     attempt(FEATURES if name == "all" else [name], write_recipe(tmp_path, small_data))
 
 
-def test_the_units_of_the_core_need_no_feature(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [("tests/unit/test_imports.py",), ("tests/unit", "--collect-only")], ids=str)
+def test_the_units_of_the_core_import_no_feature(words: tuple[str, ...], tmp_path: Path) -> None:
     copy(FEATURES, tmp_path / "clone")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/unit", "-m", "not (slow or more or cluster or sites)"]
+    command = [sys.executable, "-m", "pytest", "-q", *words]
     done = subprocess.run(command, cwd=tmp_path / "clone", env=environment(PYTHONPATH=str(tmp_path / "clone")),
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]

@@ -48,7 +48,7 @@ def test_a_field_of_another_choice_is_refused_in_the_yaml_and_on_the_command_lin
 
 
 def test_there_are_fields_to_refuse() -> None:
-    assert {section for section, _, _ in FOREIGN} >= {"schedule", "optim", "objective", "sites"}
+    assert {section for section, _, _ in FOREIGN} >= {"schedule", "optim", "objective"}
 
 
 SWITCHED = [("optim", "adamw", "muon_lr"), ("sites", "diloco", "fragments")]
