@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from llmtrain.base.errors import CheckpointError, ConfigError
 from llmtrain.checkpoint.hf.inference import Sampling, generate
 from llmtrain.checkpoint.load import _refuse_other_adapter
+from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.models.parameters import PREFIX, WEIGHTS
 from llmtrain.models.spec import ModelSpec
@@ -156,6 +156,6 @@ def test_a_full_run_and_an_adapters_do_not_continue_each_other(pools, small_data
     pools(2).run(saved, full, str(tmp_path / "full"))
     with pytest.raises(RankFailed, match=r"holds no adapter, and this run trains one(.|\n)*to-hf RUN FOLDER\)"):
         pools(2).run(resumed, lora, str(tmp_path / "full"))
-    states: Any = ({"run": {"adapter": {"r": 4}}}, {"run": {"adapter": {"r": None}}})
+    states = [TrainerState(run={"adapter": {"r": rank}}) for rank in (4, None)]
     with pytest.raises(CheckpointError, match=r"holds an adapter \(adapter.r 4\)(.|\n)*--merge"):
         _refuse_other_adapter(*states, tmp_path)
