@@ -99,8 +99,6 @@ class TrainerState:
             if not any(_fits(value, kind) for kind in kinds[key]):
                 names = [_WORDS[get_origin(kind) or kind] for kind in kinds[key] if kind is not type(None)]
                 raise _wrong(file, key, value, " or ".join(names))
-        if "reference" in known:  # until 26 November 2026 one for each set of a mixture
-            known["reference"] = sorted(set(known["reference"]))
         return cls(**known, entries={key: value for key, value in tree.items() if key not in kinds})
 
     def to_json(self) -> dict[str, Any]:

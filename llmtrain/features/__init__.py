@@ -2,7 +2,8 @@
 
 A folder's `__init__.py` has a class derived from `Feature`: what the feature adds to the core. It imports nothing but
 the classes of sections, which each program that reads a YAML needs; methods import the rest where a run asks for it. No
-other file of the package names a feature, but for the order of parts in training/run.py. A new feature is a new folder.
+other file of the package imports a feature; training/run.py names those with a part, in the order of the parts. A new
+feature is a new folder.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from llmtrain.base.choice import Rules
 class Feature:
     """What a folder of features adds to the core. Each default adds nothing.
 
-    `run` is always the RunConfig, `launch` the Launch of training/parts.py: these modules are above this one.
+    `config` is the RunConfig, `run` the Run, `launch` the Launch of training/parts.py, all of modules above this one.
     """
 
     name: ClassVar[str]
-    """The folder's. The YAML's section, the part in the order of parts, and the page in docs have it, too."""
+    """The folder's, and also of its section, its part in the order of parts, and its page in docs, if it has these."""
     section: ClassVar[type[Any] | None] = None
     """The frozen dataclass of the YAML's section; of a section of choices its base class."""
     default: ClassVar[type[Any] | None] = None
@@ -49,7 +50,7 @@ class Feature:
     passes_on: ClassVar[bool] = False
     """The commands pass variables of their process on to other hosts."""
 
-    def asked(self, run: Any) -> bool:
+    def asked(self, config: Any) -> bool:
         """True for a run that has the feature."""
         return False
 
@@ -58,10 +59,10 @@ class Feature:
         return Rules()
 
     def notes(self, run: Any) -> Iterable[str]:
-        """Lines at the start of a run that has the feature. `run`: the Run."""
+        """Lines at the start of a run that has the feature."""
         return ()
 
-    def check_model(self, run: Any, model: Any, problems: Any) -> None:
+    def check_model(self, config: Any, model: Any, problems: Any) -> None:
         """Add to the Problems why the PreTrainedModel, without values, cannot train with the feature."""
 
     def part(self, launch: Any) -> Any:
@@ -76,7 +77,7 @@ class Feature:
         """Return the section for a proof of few steps."""
         return section
 
-    def plain(self, run: Any) -> Any:
+    def plain(self, config: Any) -> Any:
         """Return what the reference of a proof of parity calls with 0 and the first masters, and after each update with
         the step and the masters (name -> tensor). It returns the values of `variants` by their names, computed by their
         definition. None: there are none."""
@@ -86,7 +87,6 @@ class Feature:
         """Examine the hosts of a launch before ranks start on several: once, not before a restart.
 
         Args:
-            run: the Run.
             words: its command line.
             hosts: the Host of each.
             port: of the rendezvous.
@@ -97,7 +97,7 @@ class Feature:
         """
         return None
 
-    def unrepeatable(self, run: Any) -> str:
+    def unrepeatable(self, config: Any) -> str:
         """Why steps of a run with the feature cannot be trained again from a checkpoint; empty: they can."""
         return ""
 
@@ -126,9 +126,9 @@ def names_of_sections() -> dict[type[Any], str]:
     return {feature.section: name for name, feature in features().items() if feature.section is not None}
 
 
-def asked(run: Any) -> list[Feature]:
+def asked(config: Any) -> list[Feature]:
     """The features that a run has."""
-    return [feature for feature in features().values() if feature.asked(run)]
+    return [feature for feature in features().values() if feature.asked(config)]
 
 
 def defaults() -> dict[str, Any]:
@@ -151,17 +151,17 @@ def parts_of(setup: Any) -> list[Any]:
     return [part for feature in asked(setup.run.config) if (part := feature.part_of(setup)) is not None]
 
 
-def shortened(run: Any, steps: int) -> dict[str, Any]:
+def shortened(config: Any, steps: int) -> dict[str, Any]:
     """Return the sections for a proof of few steps, without what it leaves out."""
     return {
-        name: default if feature.observes or feature.reorders else feature.shortened(getattr(run, name), steps)
+        name: default if feature.observes or feature.reorders else feature.shortened(getattr(config, name), steps)
         for name, default in defaults().items()
         for feature in (features()[name],)
     }
 
 
-def most_sequences(run: Any) -> int:
-    return max((feature.most_sequences for feature in asked(run)), default=1)
+def most_sequences(config: Any) -> int:
+    return max((feature.most_sequences for feature in asked(config)), default=1)
 
 
 def notes(run: Any) -> list[str]:
@@ -188,13 +188,13 @@ def renamed() -> dict[str, str]:
     return dict(pair for feature in features().values() for pair in feature.renamed)
 
 
-def rules(run: Any) -> Rules:
+def rules(config: Any) -> Rules:
     """Return the rules of all features whose section a run changes."""
-    return sum((feature.rules() for feature in features().values() if _changed(feature, run)), Rules())
+    return sum((feature.rules() for feature in features().values() if _changed(feature, config)), Rules())
 
 
-def _changed(feature: Feature, run: Any) -> bool:
-    return feature.section is not None and getattr(run, feature.name) != defaults()[feature.name]
+def _changed(feature: Feature, config: Any) -> bool:
+    return feature.section is not None and getattr(config, feature.name) != defaults()[feature.name]
 
 
 def with_sections(cls: type[Any]) -> type[Any]:

@@ -1,4 +1,4 @@
-"""What sites save, and what they cost: the benchmark's figures of docs/networks.md, with a smaller model."""
+"""What sites save, and what they cost: the benchmark's figures of docs/sites.md, with a smaller model."""
 
 from __future__ import annotations
 

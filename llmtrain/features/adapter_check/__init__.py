@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class AdapterCheckFeature(Feature):
-    def asked(self, run: RunConfig) -> bool:
-        return run.adapter.r is not None
+    def asked(self, config: RunConfig) -> bool:
+        return config.adapter.r is not None
 
     def part(self, launch: Launch) -> Part:
         from llmtrain.features.adapter_check.part import AdapterCheck

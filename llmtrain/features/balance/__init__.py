@@ -31,8 +31,8 @@ class BalanceFeature(Feature):
     most_sequences = 2
     renamed = (("train.balance", "balance.mode"),)
 
-    def asked(self, run: RunConfig) -> bool:
-        return run.section(BalanceConfig).mode == "measured"
+    def asked(self, config: RunConfig) -> bool:
+        return config.section(BalanceConfig).mode == "measured"
 
     def rules(self) -> Rules:
         from llmtrain.features.balance.rules import OF_FORMS, OF_STEPS, RULES
@@ -43,12 +43,12 @@ class BalanceFeature(Feature):
         if run.mix.degrees.data == 1:
             yield "balance.mode measured changes nothing here: all ranks work on the same sequences"
 
-    def check_model(self, run: RunConfig, model: PreTrainedModel, problems: Problems) -> None:
+    def check_model(self, config: RunConfig, model: PreTrainedModel, problems: Problems) -> None:
         from llmtrain.models.experts import expert_blocks
 
         if expert_blocks(model):
             rule = "the routers of a mixture of experts are balanced over micro-batches of equal size on all ranks"
-            problems.add("balance.mode", run.section(BalanceConfig).mode, rule, "set it to equal")
+            problems.add("balance.mode", config.section(BalanceConfig).mode, rule, "set it to equal")
 
     def part(self, launch: Launch) -> Part | None:
         if launch.setup.run.mix.degrees.data == 1:

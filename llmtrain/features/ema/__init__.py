@@ -31,8 +31,8 @@ class EmaFeature(Feature):
     section = EmaConfig
     variants = ("ema",)
 
-    def asked(self, run: RunConfig) -> bool:
-        return run.section(EmaConfig).decay is not None
+    def asked(self, config: RunConfig) -> bool:
+        return config.section(EmaConfig).decay is not None
 
     def rules(self) -> Rules:
         from llmtrain.features.ema.rules import OF_STEPS, RULES
@@ -49,10 +49,10 @@ class EmaFeature(Feature):
             return section
         return replace(section, decay=min(0.75, section.decay), every=min(2, steps, section.every))
 
-    def plain(self, run: RunConfig) -> PlainEma:
+    def plain(self, config: RunConfig) -> PlainEma:
         from llmtrain.features.ema.plain import PlainEma
 
-        return PlainEma(run.section(EmaConfig))
+        return PlainEma(config.section(EmaConfig))
 
 
 FEATURE = EmaFeature()

@@ -32,8 +32,8 @@ class ProfileFeature(Feature):
     section = ProfileConfig
     observes = True
 
-    def asked(self, run: RunConfig) -> bool:
-        return run.section(ProfileConfig).steps is not None
+    def asked(self, config: RunConfig) -> bool:
+        return config.section(ProfileConfig).steps is not None
 
     def rules(self) -> Rules:
         from llmtrain.features.profile.rules import OF_STEPS, RULES

@@ -27,8 +27,8 @@ class RecheckFeature(Feature):
     observes = True
     renamed = (("fault.recheck_every", "recheck.every"),)
 
-    def asked(self, run: RunConfig) -> bool:
-        return run.section(RecheckConfig).every > 0
+    def asked(self, config: RunConfig) -> bool:
+        return config.section(RecheckConfig).every > 0
 
     def rules(self) -> Rules:
         from llmtrain.features.recheck.rules import OF_FORMS

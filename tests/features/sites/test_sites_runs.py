@@ -173,7 +173,7 @@ def test_a_site_alone_trains_as_without_sites(coordinator, small_data, tmp_path)
 
 def test_the_commands_of_the_page(small_data, tmp_path, warm):
     """The real launcher and coordinator; the addresses, ports, run folders and the number of steps are the test's."""
-    blocks = re.findall(r"^```bash\n(.*?)\n```", (REPO / "docs/networks.md").read_text(), flags=re.M | re.S)
+    blocks = re.findall(r"^```bash\n(.*?)\n```", (REPO / "docs/sites.md").read_text(), flags=re.M | re.S)
     port = free_port()
     meeting, sites, status = (re.sub(r"10\.8\.0\.1:\d+", f"127.0.0.1:{port}", each) for each in blocks[:3])
     recipe(tmp_path / "site", small_data).rename(tmp_path / "RUN.yaml")
