@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -193,8 +194,7 @@ def test_what_is_kept_opens_after_a_kill(tmp_path: Path, machine: dict[str, str]
     (tmp_path / "out/cache/kernel").write_text("")
     if how == signal.SIGKILL:
         wait_for(lambda: (tmp_path / "kept/figures.tar").is_file() and "1.2b.json" in kept(tmp_path))
-    stuck = next(each for each in psutil.Process(process.pid).children(recursive=True) if each.name() == "sleep" and
-                 "60" in each.cmdline())  # fmt: skip
+    stuck = the_sleep(process.pid)
     process.send_signal(how)
     process.wait(timeout=60)
     assert "1.2b.json" in kept(tmp_path) and not any("kernel" in name for name in kept(tmp_path))
@@ -202,6 +202,21 @@ def test_what_is_kept_opens_after_a_kill(tmp_path: Path, machine: dict[str, str]
         stuck.wait(timeout=60)
     else:
         stuck.kill()
+
+
+def the_sleep(pid: int) -> psutil.Process:
+    """The process that stands for a part that does not end, once it has begun."""
+    found: list[psutil.Process] = []
+
+    def begun() -> bool:
+        for each in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if each.name() == "sleep" and "60" in each.cmdline():
+                    found.append(each)
+        return bool(found)
+
+    wait_for(begun)
+    return found[0]
 
 
 def wait_for(what: Callable[[], bool]) -> None:
