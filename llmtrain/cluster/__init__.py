@@ -1,1 +1,1 @@
-"""The hosts of a job: its launch, its watch. No torch here."""
+"""The hosts of a job, and its launch. No torch here."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain import features
 from llmtrain.base.errors import ConfigError, number_in
 from llmtrain.base.files import refuse_if_in_use, scratch_folder
 from llmtrain.base.imports import let_segments_grow
@@ -110,7 +111,7 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[Run, int]:
             stall_timeout_s=run.config.fault.longest_s,
             start_timeout_s=run.config.fault.start_timeout_s,
             run_dir=run.run_dir,
-            agent="llmtrain.cluster.watch.agent",
+            agent=features.agent(),
         )
         let_segments_grow()
         if run.config.train.deterministic:  # without it cuBLAS may add in any order, and torch refuses its products

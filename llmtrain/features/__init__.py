@@ -47,6 +47,8 @@ class Feature:
     and the part's entry under the same name."""
     commands: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     """Commands of the command line: (name, module with its `main`, what it does)."""
+    agent: ClassVar[str] = ""
+    """Module of a process beside the ranks of each host; local rank 0 starts it, as base/rank/watched.py says."""
     passes_on: ClassVar[bool] = False
     """The commands pass variables of their process on to other hosts."""
 
@@ -171,6 +173,11 @@ def notes(run: Any) -> list[str]:
 def commands() -> dict[str, tuple[str, str]]:
     """Name -> (module, what it does)."""
     return {name: (module, what) for feature in features().values() for name, module, what in feature.commands}
+
+
+def agent() -> str:
+    """The module of the process beside the ranks of each host; empty: there is none."""
+    return next((feature.agent for feature in features().values() if feature.agent), "")
 
 
 def passes_on(command: str) -> bool:

@@ -1,6 +1,6 @@
 """Records a fault that ended a run, a pause or a straggler: events.jsonl first, then W&B. A separate process.
 
-Started by the watch of a host (cluster/watch/agent.py), which ends it after a few seconds: the ranks, and their W&B
+Started by the watch of a host (features/watch/agent.py), which ends it after a few seconds: the ranks, and their W&B
 process, may hang or be dead. Reads one JSON object from standard input.
 """
 

@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, list[str], str]] = {
 ELSEWHERE = {
     "has ranks that no longer agree": "tests/runs/test_consistency.py, tests/unit/cluster/test_launch_attempts.py",
     "stays in a method": "under a launcher: tests/runs/test_plugin.py",
-    "has lost a rank or a host": "tests/runs/test_watch.py, tests/unit/cluster/test_launch_supervise.py",
+    "has lost a rank or a host": "tests/features/watch/test_watch_runs.py, tests/unit/cluster/test_launch_supervise.py",
 }
 
 

@@ -50,6 +50,7 @@ LIGHT = (
     "commands/init.py",
     "commands/launch.py",
     "features/doctor",
+    "features/watch",
     "cli.py",
     "__main__.py",
 )
@@ -67,15 +68,8 @@ LAZY_DISPATCH = ("__init__", "cli", "__main__")
 # Names of the Python door, and of a group of entry points.
 NO_MODULES = {*(f"llmtrain.{name}" for name in llmtrain.__all__), "llmtrain.plugins"}
 # Which other parts of cluster a part of it may import.
-WITHIN_CLUSTER: dict[str, set[str]] = {
-    "gpus": set(),
-    "hosts": set(),
-    "watch": {"gpus"},
-    "launch": {"hosts", "watch"},
-}
-EXPLAINS = {"causes", "facts"}  # files of cluster/watch that read facts of a job and ask nothing else
+WITHIN_CLUSTER: dict[str, set[str]] = {"gpus": set(), "hosts": set(), "launch": {"hosts"}}
 RANK = "commands/train.py"
-STARTED_BY_A_RANK = "cluster/watch/agent.py"
 # Every run imports these, most of them inside a function, and with each the modules that it imports at its top.
 OF_EVERY_RUN = ("cli", "commands/train", "training/examine", "models/run/check", "training/run", "training/finish")
 MOST_MODULES, MOST_LINES = 155, 29_500
@@ -169,8 +163,6 @@ def test_the_folders_of_cluster_import_one_way() -> None:
             what = module.split(".")
             if what[:2] == ["llmtrain", "cluster"] and what[2] not in {own, *WITHIN_CLUSTER[own]}:
                 wrong.append(f"{file.relative_to(PACKAGE)} line {line}: {own} may not import {module}")
-            if file.stem in EXPLAINS and what[:3] == ["llmtrain", "cluster", "watch"]:
-                assert what[3] in EXPLAINS, f"{file.relative_to(PACKAGE)} line {line}: {module}"
     assert not wrong, "\n".join(wrong)
 
 
@@ -213,13 +205,13 @@ def test_no_two_folders_of_a_part_import_each_other() -> None:
 
 
 def test_a_rank_needs_nothing_of_cluster() -> None:
-    """`llmtrain train` and all that it may import use base/rank; the watch's agent is a process beside it."""
+    """`llmtrain train` and all that it may import use base/rank; an agent of the host is a process beside it."""
     reached, todo = set(), [PACKAGE / RANK]
     while todo:
         file = todo.pop()
         if file not in reached:
             reached.add(file)
-            todo += graph()[file] - {PACKAGE / STARTED_BY_A_RANK}
+            todo += graph()[file]
     assert PACKAGE / "training/run.py" in reached and PACKAGE / "base/rank/heartbeat.py" in reached
     assert not [str(file.relative_to(PACKAGE)) for file in reached if part_of(file) == "cluster"]
 
@@ -346,7 +338,7 @@ def test_modules_and_files_that_strings_name_are_there() -> None:
 
 
 def test_the_walker_sees_lazy_and_plain_imports_and_strings() -> None:
-    assert "llmtrain.cluster.watch.agent" in {module for module, _ in imported(PACKAGE / "commands/train.py")}
+    assert "llmtrain.checkpoint.writer" in {module for module, _ in imported(PACKAGE / "checkpoint/snapshot.py")}
     assert "llmtrain.base.errors.UserError" in {module for module, _ in imported(PACKAGE / "cli.py")}
     lazy = {module for module, _ in imported(PACKAGE / "config/deepspeed/read.py")}
     assert "deepspeed.runtime.config.DeepSpeedConfig" in lazy

@@ -141,8 +141,8 @@ def account(found: dict[str, Any]) -> None:
 
 def cost_of_hosts(hosts: int) -> None:
     """What the root of the watch does each second: hear every host once, look at everything ten times."""
-    from llmtrain.cluster.watch.facts import RankFacts
-    from llmtrain.cluster.watch.verdict import Judge, Pauses
+    from llmtrain.features.watch.facts import RankFacts
+    from llmtrain.features.watch.verdict import Judge, Pauses
 
     judge, pauses = Judge(300.0, 0.0), Pauses(300.0)
     reports = []

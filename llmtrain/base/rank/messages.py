@@ -8,7 +8,9 @@ file brings into the output cannot hold it. Nothing is printed unless LLMTRAIN_S
     place       ranks: list of {rank, host, local_rank, device, pid}; once, when the ranks have met
     progress    text ("": ended), share (0 to 1, or None): instead of lines on standard output, where TERMINAL is 1
     checkpoint  step: of a checkpoint that is complete
-    fault       what, host, ranks, step, cause, signature, text: see `Explanation` in `watch.facts`
+    fault       text: for the user, cause: its name, ranks: that differ, step: steps done, signature: equal for two
+                faults of one kind at one step, unfit: the hosts of these ranks are to be left out, again: False if
+                another start would meet the same fault. An agent sends it (watched.py).
     end         status: complete | stopped (from outside) | ended (by a part of the run) | refused | failed (the hosts'
                 fault, not the user's), code: of the process, reason: or None
 """

@@ -1,8 +1,8 @@
 """The rank's side of the watch: its heartbeat, its exceptions, and the start of the host's agent.
 
 `begin` before torch is imported, `met` when the ranks know each other, `describe` when the run is known, then `left` or
-`failed` at the end. Without DeepSpeed's launcher (LOCAL_SIZE) there is no watch, and none of these does anything. No
-failure of the watch ends a run.
+`failed` at the end. Without an agent, or DeepSpeed's launcher (LOCAL_SIZE), there is no watch, and none of these does
+anything. No failure of the watch ends a run.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def _parents() -> tuple[Process, ...]:
 
 
 def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent: str) -> None:
-    """Start the heartbeat and, on local rank 0, the agent, before anything slow. `agent`: its module."""
+    """Start the heartbeat and, on local rank 0, the agent, before anything slow. `agent`: its module; empty: none."""
     global _watched, alone_s
     os.environ.pop(MARK, None)
     if _watched is not None:
         _watched.has_failed, alone_s = False, None
         return
     alone_s = stall_timeout_s
-    if "LOCAL_SIZE" not in os.environ:
+    if not agent or "LOCAL_SIZE" not in os.environ:
         return
     from llmtrain.base.rank import watched
 

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from llmtrain import features
 from llmtrain.base import log, untrusted
 from llmtrain.base.rank import messages
 from llmtrain.base.redact import REDACTED, is_secret
@@ -47,11 +48,11 @@ true
 # when no process of the launch is left to use it.
 _END = r"""
 of_job() { grep -lzxF "LLMTRAIN_LAUNCH=$mark" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
-mark=$1 tries=$2
+mark=$1 tries=$2 agent=$3
 while [ "$tries" -gt 0 ] && [ -n "$(of_job)" ]; do sleep 0.5; tries=$((tries - 1)); done
 ended=$(of_job)
 for p in $ended; do
-  grep -qzxF llmtrain.cluster.watch.agent "/proc/$p/cmdline" 2>/dev/null && kill -9 "$p" 2>/dev/null
+  [ -n "$agent" ] && grep -qzxF "$agent" "/proc/$p/cmdline" 2>/dev/null && kill -9 "$p" 2>/dev/null
 done
 tries=10
 while p=$(of_job) && [ -n "$p" ] && [ "$tries" -gt 0 ]; do kill -9 $p 2>/dev/null; sleep 0.3; tries=$((tries - 1)); done
@@ -173,7 +174,7 @@ def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]
 
 def end_all(hosts: Sequence[str], mark: str, grace_s: float = 0.0) -> list[str]:
     """End every process of the launch after `grace_s`. Returns a line for each fault."""
-    arguments = (mark, str(round(2 * grace_s)))
+    arguments = (mark, str(round(2 * grace_s)), features.agent())
     _, answers = _everywhere(hosts, _END, arguments, "", _REACH_S + grace_s)
     lines = []
     for answer in answers:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from llmtrain import features
 from llmtrain.base.errors import ConfigError, number_in
 from llmtrain.cluster.hosts.hostfile import Host, name_problem
 from llmtrain.cluster.launch.job import TRAIN
@@ -113,7 +114,8 @@ def command(hosts: Sequence[Host], words: Sequence[str], step: str) -> list[str]
     return [
         *("srun", f"--job-name={step}", f"--nodes={len(hosts)}", f"--ntasks={sum(host.slots for host in hosts)}"),
         *("--distribution=arbitrary", "--export=ALL", *(("--overlap",) if fewer else ())),
-        *("--kill-on-bad-exit=0", "--wait=0"),  # the agents end the job: at once, and with the reason
+        # An agent ends the job: at once, and with the reason.
+        *(f"--kill-on-bad-exit={0 if features.agent() else 1}", "--wait=0"),
         *(sys.executable, "-u", "-m", "llmtrain.cluster.launch.slurm", *words),
     ]
 

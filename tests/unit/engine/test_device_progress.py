@@ -16,7 +16,6 @@ from llmtrain.base.rank import folder, watch
 from llmtrain.base.rank.heartbeat import Heartbeat, read
 from llmtrain.base.rank.watched import Watched
 from llmtrain.checkpoint import snapshot
-from llmtrain.cluster.watch import observe
 from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.engine import ZeroEngine
@@ -125,18 +124,6 @@ def test_the_watch_gets_the_flight_recorder_when_it_asks(tmp_path: Path, monkeyp
     assert len(asked) == 1
     kept = json.loads((tmp_path / "rank-00003.record").read_text())["groups"]
     assert kept == [{"group": "0", "ranks": [0, 1, 2], "begun": 121, "pending": 120, "name": "all_reduce"}]
-
-
-def test_a_rank_that_cannot_answer_does_not_hold_up_the_watch(
-    device: tuple[DeviceProgress, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(observe, "_RECORD_S", 0.2)
-    monkeypatch.setattr(observe, "STACK_SIGNAL", 0)
-    monkeypatch.setattr(observe, "_STACK_S", 0.1)
-    ranks = observe.HostRanks(tmp_path, "node-1", 1)
-    ranks.observe(0.0)
-    (found,) = ranks.capture(record=True)
-    assert found["recorded"] == [] and (tmp_path / folder.RECORD_WANTED).exists() and ranks.on_device()
 
 
 def test_compiling_is_a_phase_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-from llmtrain.base.rank.heartbeat import heart
-from llmtrain.base.rank.stacks import Frame
-from llmtrain.cluster.watch.causes import explain
-from llmtrain.cluster.watch.facts import JobFacts, RankFacts
 from llmtrain.config import plugin_import
 from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.training.plugin_parts import Guarded, Surroundings
@@ -90,24 +86,3 @@ def test_a_method_before_the_first_step_ends_the_run_at_once(method: str, part: 
     guarded = Guarded("wrong", part, Ranks(), Surroundings(nn.Linear(1, 1), 1))
     with pytest.raises(AgreedError, match=f"parts.wrong: {method} at step 0: .* line 9: SystemExit: 0"):
         getattr(guarded, method)(Position())
-
-
-def rank(number: int, **values: Any) -> RankFacts:
-    return RankFacts(rank=number, host="a", phase="step", **values)
-
-
-@pytest.mark.parametrize(
-    ("trigger", "values", "told"),
-    [
-        ("stall", {"idle_s": 300.0, "stack": (Frame("/home/me/mine.py", 12, "wait"),)},
-         "rank 1 on a is in parts.wrong: after_step at me/mine.py:12 (wait), for 300 s: the plugin's method does not"),
-        ("dead_rank", {"state": "dead", "code": 0}, "rank 1 on a has ended in parts.wrong: after_step (exit code 0)"),
-        ("dead_rank", {"state": "dead", "signal": "SIGSEGV"}, "crashed with SIGSEGV in parts.wrong: after_step"),
-    ],
-)  # fmt: skip
-def test_a_rank_that_hangs_or_ends_in_a_method_is_told_with_it(trigger: str, values: Any, told: str) -> None:
-    with heart.calling("parts.wrong", "after_step"):
-        pass
-    ranks = (rank(0, inside=True, collective="all_reduce"), rank(1, plugin="parts.wrong: after_step", **values))
-    found = explain(JobFacts(trigger=trigger, ranks=ranks, hosts=()))
-    assert told in found.text and (found.cause in ("plugin", "crashed")) and found.ranks == [1]

@@ -18,7 +18,7 @@ from llmtrain.base.rank.heartbeat import OTHERS, Beat, read
 from llmtrain.base.rank.processes import Process, Stat
 from llmtrain.base.rank.stacks import parse_stacks
 from llmtrain.cluster.gpus import MEMORY_REPORT, Command, KernelLog, memory_fault, read_report
-from llmtrain.cluster.watch.facts import HostFacts, RankFacts
+from llmtrain.features.watch.facts import HostFacts, RankFacts
 
 _SAMPLE_S = 2.0
 _BUSY_SHARE, _BUSY_BYTES = 0.1, 256 << 10

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from llmtrain.cluster.watch.facts import RankFacts
-from llmtrain.cluster.watch.verdict import Judge, Pauses, Stragglers
+from llmtrain.features.watch.facts import RankFacts
+from llmtrain.features.watch.verdict import Judge, Pauses, Stragglers
 
 
 class Cluster:

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from llmtrain.cluster.watch import agent
-from llmtrain.cluster.watch.agent import Agent
-from llmtrain.cluster.watch.facts import RankFacts
-from llmtrain.cluster.watch.verdict import Verdict
+from llmtrain.features.watch import agent
+from llmtrain.features.watch.agent import Agent
+from llmtrain.features.watch.facts import RankFacts
+from llmtrain.features.watch.verdict import Verdict
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_watch_survives_what_strangers_send_and_starts_again_after_a_kill(tmp_
     settings = {"folder": str(folder), "host": "node-1", "run_dir": str(tmp_path), "stall_s": 300.0, "connects_s": 30.0,
                 "launcher": os.getpid(), "local_size": 1}  # fmt: skip
     (folder / "job.json").write_text('{"is_root": true, "hosts": {}}')
-    words = [sys.executable, "-m", "llmtrain.cluster.watch.agent", json.dumps(settings)]
+    words = [sys.executable, "-m", "llmtrain.features.watch.agent", json.dumps(settings)]
     few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # noqa: E731
     keeper = subprocess.Popen(words, stderr=subprocess.PIPE, preexec_fn=few)
 

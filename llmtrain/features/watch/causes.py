@@ -16,7 +16,7 @@ from llmtrain.base.rank.device_faults import FAULTS, DeviceFault, device_fault, 
 from llmtrain.base.rank.folder import LEAST_FREE
 from llmtrain.base.rank.stacks import Recorded, place
 from llmtrain.cluster.gpus import Xid, read_xids
-from llmtrain.cluster.watch.facts import (
+from llmtrain.features.watch.facts import (
     AGAIN,
     OTHER_WAY,
     Cause,

@@ -1,7 +1,7 @@
 """The watch of a running job: what it says of a fault, what it ends, and what it must not take for a fault.
 
 The ranks are forked, which takes 2 s instead of 10; one test goes through DeepSpeed's launcher. Several hosts:
-tests/cluster/test_watch_hosts.py.
+tests/features/watch/test_watch_hosts.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from llmtrain.base.rank import messages
-from tests.helpers import stalls
+from tests.features.watch import stalls
 from tests.helpers.forked import Launch
 from tests.helpers.gpu_texts import ILLEGAL, watchdog_ended
 from tests.helpers.launching import (
@@ -51,7 +51,7 @@ def agents_of(run: Path) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            if "llmtrain.cluster.watch.agent" in words and str(run) in words[-1]:
+            if "llmtrain.features.watch.agent" in words and str(run) in words[-1]:
                 found.append(process)
     return found
 
@@ -92,7 +92,7 @@ def test_a_script_without_the_rest_of_llmtrain_is_watched(tmp_path, warm):
     assert (event["kind"], event["ranks"], one["inside"], zero["inside"]) == ("fault", [1], False, True), event
     assert one["collectives"] == zero["collectives"] - 1 > 2
     loaded = {name.split(".")[1] for name in re.findall(r"llmtrain\.[\w.]+", (tmp_path / "loaded-0").read_text())}
-    assert loaded <= {"base", "cluster"}
+    assert loaded <= {"base", "features"}
     assert gone(agents_of(tmp_path / "runs/mine"), ENDED_S)
 
 
@@ -201,7 +201,7 @@ def test_a_stop_that_ends_is_explained_and_the_run_goes_on(small_data, tmp_path)
 def test_an_exception_is_told_with_its_line_and_its_phase(small_data, tmp_path):
     event = explained(small_data, tmp_path, stalls.raises, wandb="offline")
     assert (event["cause"], event["ranks"], event["step"]) == ("exception", [1], 5)
-    assert "raised ValueError: token 600 of a vocabulary of 512 at helpers/stalls.py:" in event["text"]
+    assert "raised ValueError: token 600 of a vocabulary of 512 at watch/stalls.py:" in event["text"]
     assert event["signature"] == "step 6: exception: ValueError: token 600 of a vocabulary of 512"
     folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
     told = [found for folder in folders if "fault" in (found := read_back(folder))["summary"]]
@@ -241,7 +241,7 @@ def test_an_error_is_told_before_the_process_group_is_left(small_data, tmp_path)
     """With NCCL that waits for the others, who wait for this rank."""
     event = explained(small_data, tmp_path, stalls.fails_before_training)
     assert (event["cause"], event["ranks"], event["step"]) == ("gpu_error", [1], 0), event["text"]
-    assert "CUDNN_STATUS_EXECUTION_FAILED at helpers/stalls.py:" in event["text"] and "in resume" in event["text"]
+    assert "CUDNN_STATUS_EXECUTION_FAILED at watch/stalls.py:" in event["text"] and "in resume" in event["text"]
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ import pytest
 
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.verify import verify
-from tests.helpers import stalls
+from tests.features.watch import stalls
+from tests.features.watch.test_watch_runs import agents_of
 from tests.helpers.forked import Launch
 from tests.helpers.launching import REPO, environment, gone, losses, rows, write_recipe
 from tests.helpers.warm import WarmCommands
-from tests.runs.test_watch import agents_of
 from tests.unit.cluster.test_launch_attempts import JOB
 from tests.unit.cluster.test_launch_killed import LAUNCH, RUNS
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from llmtrain.cluster.watch.facts import HostFacts, RankFacts, is_secondary
+from llmtrain.features.watch.facts import HostFacts, RankFacts, is_secondary
 
 SILENT_S = 10.0
 """Silence of a lost host, unless other ranks complete steps."""

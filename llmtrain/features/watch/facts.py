@@ -132,7 +132,7 @@ class JobFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The explanation for the user, for events.jsonl and for the supervisor."""
+    """The explanation for the user, for events.jsonl, and for the supervisor as its message `fault`."""
 
     what: str
     """The trigger."""

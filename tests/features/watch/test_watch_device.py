@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from llmtrain.base.rank.device_faults import device_fault, is_echo, telling_line, timed_out, with_reason
+from llmtrain.base.rank.folder import RECORD_WANTED
+from llmtrain.base.rank.heartbeat import Heartbeat
 from llmtrain.base.rank.stacks import Recorded, excerpt
 from llmtrain.cluster import gpus
-from llmtrain.cluster.watch import observe
-from llmtrain.cluster.watch.causes import explain
-from llmtrain.cluster.watch.facts import HostFacts, RankFacts
+from llmtrain.features.watch import observe
+from llmtrain.features.watch.causes import explain
+from llmtrain.features.watch.facts import HostFacts, RankFacts
+from tests.features.watch.test_watch_explain import CLOSED, job, waiting
 from tests.helpers import gpu_texts as texts
-from tests.unit.cluster.test_watch_explain import CLOSED, job, waiting
 
 TABLE = [
     ("duplicate_gpu", texts.DUPLICATE_GPU, False, False),
@@ -291,3 +293,16 @@ def test_a_rank_outlives_the_process_that_keeps_the_end(tmp_path: Path) -> None:
     time.sleep(0.3)
     _, said = rank.communicate(b"\n", timeout=30)
     assert b"warning: it goes on\n" in said and rank.returncode == -signal.SIGABRT
+
+
+def test_a_rank_that_cannot_answer_does_not_hold_up_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heart = Heartbeat()
+    heart.connect(tmp_path / "rank-00000.beat", rank=0, local_rank=0)
+    heart.on_device()
+    monkeypatch.setattr(observe, "_RECORD_S", 0.2)
+    monkeypatch.setattr(observe, "STACK_SIGNAL", 0)
+    monkeypatch.setattr(observe, "_STACK_S", 0.1)
+    ranks = observe.HostRanks(tmp_path, "node-1", 1)
+    ranks.observe(0.0)
+    (found,) = ranks.capture(record=True)
+    assert found["recorded"] == [] and (tmp_path / RECORD_WANTED).exists() and ranks.on_device()

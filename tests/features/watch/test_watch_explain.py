@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from llmtrain.base.rank.stacks import Frame, parse_stacks
-from llmtrain.cluster.watch.causes import explain
-from llmtrain.cluster.watch.facts import HostFacts, JobFacts, RankFacts
+from llmtrain.features.watch.causes import explain
+from llmtrain.features.watch.facts import HostFacts, JobFacts, RankFacts
 
 IN_BACKWARD = (
     Frame("/x/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),
@@ -230,3 +230,22 @@ def test_the_main_threads_stack_is_read():
     assert parse_stacks(DUMP) == IN_DATA
     assert parse_stacks(DUMP.replace("Current thread", "Thread")) == IN_DATA
     assert parse_stacks("") == () == parse_stacks("Fatal Python error: Segmentation fault\n")
+
+
+@pytest.mark.parametrize(
+    ("trigger", "values", "told"),
+    [
+        ("stall", {"idle_s": 300.0, "stack": (Frame("/home/me/mine.py", 12, "wait"),)},
+         "rank 1 on a is in parts.wrong: after_step at me/mine.py:12 (wait), for 300 s: the plugin's method does not"),
+        ("dead_rank", {"state": "dead", "code": 0}, "rank 1 on a has ended in parts.wrong: after_step (exit code 0)"),
+        ("dead_rank", {"state": "dead", "signal": "SIGSEGV"}, "crashed with SIGSEGV in parts.wrong: after_step"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_hangs_or_ends_in_a_plugins_method_is_told_with_it(trigger, values, told):
+    of_a = {"host": "a", "phase": "step"}
+    ranks = (
+        RankFacts(rank=0, inside=True, collective="all_reduce", **of_a),
+        RankFacts(rank=1, plugin="parts.wrong: after_step", **of_a, **values),
+    )
+    found = explain(JobFacts(trigger=trigger, ranks=ranks, hosts=()))
+    assert told in found.text and (found.cause in ("plugin", "crashed")) and found.ranks == [1]

@@ -28,7 +28,7 @@ def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float
             stall_timeout_s=stall_timeout_s,
             start_timeout_s=start_timeout_s,
             run_dir=folder,
-            agent="llmtrain.cluster.watch.agent",
+            agent="llmtrain.features.watch.agent",
         )
         yield
 

@@ -31,10 +31,10 @@ from llmtrain.base.files import lock_folder
 from llmtrain.base.rank import messages
 from llmtrain.base.rank.folder import AGENT, JOB, RUN, own, read_json, sweep, write_json
 from llmtrain.base.rank.processes import Process, descendants, has_mark, identify, oom_kills, pids, words
-from llmtrain.cluster.watch.causes import explain
-from llmtrain.cluster.watch.facts import Explanation, HostFacts, JobFacts, RankFacts
-from llmtrain.cluster.watch.observe import HostRanks, captured, with_answer
-from llmtrain.cluster.watch.verdict import SILENT_S, Judge, Pauses, Stragglers, Verdict
+from llmtrain.features.watch.causes import explain
+from llmtrain.features.watch.facts import Explanation, HostFacts, JobFacts, RankFacts
+from llmtrain.features.watch.observe import HostRanks, captured, with_answer
+from llmtrain.features.watch.verdict import SILENT_S, Judge, Pauses, Stragglers, Verdict
 
 _LONGEST = 4 << 20
 _HELLO_S, _HELLO_BYTES = 5.0, 4 << 10

@@ -155,7 +155,7 @@ def test_a_slow_link_is_no_fault(lab3, small_data, tmp_path, warm):
 def test_a_host_that_is_lost_before_its_watch_has_called_is_named(lab3, small_data, tmp_path, warm):
     job = Job(lab3, tmp_path, small_data, warm, "--fault.stall_timeout_s", "20")
     third = lab3.hosts[2]
-    while len(watch := [p for p in third.processes() if "llmtrain.cluster.watch.agent" in p.cmdline()]) < 2:
+    while len(watch := [p for p in third.processes() if "llmtrain.features.watch.agent" in p.cmdline()]) < 2:
         time.sleep(0.01)
     watch[1].suspend()
     job.wait_for_step(1)
