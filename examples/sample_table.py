@@ -22,7 +22,7 @@ class SampleTable(Part, entry="sample_table"):
     def open(self, launch: Any) -> None:
         self.setup, self.file = launch.setup, launch.folder.path / "samples.md"
         train = replace(self.setup.run.config.train, sample_prompts=[self.prompt], sample_tokens=self.tokens)
-        self.prompts = Prompts.of(replace(self.setup.run.config, train=train), self.setup.data)
+        self.prompts = Prompts.of(replace(self.setup.run.config, train=train), self.setup.data.first)
 
     def after_step(self, done: Any) -> None:
         if done.position.step % self.every == 0:

@@ -28,8 +28,8 @@ from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.epoch import sequences_of_epoch
 
 if TYPE_CHECKING:  # without torch at run time
+    from llmtrain.data.stream.run_data import RunData
     from llmtrain.models.spec import ModelFacts
-    from llmtrain.training.examine import Checked
 
 USAGE = """\
 usage: llmtrain config check RUN.yaml ... [--SECTION.FIELD VALUE ...] [--world-size N] [--data]
@@ -110,10 +110,10 @@ def main(argv: list[str]) -> int:
         from llmtrain.training.examine import examine
 
         refuse_if_preempted(run.config, run.places)
-        checked = examine(with_base(run))
-        print(summary(checked.run, checked.spec.facts))
+        run, spec, data = examine(with_base(run))
+        print(summary(run, spec.facts))
         if reads_data:
-            print(_read_data(checked))
+            print(_read_data(data))
         print(f"ok: {files} with {run.config.deepspeed}")
     return 0
 
@@ -154,12 +154,10 @@ def _give(ranks: list[int]) -> str:
     return f"--world-size {either(list(map(str, ranks)))}"
 
 
-def _read_data(checked: Checked) -> str:
+def _read_data(data: RunData) -> str:
     """Compare all data with its checksums; return a line about it. Raises DataError."""
-    files = [
-        file for data in (checked.data, *checked.later, *checked.sets.values()) for file in data.sums(origins=True)
-    ]
-    files += [file for asked in checked.choices.values() for file in asked.prepared.sums(origins=True)]
+    files = [file for each in (*data.stages, *data.sets.values()) for file in each.sums(origins=True)]
+    files += [file for asked in data.choices.values() for file in asked.prepared.sums(origins=True)]
     files = list({file.path: file for file in files}.values())
     for file in files:
         file.compare()

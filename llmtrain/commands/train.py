@@ -120,11 +120,11 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[Run, int]:
         with none_while_importing():
             from llmtrain.training.examine import examine
         with none_while_importing():
-            checked = examine(run)
+            run, spec, data = examine(run)
             gc.collect()  # frozen, the small copies of the model that it has tried would stay for the whole run
             from llmtrain.training.run import run_rank
 
-        return run, run_rank(checked)
+        return run, run_rank(run, spec, data)
 
 
 def _refuse_missing_hostfile() -> None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config.plugin_import import use
-from llmtrain.config.run import Run
+from llmtrain.config.run import Run, RunConfig
+from llmtrain.data.stream.run_data import RunData
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.ranks.local_ranks import failure_reported
@@ -30,7 +31,6 @@ from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.small_run import PLAN
 from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.storage.pieces import put
-from llmtrain.training.examine import Checked
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.setup import Setup
 from llmtrain.training.step import Position
@@ -38,8 +38,8 @@ from llmtrain.training.step import Position
 
 def train_small(run: Run, steps: int, ranks: Ranks) -> Trace:
     """Raises UserError, on all ranks."""
-    setup, source = set_up(run, ranks)
-    setup.write(source)
+    setup = set_up(run, ranks)
+    setup.write()
     setup.prove()
     trace = train_steps(setup, 0, steps, parts_of(setup))
     setup.engine.close()
@@ -53,12 +53,12 @@ def train_watched(run: Run, steps: int, ranks: Ranks, start: Path) -> None:
     """
     from llmtrain.parity.versions import FIRST, summary, values_of, watched
 
-    setup, source = set_up(run, ranks)
+    spec = _spec_of(run.config)
+    source = loud_source(spec, run.config.train.seed)
     if ranks.rank == 0:
         torch.save({name: summary(value) for name, value in values_of(source).items()}, start.parent / FIRST)
-    source = AdaptedSource(source, {}, 0, torch.load(start, weights_only=True))
-    setup.refer_to(source)
-    setup.write(source)
+    setup = set_up(run, ranks, AdaptedSource(source, {}, 0, torch.load(start, weights_only=True)))
+    setup.write()
     parts = parts_of(setup)
     for step in range(steps):
         with watched(setup.engine.module.hf) as kept:
@@ -76,16 +76,17 @@ def train_watched(run: Run, steps: int, ranks: Ranks, start: Path) -> None:
     setup.engine.close()
 
 
-def set_up(run: Run, ranks: Ranks) -> tuple[Setup, ParameterSource]:
-    """Return a run's setup over synthetic data, without weights, and their source."""
+def set_up(run: Run, ranks: Ranks, source: ParameterSource | None = None) -> Setup:
+    """Return a run's setup over synthetic data. `source`: of its first values; None: the same as in plain PyTorch."""
     config = run.config
-    spec = ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
+    spec = _spec_of(config)
     vocabulary, over_tokens = spec.facts.vocab_size, config.objective.data == "texts"
     tokens = Tokens(config.data, vocabulary, config.objective.top_k) if over_tokens else Answers(config, vocabulary)
-    setup = Setup(Checked(run=run, spec=spec, data=tokens), ranks)
-    source = loud_source(spec, config.train.seed)
-    setup.refer_to(source)
-    return setup, source
+    return Setup(run, spec, RunData(stages=(tokens,)), ranks, source or loud_source(spec, config.train.seed))
+
+
+def _spec_of(config: RunConfig) -> ModelSpec:
+    return ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
 
 
 def train_steps(setup: Setup, first: int, last: int, parts: list[Part]) -> Trace:

@@ -25,7 +25,7 @@ from llmtrain.plan.decide import needs, on_host
 from llmtrain.plan.device import Machines
 from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse_each
 from llmtrain.plan.speed import Speeds, StepTime, step_time
-from llmtrain.training.examine import Checked
+from llmtrain.training.examine import Examined
 
 BEST = 5
 _EXPLORED = 3
@@ -153,7 +153,8 @@ class Fitter:
         self._batch = run.batch
         self._machines, self._speeds, self._resolve = machines, speeds, resolve
         self._precision = 4 if run.mix.precision == "fp32" else 2
-        self._facts = prepared(run, on_gpu=machines.on_gpu).spec.facts
+        _, spec, _ = prepared(run, on_gpu=machines.on_gpu)
+        self._facts = spec.facts
         self._config = load_config(run.config.model)
         self._long = self._batch.sequence_length >= _LONG
         tiles = [("all", _TILE)] if self._long and run.config.model.mlp_tile_tokens is None else []
@@ -243,15 +244,15 @@ class Fitter:
     ) -> Iterator[tuple[tuple[Choice, int | None], Run, dict[int, Rehearsed]]]:
         """Rehearse each choice with a number of layers, or all (None): one rank of each kind. Yields (one of `wanted`,
         the run, its ranks), except for a choice that a model or an engine refuses."""
-        on_gpu, jobs, owners = self._machines.on_gpu, list[tuple[Checked, int]](), list[Any]()
+        on_gpu, jobs, owners = self._machines.on_gpu, list[tuple[Examined, int]](), list[Any]()
         runs: dict[Any, Run] = {}
         for key in dict.fromkeys(wanted):
             choice, layers = key
             with contextlib.suppress(UserError):
                 run = self._resolve(choice.form, choice.values)
                 run = run if layers is None else self._shallow(run, layers)
-                checked, runs[key] = prepared(run, on_gpu=on_gpu), run
-                jobs += [(checked, rank) for rank in kinds(run.mix.degrees)]
+                examined, runs[key] = prepared(run, on_gpu=on_gpu), run
+                jobs += [(examined, rank) for rank in kinds(run.mix.degrees)]
                 owners += [key] * len(kinds(run.mix.degrees))
         found: dict[Any, dict[int, Rehearsed]] = {key: {} for key in owners}
         for number, rehearsed in rehearse_each(jobs, self._machines.slots, on_gpu=on_gpu):

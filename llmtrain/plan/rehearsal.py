@@ -8,7 +8,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from multiprocessing.connection import Connection, wait
@@ -27,6 +27,7 @@ from llmtrain.checkpoint.snapshot import RankFile, written
 from llmtrain.config.run import ModelConfig, Run
 from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
+from llmtrain.data.stream.run_data import RunData
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.rehearsed import (
     RehearsedRanks,
@@ -53,7 +54,7 @@ from llmtrain.plan.device import on_gpu as choices_on_gpu
 from llmtrain.plan.ledger import Ledger
 from llmtrain.plan.work import Counts, Work
 from llmtrain.storage.region import Region
-from llmtrain.training.examine import Checked
+from llmtrain.training.examine import Examined
 from llmtrain.training.setup import Setup
 
 _EVALUATED = 2
@@ -114,7 +115,7 @@ class _FullAnswers(Answers):
         return [(draw.integers(0, self.separator_id, length), 1, -8.0 * length, wanted) for wanted in (True, False)]
 
 
-def prepared(run: Run, *, on_gpu: bool) -> Checked:
+def prepared(run: Run, *, on_gpu: bool) -> Examined:
     """The run's largest stage over full rows. Raises UserError: the model cannot be built, or not in this form."""
     largest = max(run.stages, key=lambda stage: (stage.batch.micro_batch * stage.batch.sequence_length,
                                                       stage.batch.sequence_length))  # fmt: skip
@@ -130,31 +131,30 @@ def prepared(run: Run, *, on_gpu: bool) -> Checked:
     vocabulary = spec.facts.vocab_size
     texts = config.objective.data == "texts"
     rows = _FullRows(data, vocabulary, config.objective.top_k) if texts else _FullAnswers(config, vocabulary)
-    return Checked(run=run, spec=spec, data=rows)
+    return run, spec, RunData(stages=(rows,))
 
 
-def _ahead(checked: Checked) -> int:
+def _ahead(run: Run, spec: ModelSpec) -> int:
     """Bytes of parameters that ZeRO 3 gathers ahead of their use where a device has a queue."""
-    run = checked.run
     if run.mix.zero_stage != 3:
         return 0
     usual = int(DeepSpeedZeroConfig.model_fields["prefetch_bucket_size"].default)
     elements = (run.deepspeed.get("zero_optimization") or {}).get("stage3_prefetch_bucket_size", usual)
-    return min(int(elements), checked.spec.facts.parameters) * (4 if run.mix.precision == "fp32" else 2)
+    return min(int(elements), spec.facts.parameters) * (4 if run.mix.precision == "fp32" else 2)
 
 
 def rehearse(
-    checked: Checked, ranks: Sequence[int], slots: int, *, imbalance: float = 1.0, on_gpu: bool = False
+    examined: Examined, ranks: Sequence[int], slots: int, *, imbalance: float = 1.0, on_gpu: bool = False
 ) -> Iterator[Rehearsed]:
     """Rehearse these ranks. Yields each when it is done. Raises UserError of a rank; see `rehearse_each`."""
-    for _, found in rehearse_each([(checked, rank) for rank in ranks], slots, imbalance=imbalance, on_gpu=on_gpu):
+    for _, found in rehearse_each([(examined, rank) for rank in ranks], slots, imbalance=imbalance, on_gpu=on_gpu):
         if isinstance(found, UserError):
             raise found
         yield found
 
 
 def rehearse_each(
-    jobs: Sequence[tuple[Checked, int]], slots: int, *, imbalance: float = 1.0, on_gpu: bool = False
+    jobs: Sequence[tuple[Examined, int]], slots: int, *, imbalance: float = 1.0, on_gpu: bool = False
 ) -> Iterator[tuple[int, Rehearsed | UserError]]:
     """Rehearse ranks of runs in processes of their own. `slots`: ranks of a host. `imbalance`: see `rehearsed_ranks`.
     Yields the place in `jobs` with the answer when it is done.
@@ -166,9 +166,9 @@ def rehearse_each(
     try:
         while waiting or running:
             while waiting and len(running) < _AT_ONCE:
-                number, (checked, rank) = waiting.pop(0)
+                number, (examined, rank) = waiting.pop(0)
                 ours, theirs = fork.Pipe(duplex=False)
-                args = (theirs, checked, rank, slots, imbalance, on_gpu)
+                args = (theirs, examined, rank, slots, imbalance, on_gpu)
                 child = fork.Process(target=_in_child, args=args, daemon=True)
                 child.start()
                 theirs.close()
@@ -189,17 +189,18 @@ def rehearse_each(
             child.kill()
 
 
-def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalance: float, on_gpu: bool) -> None:
+def _in_child(pipe: Connection, examined: Examined, rank: int, slots: int, imbalance: float, on_gpu: bool) -> None:
+    run, spec, _ = examined
     ending_with_parent()()
     began_s = time.process_time()
     warnings.simplefilter("ignore")  # about tensors without memory
     torch.set_num_threads(1)  # nothing is computed, and a forked process must not wait for its parent's threads
     if on_gpu:
-        TRIED["cpu", DTYPES[checked.run.mix.precision]] = True
-    world_size = checked.run.mix.degrees.world_size
+        TRIED["cpu", DTYPES[run.mix.precision]] = True
+    world_size = run.mix.degrees.world_size
     with rehearsed_ranks(rank, world_size, slots, imbalance) as ranks, without_memory():
         try:
-            ledger, step, saved = walk(checked, ranks, on_gpu=on_gpu)
+            ledger, step, saved = walk(examined, ranks, on_gpu=on_gpu)
         except Exception as error:
             if needs_values(error):
                 error = ModelError(f"the model cannot be planned: {error} decides shapes by values, such as a loop "
@@ -213,7 +214,7 @@ def _in_child(pipe: Connection, checked: Checked, rank: int, slots: int, imbalan
             peak=ledger.most,
             at=ledger.at,
             phases={phase: dict(+Counter(held)) for phase, (_, held) in ledger.peaks.items()},
-            ahead=_ahead(checked) if on_gpu else 0,
+            ahead=_ahead(run, spec) if on_gpu else 0,
             kept=ledger.kept,
             highest=dict(+ledger.highest),
             host=ledger.host,
@@ -232,18 +233,19 @@ def _thin(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def walk(
-    checked: Checked, ranks: Ranks, fill: Callable[[Setup], None] = lambda _: None, *, on_gpu: bool = False
+    examined: Examined, ranks: Ranks, fill: Callable[[Setup], None] = lambda _: None, *, on_gpu: bool = False
 ) -> tuple[Ledger, Counts, int]:
     """Set a run up, train two steps, save and evaluate. Returns (the count, a step's work, bytes of this rank's file
     of a checkpoint).
 
     `fill`: gives the parameters their values, where there is memory for them.
     """
-    work, pipeline = Work(ranks.group_name), checked.run.mix.degrees.pipeline
-    ledger = Ledger(checked.run.mix, work, one_memory=not on_gpu)
+    run, spec, data = examined
+    work, pipeline = Work(ranks.group_name), run.mix.degrees.pipeline
+    ledger = Ledger(run.mix, work, one_memory=not on_gpu)
     with ledger:
-        setup = (RehearsedSetup if isinstance(ranks, RehearsedRanks) else Setup)(checked, ranks)
-        setup.refer_to(_WithoutValues(setup))
+        kind = RehearsedSetup if isinstance(ranks, RehearsedRanks) else Setup
+        setup = kind(run, spec, data, ranks, _WithoutValues(spec.shapes))
     fill(setup)
     walked = 0
     with ledger:
@@ -319,14 +321,14 @@ class _WithoutValues:
 
     origin = "plan"
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
 
     def order(self) -> list[str]:
-        return list(self._setup.engine.shapes())
+        return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._setup.engine.shapes()[name]
+        return self._shapes[name]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         return torch.zeros(stop - start)

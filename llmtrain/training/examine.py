@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError, DataError, ModelError
@@ -23,6 +23,7 @@ from llmtrain.config.on_disk import starts_from_model
 from llmtrain.config.run import Run
 from llmtrain.config.stages import Stage, Stages
 from llmtrain.data.manifest import NEW_COLUMN, Manifest, check_vocabulary, other_begin
+from llmtrain.data.stream.run_data import RunData
 from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
 from llmtrain.engine.ranks.plugin_code import called
 from llmtrain.objectives.by_token import Distill
@@ -32,32 +33,12 @@ if TYPE_CHECKING:
     from llmtrain.data.stream.choices import ChoiceSet
     from llmtrain.models.spec import ModelSpec
 
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """A run that has passed its checks, with its data open: the input of `training/setup.py`."""
-
-    run: Run
-    spec: ModelSpec
-    data: TrainData
-    """Data of the first stage, with the objective's columns."""
-    later: tuple[TrainData, ...] = ()
-    """Data of the later stages; equal data is one object."""
-    references: list[str] | None = None
-    """Distinct hashes of the weights that computed the reference's log-probabilities; None: no reference column."""
-    teachers: list[str] = field(default_factory=list)
-    """Distinct hashes of the weights that computed the teacher's columns."""
-    teacher_config: dict[str, Any] | None = None
-    """Configuration of the teacher; None: no teacher, or columns without a configuration."""
-    sets: dict[str, EvalSet] = field(default_factory=dict)
-    """The sets of the section `eval`, by name, with the objective's columns."""
-    choices: dict[str, ChoiceSet] = field(default_factory=dict)
-    """Sets of multiple-choice questions, by name."""
-    prompts: Prompts | None = None
+Examined: TypeAlias = "tuple[Run, ModelSpec, RunData]"
+"""A run that has passed its checks, its model, and its data, open: what training/setup.py takes."""
 
 
-def examine(run: Run) -> Checked:
-    """Check a run, and add notes to the run.
+def examine(run: Run) -> Examined:
+    """Check a run, and add notes to it.
 
     `config check` and every rank of `train` call it, so that both refuse the same runs; `plan` checks the model alone.
 
@@ -133,9 +114,9 @@ def examine(run: Run) -> Checked:
              for name, each in sets.items() if each.whole]  # fmt: skip
     notes = (*notes, *_epochs(run, [data, *later]), *_too_large(run, spec), *whole)
     run = replace(run, notes=(*run.notes, *notes, *_cut(choices, config.data.sequence_length)))
-    return Checked(run=run, spec=spec, data=data, later=tuple(later), references=references, sets=sets,
-                   teachers=teachers, teacher_config=None if config.objective.reference else compared, choices=choices,
-                   prompts=prompts)  # fmt: skip
+    opened = RunData(stages=(data, *later), sets=sets, choices=choices, prompts=prompts, references=references,
+                     teachers=teachers, teacher_config=None if config.objective.reference else compared)  # fmt: skip
+    return run, spec, opened
 
 
 def stage_data(stages: Stages) -> list[TrainData]:

@@ -31,12 +31,12 @@ class Fetching(Part):
         setup, course = self._setup, self._setup.course
         first = course.at(position.step).data
         distinct = list({id(data): data for data in (first, *course.data)}.values())
-        measured = [choices.prepared for choices in setup.choices.values()]
+        measured = [choices.prepared for choices in setup.data.choices.values()]
         found = [shard for data in measured for shard in data.shards_in_store("validation")]
-        for data in (*distinct, *setup.sets.values()):
+        for data in (*distinct, *setup.data.sets.values()):
             found += data.shards_in_store("validation")
         found += first.shards_next(position.sample_index, _LOOKED_AT)
-        for data in (*distinct, *(own for own in setup.sets.values() if own.whole)):
+        for data in (*distinct, *(own for own in setup.data.sets.values() if own.whole)):
             found += data.shards_in_store("train")
         return list(dict.fromkeys(found))
 

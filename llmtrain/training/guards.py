@@ -145,9 +145,9 @@ class DataCheck(Part):
 
     def __init__(self, launch: Launch) -> None:
         setup = launch.setup
-        distinct = {id(data): data for data in (*setup.course.data, *setup.sets.values())}
+        distinct = {id(data): data for data in (*setup.course.data, *setup.data.sets.values())}
         self._files = [file for data in distinct.values() for file in data.sums()]
-        self._files += [file for choices in setup.choices.values() for file in choices.prepared.sums()]
+        self._files += [file for choices in setup.data.choices.values() for file in choices.prepared.sums()]
         self._files = [file for file in self._files if file.is_here]  # the others are compared when they arrive
         self._ranks, self._log_every = setup.ranks, setup.run.config.train.log_every
         self._launch = launch

@@ -24,21 +24,20 @@ from llmtrain.config.topology import ranks_of_this_host
 from llmtrain.engine.ranks.device import memory_of
 from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
 from llmtrain.engine.ranks.ranks import Ranks
-from llmtrain.training.examine import Checked
 
 LIMIT_S = 300.0
 """For the rehearsals of a start: two to five, with 8 CPU-s each for 1B and 35 for 8B."""
 
 
-def decided(checked: Checked, ranks: Ranks) -> Checked:
+def decided(run: Run, ranks: Ranks) -> Run:
     """Return the run with numbers instead of auto, the same on all ranks, with a note. All ranks call it.
 
     Without a plan for a device of at most this size, rank 0 rehearses in a process of its own, for the free memory of
     the fullest device; the process stores its answer.
     """
-    run, on_gpu = checked.run, ranks.device.type == "cuda"
     if not autos(run.config):
-        return checked
+        return run
+    on_gpu = ranks.device.type == "cuda"
     least, free = (min(ranks.gather(held)) for held in (memory_of(ranks.device), free_bytes(ranks.device)))
     planned = ranks.first(lambda: stored(run, on_gpu=on_gpu))
     # A driver takes up to 2 % of the memory that a device's name promises.
@@ -48,7 +47,7 @@ def decided(checked: Checked, ranks: Ranks) -> Checked:
         chosen, why = _rehearsed(run, free, ranks)
     decided = with_chosen(run, chosen["micro_batch"], RecomputeConfig(**chosen["recompute"]))
     note = f"{' and '.join(autos(run.config))} auto: {in_words(chosen)}, {why}"
-    return replace(checked, run=replace(decided, notes=(*run.notes, note)))
+    return replace(decided, notes=(*run.notes, note))
 
 
 def free_bytes(device: torch.device) -> int:

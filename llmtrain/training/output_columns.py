@@ -41,7 +41,7 @@ from llmtrain.engine.ranks.rendezvous import leave_all
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model
 from llmtrain.objectives.by_token import Distill, NextToken
-from llmtrain.training.examine import Checked, examine
+from llmtrain.training.examine import Examined, examine
 from llmtrain.training.memory import decided
 from llmtrain.training.setup import Setup, teacher_hash
 
@@ -65,18 +65,18 @@ def write(run: Run) -> None:
         run = of_teacher(run, teacher)
     # What it trains for needs the column that is to be written here.
     run = replace(run, config=replace(run.config, objective=NextToken()))
-    checked = examine(run)
+    examined = run, *_ = examine(run)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    config = checked.run.config
+    config = run.config
     ranks = join_process_group(config.fault.timeout_s, start_timeout_s=config.fault.start_timeout_s)
     try:
         if ranks.rank == 0:
             asked = config.model.pretrained if teacher is None else given.config.objective.teacher
             log.info(f"{asked} goes over the data, on {units.counted(ranks.world_size, 'rank')}")
         if teacher is not None:
-            write_teacher(checked, ranks, given.config)
+            write_teacher(examined, ranks, given.config)
         else:
-            write_columns(checked, ranks)
+            write_columns(examined, ranks)
     except BaseException as error:
         leave_all(error)
         raise
@@ -117,15 +117,16 @@ def _folders(run: Run) -> list[tuple[DataConfig, int]]:
     return list(found.values())
 
 
-def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
+def write_teacher(examined: Examined, ranks: Ranks, asked: RunConfig) -> None:
     """Write the teacher's column of each data folder. All ranks call it together. Raises UserError on all of them, and
     leaves no part of a column.
 
-    `checked`: a run of the teacher. `asked`: the run of the student.
+    `examined`: a run of the teacher. `asked`: the run of the student.
     """
-    setup = Setup(decided(checked, ranks), ranks)
+    run, spec, opened = examined
+    setup = Setup(decided(run, ranks), spec, opened, ranks)
     run, engine, vocabulary = setup.run, setup.engine, setup.spec.facts.vocab_size
-    setup.write(setup.spec.initial_weights(0, ranks.device))
+    setup.write()
     weights, objective = teacher_hash(asked, ranks), asked.objective
     assert weights is not None and isinstance(objective, Distill)
     model = setup.spec.config.to_dict()
@@ -200,11 +201,12 @@ def _take(
         writer.write(split, np.concatenate(places), words, logs)
 
 
-def write_columns(checked: Checked, ranks: Ranks) -> None:
+def write_columns(examined: Examined, ranks: Ranks) -> None:
     """Write the reference's column of each data folder. All ranks call it together. Raises UserError on all of them."""
-    setup = Setup(decided(checked, ranks), ranks)
+    run, spec, opened = examined
+    setup = Setup(decided(run, ranks), spec, opened, ranks)
     config, run = setup.run.config, setup.run
-    setup.start_from(setup.spec.initial_weights(config.train.seed, ranks.device))
+    setup.start()
     assert setup.began_with is not None
     for data, micro_batch in _folders(run):
         folder = str(data.path)

@@ -50,7 +50,7 @@ class Evaluation(Part):
         ]
         self._measured = self._stages[:1] if config.train.eval else []
         """The first is the data of the stage that was trained last."""
-        for name, data in setup.sets.items():
+        for name, data in setup.data.sets.items():
             sequences = config.eval.sequences.get(name, config.train.eval_sequences)
             self._measured.append(Measured(f"eval/{name}", data, sequences, setup.run.batch.micro_batch))
         self._lengths: np.ndarray | None = None
@@ -59,7 +59,7 @@ class Evaluation(Part):
         """Bytes of the counted tokens of a data set, by its id()."""
         if isinstance(setup.objective, NextTokenLoss) and self._measured:
             with setup.ranks.together():
-                self._lengths = byte_lengths(setup.data.tokenizer_dir, setup.data.vocab_size)
+                self._lengths = byte_lengths(setup.data.first.tokenizer_dir, setup.data.first.vocab_size)
                 for each in self._measured:
                     self._count_bytes(each)
         self._best: BestSteps | None = None
@@ -103,7 +103,7 @@ class Evaluation(Part):
         """True if an evaluation follows the step; after the last step the caller evaluates."""
         setup = self._setup
         every = setup.run.config.train.eval_every
-        wanted = bool(self._measured or setup.choices or setup.prompts)
+        wanted = bool(self._measured or setup.data.choices or setup.data.prompts)
         return wanted and (done.complete if done.last else is_due(every, done.steps))
 
     def after_step(self, done: Done) -> None:
@@ -122,7 +122,7 @@ class Evaluation(Part):
         with heart.during("evaluate"):
             self._sample(position.step)
             row = {key: value for index in range(len(self._measured)) for key, value in self._figures(index).items()}
-            for name, choices in setup.choices.items():
+            for name, choices in setup.data.choices.items():
                 figures = choices.figures(choice_log_probs(setup, choices))
                 row |= {f"eval/{name}/{figure}": value for figure, value in figures.items()}
             for part in self._parts if setup.run.config.train.eval else ():
@@ -158,7 +158,7 @@ class Evaluation(Part):
                 log.info(f"the run is complete at step {step}: {reason}")
 
     def _sample(self, step: int) -> None:
-        prompts = self._setup.prompts
+        prompts = self._setup.data.prompts
         if prompts is None:
             return
         from llmtrain.training.samples import continuations  # most runs have none

@@ -28,6 +28,7 @@ from llmtrain.config.plugins import hashes, place_of
 from llmtrain.config.run import Run, autos, same_command
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
+from llmtrain.data.stream.run_data import RunData
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.engine.ranks.device import device_name, max_memory_gib, memory_of, use_deterministic_kernels
@@ -35,12 +36,12 @@ from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.engine.ranks.rendezvous import introduce, leave_all
 from llmtrain.engine.ranks.stop_requests import StopAsked, StopRequests
 from llmtrain.features import features
+from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import VARLEN
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 from llmtrain.tracking.steps import REPLAYED
 from llmtrain.tracking.tracker import Status, Tracker
-from llmtrain.training.examine import Checked
 from llmtrain.training.guards import DataCheck, Limits, SkippedSteps
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.record import Record
@@ -56,9 +57,10 @@ _COLLECTED_EVERY = 20
 """Steps between two collections of Python's cycles by all ranks together: 0.2 ms each (3M parameters, two CPU ranks)"""
 
 
-def run_rank(checked: Checked) -> int:
-    """Run one launch on this rank. Returns the exit code; raises UserError, AgreedError on all ranks."""
-    run, config = checked.run, checked.run.config
+def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
+    """Run one launch on this rank, with what `examine` returns. Returns the exit code; raises UserError, AgreedError on
+    all ranks."""
+    config = run.config
     # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     count_collectives(torch)
@@ -73,15 +75,15 @@ def run_rank(checked: Checked) -> int:
             "json": run.deepspeed,
             "bf16_optimizer_states": run.mix.bf16_moments,
             "plugin": hashes(),
-            "configuration of the model": checked.spec.config.to_dict(),  # each host reads its own file
+            "configuration of the model": spec.config.to_dict(),  # each host reads its own file
         },
     )
     introduce(ranks)
     if autos(config):
         from llmtrain.training.memory import decided
 
-        checked = decided(checked, ranks)
-        run, config = checked.run, checked.run.config
+        run = decided(run, ranks)
+        config = run.config
     if config.train.memory_margin is not None:
         least = min(ranks.gather(memory_of(ranks.device)))
         with ranks.together():
@@ -100,9 +102,9 @@ def run_rank(checked: Checked) -> int:
             checkpoints = stack.enter_context(open_checkpoints(folder, config, ranks))
             if config.train.eval:
                 with ranks.together():
-                    for data in (checked.data, *checked.later):
-                        check_validation(data)  # now, not after days of training
-            _train(Setup(checked, ranks), folder, checkpoints, requests)
+                    for each in data.stages:
+                        check_validation(each)  # now, not after days of training
+            _train(Setup(run, spec, data, ranks), folder, checkpoints, requests)
         except Exception as error:
             with contextlib.suppress(RuntimeError, MemoryError):  # the device, or the host, may answer nothing more
                 from llmtrain.training.out_of_memory import explain
@@ -198,8 +200,8 @@ def _plugins(launch: Launch) -> Iterable[Part]:
 
 def _fetching(launch: Launch) -> Iterable[Part]:
     setup = launch.setup
-    read = [*setup.course.data, *setup.sets.values()]
-    if not (any(data.in_store for data in read) or any(each.prepared.in_store for each in setup.choices.values())):
+    read = [*setup.course.data, *setup.data.sets.values()]
+    if not (any(data.in_store for data in read) or any(each.prepared.in_store for each in setup.data.choices.values())):
         return ()
     from llmtrain.training.fetching import Fetching
 

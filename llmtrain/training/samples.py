@@ -32,7 +32,7 @@ def continuations(setup: Setup, prompts: Prompts) -> list[str]:
 
         def read(index: int, rows: list[list[int]] = rows) -> Window:
             ids = rows[index]  # of which the last counts; what comes after it changes nothing before it
-            inputs = np.full(length, setup.data.separator_id, dtype=np.int64)
+            inputs = np.full(length, setup.data.first.separator_id, dtype=np.int64)
             inputs[: len(ids)] = ids
             labels = np.full(length, IGNORED, dtype=np.int64)
             labels[len(ids) - 1] = 0

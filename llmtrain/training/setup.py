@@ -26,6 +26,7 @@ from llmtrain.config.run import ModelConfig, Run, RunConfig
 from llmtrain.config.topology import Mix
 from llmtrain.data.manifest import NEW_COLUMN
 from llmtrain.data.stream.loader import Course, TrainLoader
+from llmtrain.data.stream.run_data import RunData
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
 from llmtrain.engine.deepspeed.build import build_engine
@@ -49,7 +50,7 @@ from llmtrain.models.transformers_private import VARLEN
 from llmtrain.storage.checksum import checksum, weights_hash
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
-from llmtrain.training.examine import Checked, in_stages, rate_of
+from llmtrain.training.examine import in_stages, rate_of
 from llmtrain.training.step import Session
 
 if TYPE_CHECKING:
@@ -59,23 +60,22 @@ _PROVED_TOKENS = 32
 
 
 class Setup:
-    """A checked run on its ranks: an engine without parameter values at first, then everything for its training.
+    """A run on its ranks: its engine, whose parameters have no values until `start`, `write` or a checkpoint gives
+    them, and what trains and measures with it. All ranks call every method together."""
 
-    All ranks call every method together. The order is: `Setup(...)`, `refer_to`, values (`write`, `start_from` or a
-    checkpoint), `prove`, `session`.
-    """
-
-    def __init__(self, checked: Checked, ranks: Ranks) -> None:
-        """Raises UserError, on all ranks."""
-        self.data, self.sets, self.ranks = checked.data, checked.sets, ranks
+    def __init__(
+        self, run: Run, spec: ModelSpec, data: RunData, ranks: Ranks, source: ParameterSource | None = None
+    ) -> None:
+        """`run`, `spec`, `data`: of `examine`. `source`: the first values of a new run; None: those of the section
+        `model`. Raises UserError, on all ranks."""
+        self.data, self.ranks = data, ranks
         with ranks.together():
-            self.spec, notes = with_attention(checked.run, checked.spec, ranks.device)
-        self.run = replace(checked.run, notes=(*checked.run.notes, *notes))
-        self.course = Course(self.run.stages, (checked.data, *checked.later))
+            self.spec, notes = with_attention(run, spec, ranks.device)
+        self.run = replace(run, notes=(*run.notes, *notes))
+        self.course = Course(self.run.stages, data.stages)
         """Data and batch for each step."""
-        self.choices, self.prompts = checked.choices, checked.prompts
         self.mesh = mesh_of(self.run.mix.degrees)
-        self.references = checked.references
+        self.references = data.references
         """Distinct hashes of the reference's weights: the columns' model, or, with an online reference, of the modules
         that train in full next to the adapter."""
         with ranks.together():
@@ -83,17 +83,19 @@ class Setup:
             student, precision = self.spec.model, self.run.mix.precision
             teacher = None if reads_column else self._teacher(student, precision)
             self.objective = loss_of(self.run.config.objective, teacher)
-        self.teacher = self._hash_of_teacher(checked.teachers)
+        self.teacher = self._hash_of_teacher(data.teachers)
         """Hash of the teacher's weights; None: the objective has no teacher."""
-        self.teacher_config = checked.teacher_config
         with ranks.together():
             self._check_device()
         self.engine = self._start_engine()
         self.began_with: str | None = None
         """Hash of the initial weights if this launch has initialised them; None: it has resumed."""
         self._base: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._source = source
+        if self.run.config.objective.reference == "online":  # it reads first values again, after a resume as well
+            self._refer_to(self._first_values())
 
-    # A rehearsal (plan/rehearsal.py) has another machine and no values: it overrides the next five.
+    # A rehearsal has another machine and no values: it overrides the next six.
 
     def _check_device(self) -> None:
         """Raises ConfigError: this device cannot compute the run."""
@@ -114,6 +116,13 @@ class Setup:
     def _start_engine(self) -> Engine:
         return start_engine(self.run, self.spec, self.ranks, self.mesh)
 
+    def _first_values(self) -> ParameterSource:
+        """Where a new run begins. Raises AgreedError."""
+        if self._source is None:
+            with self.ranks.together():
+                self._source = self.spec.initial_weights(self.run.config.train.seed, self.ranks.device)
+        return self._source
+
     def _teacher(self, student: ModelConfig, precision: str) -> Teacher | None:
         """Load the teacher on ranks that compute a loss: a pipeline's last stages, or all. Raises ModelError, on this
         rank alone."""
@@ -129,13 +138,8 @@ class Setup:
             language = partial(SequenceLanguageModel, group=mesh.sequence)
         return self._load_teacher(teacher_model(objective, student), precision, language)
 
-    def refer_to(self, source: ParameterSource) -> None:
-        """Let an objective with an online reference compare with these values.
-
-        Raises: AgreedError.
-        """
-        if self.run.config.objective.reference != "online":
-            return
+    def _refer_to(self, source: ParameterSource) -> None:
+        """Let the objective's online reference be the model with these values. Raises AgreedError."""
         self._base = base_of(self.engine, self.spec, source)
         self.objective = self._with_reference(self.objective)
         if self.spec.saved:
@@ -144,15 +148,16 @@ class Setup:
     def _with_reference(self, objective: LossFunction) -> LossFunction:
         return with_reference(objective, self.run.config.objective, self._base)
 
-    def write(self, source: ParameterSource) -> dict[str, int]:
-        return write_weights(self.engine, source, self.ranks)
+    def write(self) -> dict[str, int]:
+        """Give the parameters their first values. Returns the result of `write_weights`."""
+        return write_weights(self.engine, self._first_values(), self.ranks)
 
-    def start_from(self, source: ParameterSource) -> dict[str, int]:
-        """Begin the run with these values. Returns the result of `write_weights`.
+    def start(self) -> tuple[ParameterSource, dict[str, int]]:
+        """Begin a new run with the first values. Returns their source and the result of `write_weights`.
 
         Raises: AgreedError, also if the column of the reference was computed from other weights.
         """
-        checksums = self.write(source)
+        checksums = self.write()
         self.began_with = weights_hash(reference_checksums(self.spec, checksums))
         if self.run.config.objective.reference == "column" and set(self.references or []) != {self.began_with}:
             raise AgreedError(
@@ -160,7 +165,7 @@ class Setup:
                 f"are of other weights than model.pretrained = {self.run.config.model.pretrained!r} has; {NEW_COLUMN}",
                 DataError.exit_code,
             )
-        return checksums
+        return self._first_values(), checksums
 
     def prove(self) -> None:
         """Prove on a few tokens that the loss equals the loss of the model's own logits; in a new run also prove
@@ -169,7 +174,7 @@ class Setup:
             from llmtrain.training.proofs import prove_alike
 
             prove_alike(self.run.config.objective, self.ranks)
-        row = torch.from_numpy(self.data.sequence(0)[0])
+        row = torch.from_numpy(self.data.first.sequence(0)[0])
         prove_loss(self.engine, row, self.ranks, shared_by=self.run.mix.degrees.sequence,
                    isolate_documents=self.run.config.data.isolate_documents)  # fmt: skip
         of_tokens = isinstance(self.objective, NextTokenLoss)

@@ -53,11 +53,6 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     Raises: AgreedError.
     """
     config, spec, ranks = setup.run.config, setup.spec, setup.ranks
-    source = None
-    if config.objective.reference == "online":  # the reference reads its first values again, after a resume as well
-        with ranks.together():
-            source = spec.initial_weights(config.train.seed, ranks.device)
-        setup.refer_to(source)
     trainer = state_of(setup)
     if config.checkpoint.mirror is not None:
         from llmtrain.training.mirroring import look  # most runs have none
@@ -66,8 +61,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     with ranks.together():
         candidates = agreed_candidates(config, folder, checkpoints, ranks)
     if not candidates:
-        source = source or spec.initial_weights(config.train.seed, ranks.device)
-        checksums = setup.start_from(source)  # a new run: its weights
+        source, checksums = setup.start()
         frozen = frozen_source(source, spec.frozen, checksums)
         return Start(trainer=trainer, position=Position(), frozen=frozen, saved_step=None, folder=None, kept={},
                      lines=_frozen_lines(frozen))  # fmt: skip
@@ -102,7 +96,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
 
 def state_of(setup: Setup) -> TrainerState:
     """Return the state before the first step. All ranks call it together."""
-    config, data, mix, course = setup.run.config, setup.data, setup.run.mix, setup.course
+    config, data, mix, course = setup.run.config, setup.data.first, setup.run.mix, setup.course
     state = TrainerState(
         wandb_id=setup.ranks.first(new_run_id),
         model_config=setup.engine.module.config.to_dict(),
@@ -117,7 +111,7 @@ def state_of(setup: Setup) -> TrainerState:
         orders={data.fingerprint: data.order for data in course.data if data.fingerprint != data.order},
         reference=setup.references,
         teacher=setup.teacher,
-        teacher_config=setup.teacher_config,
+        teacher_config=setup.data.teacher_config,
         separator_id=data.separator_id,
         tokenizer_dir=str(data.tokenizer_dir.resolve()),  # to-hf may run anywhere
         tokenizer=data.manifests[0].tokenizer_fingerprint,

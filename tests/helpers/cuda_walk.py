@@ -126,7 +126,7 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
     (folder / "run.yaml").write_text(yaml.safe_dump(words))
     os.chdir(folder)
     run = resolve(parse(["run.yaml"], check_paths=False).config, form["ranks"])
-    checked, held = rehearsal.prepared(run, on_gpu=True), list[Any]()
+    examined, held = rehearsal.prepared(run, on_gpu=True), list[Any]()
 
     def keep(setup: Any) -> None:
         setup.engine.closes, setup.engine.close = setup.engine.close, lambda: None
@@ -134,7 +134,7 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     with rehearsed_ranks(form["rank"], form["ranks"], 1) as ranks, without_memory(), on_cuda() as seen:
         ranks = replace(ranks, device=fake_cuda.DEVICE)
-        ledger, _, _ = rehearsal.walk(checked, ranks, keep, on_gpu=True)
+        ledger, _, _ = rehearsal.walk(examined, ranks, keep, on_gpu=True)
         (setup,) = held
         steps_waits = seen["waits"]
         found: dict[str, Any] = {"peak": ledger.most, "waits": steps_waits, "pinned": seen["pinned"]}

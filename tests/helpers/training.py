@@ -32,6 +32,7 @@ from llmtrain.config.run import (
 from llmtrain.config.stages import StageConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.loader import AnswerBatch, StepBatch, TrainData
+from llmtrain.data.stream.run_data import RunData
 from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.process_group import join_process_group
@@ -42,7 +43,7 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import PARAM, Optimizer
 from llmtrain.optim.schedules import Cosine
 from llmtrain.storage.pieces import put
-from llmtrain.training.examine import Checked, stage_data
+from llmtrain.training.examine import Examined, stage_data
 from llmtrain.training.setup import Setup
 from llmtrain.training.start import agreed_candidates
 from llmtrain.training.step import Session
@@ -259,8 +260,8 @@ def joined() -> Ranks:
 def make_setup(case: Case, proves: bool = True) -> Setup:
     """A run with its initial weights, after all proofs of its engine."""
     ranks = joined()
-    setup = Setup(checked(resolved_run(case, ranks.world_size)), ranks)
-    setup.write(setup.spec.initial_weights(0, torch.device("cpu")))
+    setup = Setup(*examined(resolved_run(case, ranks.world_size)), ranks)
+    setup.write()
     if proves:
         setup.prove()
     return setup
@@ -273,12 +274,11 @@ def make_engine(case: Case, proves: bool = False) -> tuple[ZeroEngine, Ranks]:
     return setup.engine, setup.ranks
 
 
-def checked(run: Run) -> Checked:
+def examined(run: Run) -> Examined:
     """The run as `examine` gives it, without its checks and the columns of its data."""
     config = run.config
     spec = ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
-    data, *later = stage_data(run.stages)
-    return Checked(run=run, spec=spec, data=data, later=tuple(later))
+    return run, spec, RunData(stages=tuple(stage_data(run.stages)))
 
 
 @dataclass

@@ -54,10 +54,10 @@ def part(run: Run, first: int, last: int, folder: str, checkpoint: str | None) -
     from tests.helpers.training import counted, joined, save_checkpoint
 
     ranks = joined()
-    setup, source = set_up(run, ranks)
+    setup = set_up(run, ranks)
     engine = setup.engine
     if checkpoint is None:
-        setup.write(source)
+        setup.write()
     else:
         trainer = TrainerState.read(Path(checkpoint))
         load_checkpoint(engine, CheckpointReader(Path(checkpoint)), trainer, ranks)

@@ -101,14 +101,14 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     from llmtrain.models.teacher import teacher_model
     from llmtrain.training.output_columns import of_teacher, write_teacher
     from llmtrain.training.setup import taught_by
-    from tests.helpers.training import case_data, checked, joined
+    from tests.helpers.training import case_data, examined, joined
 
     ranks = joined()
     config = Distill(teacher=folder, top_k=top_k, **TERMS)
     run = resolved_run(writes, ranks.world_size)
     asked = replace(run.config, objective=config, data=case_data(writes))
     of = of_teacher(run, teacher_model(config, asked.model))
-    write_teacher(checked(of), ranks, asked)
+    write_teacher(examined(of), ranks, asked)
     ranks.meet()
     data = TrainData(case_data(learns))
     weights = data.take_teacher(data.teacher_columns(config, 512, "fp32"))

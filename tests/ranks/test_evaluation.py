@@ -19,7 +19,7 @@ from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
 from llmtrain.data.stream.windows import IGNORED
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training.step import Position
-from tests.helpers.training import LENGTH, LLAMA, Case, checked, joined, resolved_run
+from tests.helpers.training import LENGTH, LLAMA, Case, examined, joined, resolved_run
 
 MICRO_BATCH, TOKENS = 2, 6
 PROMPTS = ["abc d", "a", "j jj fade bed"]
@@ -52,10 +52,10 @@ def measured(case: Case, folder: str) -> tuple[dict[str, Any], list[str]]:
     config = replace(run.config, eval=evaluated, train=train)
     (stage,) = run.stages
     stages = Stages((replace(stage, batch=replace(stage.batch, micro_batch=MICRO_BATCH)),))
-    found = checked(replace(run, config=config, stages=stages))
+    run, spec, data = examined(replace(run, config=config, stages=stages))
     sets = {name: EvalSet(path, config.data) for name, path in config.eval.sets.items()}
-    setup = Setup(replace(found, sets=sets, prompts=Prompts.of(config, found.data)), ranks)
-    setup.write(setup.spec.initial_weights(0, torch.device("cpu")))
+    setup = Setup(run, spec, replace(data, sets=sets, prompts=Prompts.of(config, data.first)), ranks)
+    setup.write()
     tracker = _Tracker()
     launch: Any = SimpleNamespace(setup=setup, tracker=tracker, speed=throughput_of(setup),
                                   folder=SimpleNamespace(path=Path()),

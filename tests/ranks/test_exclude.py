@@ -26,7 +26,7 @@ from tests.helpers.training import (
     Case,
     case_data,
     case_degrees,
-    checked,
+    examined,
     joined,
     make_engine,
     plain_balance,
@@ -132,7 +132,7 @@ def test_excluded_pairs_have_no_part_in_a_step(pools: Any, tmp_path_factory: Any
 
 def write_reference(case: Case) -> None:
     ranks = joined()
-    write_columns(checked(resolved_run(case, ranks.world_size)), ranks)
+    write_columns(examined(resolved_run(case, ranks.world_size)), ranks)
     ranks.meet()
 
 

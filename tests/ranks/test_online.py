@@ -52,12 +52,12 @@ def trained(case: Case, config: Objective) -> tuple[Trace, Figures]:
     from llmtrain.engine.losses.named import loss_of, with_reference
     from llmtrain.training.output_columns import write_columns
     from llmtrain.training.setup import base_of
-    from tests.helpers.training import checked, joined
+    from tests.helpers.training import examined, joined
 
     ranks = joined()
     run, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
     if config.reference == "column":
-        write_columns(checked(run), ranks)
+        write_columns(examined(run), ranks)
         ranks.meet()
         data.take_reference(run.mix.precision)
     engine, ranks = make_engine(case)

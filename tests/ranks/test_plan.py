@@ -23,13 +23,13 @@ from llmtrain.features.ema import EmaConfig
 from llmtrain.plan.ledger import HOST
 from llmtrain.plan.rehearsal import COPIES, Rehearsed, kinds, rehearse, walk
 from llmtrain.plan.work import Counts, Message
-from llmtrain.training.examine import Checked
-from llmtrain.training.setup import Setup
+from llmtrain.training.examine import Examined
+from llmtrain.training.setup import Setup, write_weights
 from tests.helpers import training
 from tests.helpers.hf_folders import model_folder
 from tests.helpers.marks import slow
 from tests.helpers.preference import prepared_preferences
-from tests.helpers.training import LLAMA, Case, checked, joined, resolved_run
+from tests.helpers.training import LLAMA, Case, examined, joined, resolved_run
 
 Work = tuple[dict[Message, int], dict[str, int], int]
 RANKS = 2
@@ -136,11 +136,10 @@ def written(folder: Path, model: dict[str, Any]) -> str:
     return str(folder)
 
 
-def run_of(cell: Cell, case: Case) -> Checked:
-    made = checked(resolved_run(case, RANKS))
+def run_of(cell: Cell, case: Case) -> Examined:
+    run, *rest = examined(resolved_run(case, RANKS))
     ema = EmaConfig(decay=0.9 if cell.form == "ema" else None)
-    run = replace(made.run, config=replace(made.run.config, ema=ema))
-    return replace(made, run=run)
+    return replace(run, config=replace(run.config, ema=ema)), *rest
 
 
 def counted(cell: Cell, case: Case, among: int) -> tuple[int, int, int, Work]:
@@ -178,7 +177,7 @@ def work_of(step: Counts) -> Work:
 def _filled(setup: Setup, *, among: int) -> None:
     from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 
-    setup.write(setup.spec.initial_weights(0, torch.device("cpu")))
+    write_weights(setup.engine, setup.spec.initial_weights(0, torch.device("cpu")), setup.ranks)
     for module in setup.engine.module.modules():
         if isinstance(module, TokenChoiceTopKRouter):
             module.forward = functools.partial(_routed, module, among)
@@ -201,7 +200,7 @@ def errors(
     """(error of the peak, of the bytes between steps, the plan) for each kind of rank, whose work is equal."""
     case = case_of(cell, data, folder)
     real, run = pools(RANKS).run(counted, cell, case, imbalance), run_of(cell, case)
-    for planned in rehearse(run, list(kinds(run.run.mix.degrees)), RANKS, imbalance=imbalance):
+    for planned in rehearse(run, list(kinds(run[0].mix.degrees)), RANKS, imbalance=imbalance):
         peak, kept, _, work = real[planned.rank]
         *planned_work, moved = work_of(planned.step)
         # Without elements, ZeRO 3 copies fewer gradients into its bucket: up to 6.5 % of all bytes, cause unknown.
@@ -315,13 +314,13 @@ def test_static_bytes_are_the_arithmetic(name: str, small_data: str, monkeypatch
         accumulation=12 if published.pipeline > 1 else 1,
         steps=2,
     )
-    run = checked(resolved_run(case, published.ranks))
-    found = [planned.highest for planned in rehearse(run, list(kinds(run.run.mix.degrees)), published.ranks)]
+    made = run, spec, _ = examined(resolved_run(case, published.ranks))
+    found = [planned.highest for planned in rehearse(made, list(kinds(run.mix.degrees)), published.ranks)]
     elements = matrices + vectors
     if published.tensor > 1:
-        assert not run.spec.projections.whole
+        assert not spec.projections.whole
         elements = matrices // published.tensor + vectors
-    whole, shared = elements, elements // run.run.mix.degrees.data
+    whole, shared = elements, elements // run.mix.degrees.data
     if published.stage == 3:
         whole = shared
     assert sum(parts["weights"] for parts in found) == 2 * whole

@@ -86,12 +86,12 @@ def trained(case: Case, config: Objective, column: bool) -> tuple[Trace, Figures
     """As a run does it: the reference's column under this form, then steps."""
 
     from llmtrain.training.output_columns import write_columns
-    from tests.helpers.training import checked, joined
+    from tests.helpers.training import examined, joined
 
     ranks = joined()
     run, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
     if column:
-        write_columns(checked(run), ranks)
+        write_columns(examined(run), ranks)
         ranks.meet()
     data.take_reference("fp32")
     return trained_answers(case, config, data)

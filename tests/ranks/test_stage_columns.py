@@ -39,23 +39,24 @@ TOP_K = 16
 
 def reading_columns(case: Case) -> Setup:
     """A run whose data have their columns, and whose parameters have no values yet."""
-    from tests.helpers.training import checked, joined
+    from tests.helpers.training import examined, joined
 
     ranks = joined()
-    made = checked(resolved_run(case, ranks.world_size))
-    data = {stage_key(stage): each for stage, each in in_stages(made.run.stages, (made.data, *made.later))}
-    objective = made.run.config.objective
+    run, spec, opened = examined(resolved_run(case, ranks.world_size))
+    data = {stage_key(stage): each for stage, each in in_stages(run.stages, opened.stages)}
+    objective = run.config.objective
     if isinstance(objective, Distill):
-        form = (objective, made.spec.facts.vocab_size, "fp32")
-        made = replace(made, teachers=take_columns(data, lambda own: own.take_teacher(own.teacher_columns(*form))))
+        form = (objective, spec.facts.vocab_size, "fp32")
+        taken = take_columns(data, lambda own: own.take_teacher(own.teacher_columns(*form)))
+        opened = replace(opened, teachers=taken)
     else:
-        made = replace(made, references=take_columns(data, lambda own: own.take_reference("fp32")))
-    return Setup(made, ranks)
+        opened = replace(opened, references=take_columns(data, lambda own: own.take_reference("fp32")))
+    return Setup(run, spec, opened, ranks)
 
 
 def with_columns(case: Case) -> Setup:
     """A run at its beginning, whose columns one command has written for all stages."""
-    from tests.helpers.training import checked, joined
+    from tests.helpers.training import examined, joined
 
     ranks = joined()
     run = resolved_run(case, ranks.world_size)
@@ -64,12 +65,12 @@ def with_columns(case: Case) -> Setup:
     if isinstance(config.objective, Distill):
         from llmtrain.models.teacher import teacher_model
 
-        write_teacher(checked(of_teacher(plain, teacher_model(config.objective, config.model))), ranks, config)
+        write_teacher(examined(of_teacher(plain, teacher_model(config.objective, config.model))), ranks, config)
     else:
-        write_columns(checked(plain), ranks)
+        write_columns(examined(plain), ranks)
     ranks.meet()
     setup = reading_columns(case)
-    setup.start_from(setup.spec.initial_weights(0, torch.device("cpu")))
+    setup.start()
     setup.prove()
     return setup
 

@@ -30,7 +30,7 @@ from tests.helpers.training import (
     Trace,
     assert_agrees,
     batches,
-    checked,
+    examined,
     joined,
     make_engine,
     plain_pytorch,
@@ -65,13 +65,13 @@ def test_micro_batches_of_unequal_length_and_clipping(pools, small_data):
 
 def refused(case: Case) -> str:
     """The error of a start in which rank 1 has found no attention that ranks can share."""
-    ranks, run = joined(), checked(resolved_run(case, 2))
-    found = run.spec.projections
+    ranks, (run, spec, data) = joined(), examined(resolved_run(case, 2))
+    found = spec.projections
     if ranks.rank == 1:
         maps = tuple(each for each in found.maps if "mlp" in each.path)
-        run.spec.__dict__["projections"] = replace(found, maps=maps, whole="the attention is complete")
+        spec.__dict__["projections"] = replace(found, maps=maps, whole="the attention is complete")
     try:
-        Setup(run, ranks)
+        Setup(run, spec, data, ranks)
     except AgreedError as error:
         return str(error)
     return ""

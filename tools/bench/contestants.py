@@ -233,7 +233,7 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
     ranks = join_process_group(config.fault.timeout_s)
     with RunDirectory(str(config.train.run_dir)) as folder:
         checkpoints = find_folder(folder.checkpoints, ranks)
-        setup = Setup(examine(run), ranks)
+        setup = Setup(*examine(run), ranks)
         start = resume_or_start(setup, folder, checkpoints)
         setup.prove()  # as a run: what it leaves behind in compiled layers is in the figures
         tracker = Tracker(

@@ -72,8 +72,10 @@ def resident(cell: Any, small: Any, large: Any) -> int:
         Path("/proc/self/clear_refs").write_text("5")  # the highest value begins again
         return status_of("VmRSS")
 
+    from llmtrain.training.setup import write_weights
+
     def fill(setup: Any) -> None:
-        setup.write(setup.spec.initial_weights(0, setup.ranks.device))
+        write_weights(setup.engine, setup.spec.initial_weights(0, setup.ranks.device), setup.ranks)
         begin()
 
     began = begin()
@@ -87,12 +89,13 @@ def others(cell: Any, run: Any) -> dict[str, float]:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
-    parameters, offload = run.spec.facts.parameters, cell.work == "offload"
+    spec = run[1]
+    parameters, offload = spec.facts.parameters, cell.work == "offload"
     found: dict[str, float] = {}
     if cell.stage in (1, 2):
         _, found["DeepSpeed"] = estimate_zero2_model_states_mem_needs(parameters, RANKS, 1, offload)
     if cell.stage == 3:
-        largest = max(math.prod(shape) for shape in run.spec.shapes.values())
+        largest = max(math.prod(shape) for shape in spec.shapes.values())
         needs = estimate_zero3_model_states_mem_needs(parameters, largest, RANKS, 1, offload, offload)
         found["DeepSpeed"] = needs[1]
     found["accelerate"] = max(estimate_training_usage(4 * parameters, "bfloat16").values())
@@ -123,7 +126,7 @@ def compare_others(wanted: Sequence[int] | None) -> None:
             pool = RankPool(RANKS)
             real = pool.run(counted, cell, case, 1)
             pool.close()
-            planned = max(rehearse(run, list(kinds(run.run.mix.degrees)), RANKS), key=lambda each: each.peak)
+            planned = max(rehearse(run, list(kinds(run[0].mix.degrees)), RANKS), key=lambda each: each.peak)
             peak = real[planned.rank][0]
             # The others estimate a device; here the peak has a save's copy and what is offloaded, too.
             on_device = peak - sum(size for part, size in planned.parts.items() if part.endswith(HOST))
@@ -164,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             real = pool.run(resident, cell, small, large)
             pool.close()
             run = run_of(cell, large)
-            for planned in rehearse(run, list(kinds(run.run.mix.degrees)), RANKS):
+            for planned in rehearse(run, list(kinds(run[0].mix.degrees)), RANKS):
                 took = real[planned.rank]
                 print(f"{cell!s:28} {planned.rank:4} {planned.peak / 1e6:11.1f} {took / 1e6:12.1f} "
                       f"{planned.peak / took - 1:+.1%}", flush=True)  # fmt: skip

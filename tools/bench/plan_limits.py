@@ -61,8 +61,10 @@ def under_limit(cell: Any, small: Any, large: Any, name: str, limits: dict[int, 
     before = limit.used
     limit.set(before + limits[ranks.rank])
 
+    from llmtrain.training.setup import write_weights
+
     def fill(setup: Any) -> None:
-        setup.write(setup.spec.initial_weights(0, ranks.device))
+        write_weights(setup.engine, setup.spec.initial_weights(0, ranks.device), ranks)
 
     walk(run_of(cell, large), ranks, fill)
     return before

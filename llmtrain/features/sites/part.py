@@ -25,7 +25,7 @@ class Sites(Part):
         config, batch = setup.run.config, setup.run.batch
         sites = config.section(SitesConfig)
         common = {
-            "data": setup.data.fingerprint,
+            "data": setup.data.first.fingerprint,
             "data.seed": config.data.seed,
             "data.sequence_length": config.data.sequence_length,
             "train.seed": config.train.seed,

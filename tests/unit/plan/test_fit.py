@@ -25,7 +25,7 @@ from llmtrain.plan.fit import Choice, Fitter, Form
 from llmtrain.plan.rehearsal import Rehearsed
 from llmtrain.plan.speed import Speeds, step_time
 from llmtrain.plan.work import Message, Operator
-from llmtrain.training.examine import Checked
+from llmtrain.training.examine import Examined
 from tests.unit.plan.test_plan import RUN
 
 SPEEDS = Speeds(products=1e12, attention=1e12, memory=1e12, inside=1e9, to_host=1e8)
@@ -43,7 +43,7 @@ def facts(run: Run, **_: Any) -> Any:
     """Facts of the model, which is not built."""
     config: Any = run.config.model.config
     found = SimpleNamespace(layers=config["num_hidden_layers"], parameters=1000, trained=1000)
-    return SimpleNamespace(run=run, spec=SimpleNamespace(facts=found))
+    return run, SimpleNamespace(facts=found), None
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Machines, "others", lambda *_: [])
 
 
-def by_formula(jobs: Sequence[tuple[Checked, int]], *_: Any, **__: Any) -> Iterator[tuple[int, Rehearsed]]:
+def by_formula(jobs: Sequence[tuple[Examined, int]], *_: Any, **__: Any) -> Iterator[tuple[int, Rehearsed]]:
     """Rehearse nothing: states in their shares, activations of rows and layers, and their recomputation."""
-    for number, (checked, rank) in enumerate(jobs):
-        run, layers = checked.run, checked.spec.facts.layers
+    for number, ((run, spec, _), rank) in enumerate(jobs):
+        layers = spec.facts.layers
         degrees, batch, again = run.mix.degrees, run.batch, run.config.model.recompute.layers
         again = layers if again == "all" else again or 0
         stage, shares = run.mix.zero_stage, degrees.data

@@ -407,10 +407,10 @@ def test_an_error_on_a_rehearsed_rank(
 def test_a_bug_in_a_change_leaves_the_answer(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def walk_some(checked: Any, *args: Any, **more: Any) -> Any:
-        if checked.run.config.model.recompute.layers == "all":
+    def walk_some(examined: Any, *args: Any, **more: Any) -> Any:
+        if examined[0].config.model.recompute.layers == "all":
             raise KeyError("x")
-        return walk(checked, *args, **more)
+        return walk(examined, *args, **more)
 
     monkeypatch.setattr("llmtrain.plan.rehearsal.walk", walk_some)
     assert cli.main(["plan", "run.yaml", "--device", "cpu", "--memory", "3MB"]) == 1
@@ -435,5 +435,6 @@ def test_a_folder_with_another_model_has_no_plan(folder: Path, monkeypatch: pyte
 def test_rows_are_full(folder: Path, objective: str, uncounted: int) -> None:
     """All tokens of a window count, but the first of each answer."""
     words = ["run.yaml", f"--objective.name={objective}", *(["--objective.reference=column"] * (objective == "kto"))]
-    rows = prepared(resolve(parse(words, check_paths=False).config, 1), on_gpu=True).data
+    *_, data = prepared(resolve(parse(words, check_paths=False).config, 1), on_gpu=True)
+    rows = data.first
     assert (rows.sequence(0)[1] == IGNORE).sum() == uncounted
