@@ -1,4 +1,4 @@
-"""Runs, checkpoints and prepared folders of November 2026 (tests/data/saved-2026-11): each command still reads them.
+"""Runs, checkpoints and prepared folders of version 0.1.0 (tests/data/saved-0.1.0): each command still reads them.
 
 A run that is resumed from its own config.yaml writes that file and its remaining figures again: a field that is no
 longer read, kept or written is a difference here. The file takes 20 CPU-seconds: each form is resumed.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -22,79 +21,28 @@ from llmtrain import cli
 from llmtrain.checkpoint.format import step_folder
 from tests.helpers import forked
 from tests.helpers.launching import free_port, rows
+from tests.helpers.saved_runs import NAMES, ONE_RANK, PLUGIN, SAVED, exported, prepare_rank, words_of
 from tests.helpers.stored import BF16, FP32, differences, machine
 
-SAVED = Path(__file__).parents[1] / "data" / "saved-2026-11"
 EXPECTED = json.loads((SAVED / "expected.json").read_text())
-ONE_RANK = ("quickstart", "dpo", "plugin", "sites")
 NEEDS = {"lora": "peft", "plugin": "tensorboard", "sites": "torchft"}
-PLUGIN = ("--plugin", "plugin.py")
-RUNS = [pytest.param(run.name, marks=pytest.mark.needs(NEEDS[run.name])) if run.name in NEEDS else run.name
-        for run in sorted((SAVED / "runs").iterdir())]  # fmt: skip
+RUNS = [pytest.param(name, marks=pytest.mark.needs(NEEDS[name])) if name in NEEDS else name for name in NAMES]
 OF_A_MACHINE = re.compile(r"time|elapsed|per_s|share|stall|memory|seconds|_s$|bytes")
 """Keys of figures that no two launches have alike."""
-REMOVED: dict[str, dict[str, Any]] = {
-    "sites": {"mean": "weighted", "meet_every": 10, "keys": None},
-    "tracking": {"artifacts": "none"},
-    "model": {"keep_attention": False},
-    "train": {"balance": "equal"},
-}
-"""Fields of the saved files that no run has any more."""
-
-
-def without_removed(run: dict[str, Any]) -> dict[str, Any]:
-    return {
-        section: {key: value for key, value in fields.items() if key not in REMOVED[section]}
-        if section in REMOVED
-        else fields
-        for section, fields in run.items()
-    }
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy without removed fields, which is the working folder. Paths of runs are relative, except the folder of
-    frozen parameters."""
+    """A copy, which is the working folder. Paths of runs are relative, except the folder of frozen parameters."""
     shutil.copytree(SAVED, tmp_path / "saved")
-    for path in (tmp_path / "saved/runs").glob("*/config.yaml"):
-        path.write_text(yaml.safe_dump(without_removed(yaml.safe_load(path.read_text())), sort_keys=False))
     for path in (tmp_path / "saved/runs").glob("*/checkpoints/*/manifest.json"):
         raw = json.loads(path.read_text())["manifest"]
-        trainer = json.loads((path.parent / "trainer.json").read_text())
-        content = json.dumps({**trainer, "run": without_removed(trainer["run"])}).encode()
-        (path.parent / "trainer.json").write_bytes(content)
-        raw["files"]["trainer.json"].update(bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
         if "frozen" in raw:
             raw["frozen"]["folder"] = str(tmp_path / "saved/base")
-        digest = xxhash.xxh3_64_hexdigest(json.dumps(raw, separators=(",", ":")).encode())
-        path.write_text(json.dumps({"manifest": raw, "xxh3": digest}, separators=(",", ":")))
+            digest = xxhash.xxh3_64_hexdigest(json.dumps(raw, separators=(",", ":")).encode())
+            path.write_text(json.dumps({"manifest": raw, "xxh3": digest}, separators=(",", ":")))
     monkeypatch.chdir(tmp_path / "saved")
     return tmp_path / "saved"
-
-
-def exported(folder: Path) -> str:
-    """Hash of the names and values of a Hugging Face folder."""
-    from safetensors.numpy import load_file
-
-    [path] = folder.glob("*.safetensors")
-    found = load_file(path)
-    return xxhash.xxh3_64_hexdigest(b"".join(name.encode() + found[name].tobytes() for name in sorted(found)))
-
-
-def before(folder: Path, run: str, port: int, rank: int) -> None:
-    """The first rank exports, and coordinates the sites, before it trains."""
-    os.chdir(folder)
-    if rank == 0:
-        words = ["checkpoint", "to-hf", f"runs/{run}", "--dtype", "fp32"]
-        assert cli.main([*words, "export"]) == 0
-        if run == "mixture":
-            assert cli.main([*words, "export-ema", "--weights", "ema"]) == 0
-    if run == "sites":
-        from torchft.coordination import LighthouseServer
-
-        globals()["server"] = LighthouseServer(  # lives as long as the rank
-            bind=f"127.0.0.1:{port}", min_replicas=1, join_timeout_ms=300, quorum_tick_ms=20, heartbeat_timeout_ms=3000
-        )
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
@@ -113,9 +61,9 @@ def configurations(run: Path, step: int) -> tuple[dict[str, Any], dict[str, Any]
 def test_a_saved_run_goes_on(run: str, here: Path) -> None:
     """From its config.yaml, without a word about what changed; with the figures that it had; after an export."""
     folder, saved, port = here / "runs" / run, SAVED / "runs" / run, free_port()
-    words = {"plugin": PLUGIN, "sites": ("--sites.coordinator", f"127.0.0.1:{port}")}.get(run, ())
-    launch = forked.Launch(folder / "config.yaml", *words, world_size=1 if run in ONE_RANK else 2,
-                           before=functools.partial(before, here, run, port), log_folder=here)  # fmt: skip
+    launch = forked.Launch(folder / "config.yaml", *words_of(run, port), world_size=1 if run in ONE_RANK else 2,
+                           before=functools.partial(prepare_rank, here, run, port, exports=True),
+                           log_folder=here)  # fmt: skip
     assert not any(launch.wait(240)), launch.output()
     said = launch.output()
     assert f"resumed from runs/{run}/checkpoints/step-00000003 at step 3" in said and "rate jumps" not in said
@@ -123,13 +71,7 @@ def test_a_saved_run_goes_on(run: str, here: Path) -> None:
     assert [line.partition(":")[0] for line in changed] == (["run.sites.coordinator"] if run == "sites" else []), said
     for then, now in zip(configurations(saved, 3), configurations(folder, 5), strict=True):
         now["sites"]["coordinator"] = then["sites"]["coordinator"]
-        assert now["train"].pop("memory_margin") is None  # newer than the saved runs
-        assert now["fault"].pop("pinned") == 2
-        assert (now.pop("recheck"), now.pop("balance")) == ({"every": 0}, {"mode": "equal"})
-        assert now["optim"].pop("skip_outliers") is None
-        assert (now["data"].pop("exclude"), now["data"].pop("skip_steps")) == (None, None)
-        assert all(stage.pop("exclude") is None for stage in now["data"]["stages"])
-        assert now == without_removed(then)
+        assert now == then
     assert json.loads((folder / "deepspeed.json").read_text()) == json.loads((saved / "deepspeed.json").read_text())
     got, want = figures(folder), figures(saved)
     if machine() == EXPECTED["machine"]:
@@ -140,7 +82,7 @@ def test_a_saved_run_goes_on(run: str, here: Path) -> None:
         assert differences(now, then, rounding) == {}
     assert exported(here / "export") == EXPECTED["exports"][run]
     if run == "mixture":
-        assert exported(here / "export-ema") == EXPECTED["exports"]["mixture --ema"]
+        assert exported(here / "export-ema") == EXPECTED["exports"]["mixture --weights ema"]
 
 
 def test_a_stored_figure_may_round_as_what_it_is_made_of() -> None:
@@ -174,6 +116,7 @@ def test_the_rate_of_a_saved_stage_is_compared(here: Path) -> None:
     tree = yaml.safe_load(Path("runs/stages/config.yaml").read_text())
     tree["data"]["stages"][0]["schedule"] = {"name": "constant"}
     Path("runs/stages/config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-    code, said = forked.finish(here / "runs/stages/config.yaml", "--deepspeed", "zero1.json",
-                               world_size=1, before=functools.partial(before, here, "stages", 0))  # fmt: skip
+    enter = functools.partial(prepare_rank, here, "stages", 0, exports=False)
+    folder = here / "runs/stages"
+    code, said = forked.finish(folder / "config.yaml", "--deepspeed", "zero1.json", world_size=1, before=enter)
     assert code == 0 and "the learning rate jumps" in said and "0.005 at step 4;" in said, said

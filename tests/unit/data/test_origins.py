@@ -202,7 +202,7 @@ def test_where_reads_what_another_version_has_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A field that is gone; and one of another type, for which a sentence is printed."""
-    saved = Path(__file__).parents[2] / "data/saved-2026-11"
+    saved = Path(__file__).parents[2] / "data/saved-0.1.0"
     for name in ("data/text", "runs/quickstart"):
         shutil.copytree(saved / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
