@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain import features
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there, rows, step_folders, table
@@ -24,7 +25,7 @@ from llmtrain.storage.addresses import is_url
 if TYPE_CHECKING:
     from llmtrain.checkpoint.hf.proofs import Report
 
-_PATH: dict[str, Any] = {"help": "run folder, a checkpoint's folder, RUN/step-N, or a URL of one of them"}
+PATH: dict[str, Any] = {"help": "run folder, a checkpoint's folder, RUN/step-N, or a URL of one of them"}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -151,24 +152,6 @@ def _from_hf(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_deepspeed(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.native.from_deepspeed import import_deepspeed
-
-    lines = import_deepspeed(
-        args.folder, args.out, model=args.model, tag=args.tag, names=args.names, weights_only=args.weights_only
-    )
-    log.put("\n".join(lines))
-    return 0
-
-
-def _to_deepspeed_universal(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.native.universal import export_universal
-    from llmtrain.checkpoint.remote import checkpoints_at
-
-    log.put("\n".join(export_universal(checkpoints_at(args.path)[0], args.out)))
-    return 0
-
-
 def size_bytes(text: str) -> int:
     """'2GB' -> 2 * 10**9, '512MiB' -> 512 * 2**20. Raises CheckpointError."""
     match = _SIZE.fullmatch(text.strip())
@@ -179,7 +162,7 @@ def size_bytes(text: str) -> int:
     return value
 
 
-def _local(text: str) -> Path:
+def local(text: str) -> Path:
     """Refuse a URL: argparse's type of a path on this host."""
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL, and this is a folder of this host")
@@ -188,28 +171,28 @@ def _local(text: str) -> Path:
 
 def _lookers(add: Callable[..., argparse.ArgumentParser]) -> None:
     ls = add("ls", _ls, "step, tokens, size, layout, age and state of each checkpoint")
-    ls.add_argument("path", **_PATH)
+    ls.add_argument("path", **PATH)
     ls.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     verify = add("verify", _verify, "read every byte; name the file, the rank and the tensors that are damaged")
-    verify.add_argument("path", **_PATH)
+    verify.add_argument("path", **PATH)
     diff = add("diff", _diff, "configuration, layout, and the largest difference of each tensor; exit code 1 if any")
-    diff.add_argument("a", **_PATH)
-    diff.add_argument("b", **_PATH)
+    diff.add_argument("a", **PATH)
+    diff.add_argument("b", **PATH)
     prune = add("prune", _prune, "delete all but the newest good checkpoints, and the leftovers of killed processes")
-    prune.add_argument("run_folder", metavar="run", type=_local, help="run folder")
+    prune.add_argument("run_folder", metavar="run", type=local, help="run folder")
     prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest good ones stay")
     prune.add_argument("--dry-run", action="store_true", help="show what would be deleted, delete nothing")
 
 
 def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     average = add("average", _average, "the mean of the parameters of checkpoints of one model")
-    average.add_argument("sources", nargs="+", **_PATH)
+    average.add_argument("sources", nargs="+", **PATH)
     average.add_argument(
         "--last", type=int, metavar="K", help="of each run the newest K checkpoints, not the newest one"
     )
-    average.add_argument("out", type=_local, help="new folder for OUT/checkpoints/step-N")
+    average.add_argument("out", type=local, help="new folder for OUT/checkpoints/step-N")
     to_hf = add("to-hf", _to_hf, "write a checkpoint as a Hugging Face folder")
-    to_hf.add_argument("path", **_PATH)
+    to_hf.add_argument("path", **PATH)
     to_hf.add_argument("out", help="folder to write, or a URL such as s3://bucket/model")
     to_hf.add_argument("--best", action="store_true", help="of a run folder: the best by checkpoint.keep_best")
     to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained or imported")
@@ -222,7 +205,7 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     to_hf.add_argument("--public", action="store_true", help="a repository that --push makes is public")
     from_hf = add("from-hf", _from_hf, "make a checkpoint of parameters alone from a Hugging Face folder")
     from_hf.add_argument("folder", help="Hugging Face model folder, ORG/NAME on the Hub, or a URL of one")
-    from_hf.add_argument("out", type=_local, help="new folder for OUT/checkpoints/step-00000000")
+    from_hf.add_argument("out", type=local, help="new folder for OUT/checkpoints/step-00000000")
     for command in (to_hf, from_hf):
         command.add_argument(
             "--check",
@@ -231,18 +214,6 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
             help="compare logits with the source's (auto: where they fit in memory); none reads nothing back",
         )
         command.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model carries")
-    from_deepspeed = add("from-deepspeed", _from_deepspeed, "make a checkpoint from one of DeepSpeed's own")
-    from_deepspeed.add_argument("folder", type=_local, help="what engine.save_checkpoint got, or a step's folder")
-    from_deepspeed.add_argument("out", type=_local, help="new folder for OUT/checkpoints/step-N")
-    from_deepspeed.add_argument("--tag", help="the step's folder; default: what the file `latest` names")
-    from_deepspeed.add_argument(
-        "--model", type=_local, help="Hugging Face folder or config.json; default: in the folder"
-    )
-    from_deepspeed.add_argument("--names", type=_local, help="JSON {their parameter name: Hugging Face name}")
-    from_deepspeed.add_argument("--weights-only", action="store_true", help="take no optimizer state")
-    universal = add("to-deepspeed-universal", _to_deepspeed_universal, "write DeepSpeed's universal checkpoint")
-    universal.add_argument("path", **_PATH)
-    universal.add_argument("out", type=_local, help="folder to write")
 
 
 def main(argv: list[str]) -> int:
@@ -257,6 +228,7 @@ def main(argv: list[str]) -> int:
 
     _lookers(add)
     _converters(add)
+    features.subcommands("checkpoint", add)
     completion.offer(parser)
     args = parser.parse_args(argv)
     try:

@@ -52,6 +52,10 @@ class Feature:
     passes_on: ClassVar[bool] = False
     """The commands pass variables of their process on to other hosts."""
 
+    def subcommands(self, command: str, add: Callable[..., Any]) -> None:
+        """Add commands to one of the core that has several, such as `checkpoint`. `add(name, run, what it does)`
+        returns the parser of a new one; `run` gets what it has parsed."""
+
     def asked(self, config: Any) -> bool:
         """True for a run that has the feature."""
         return False
@@ -178,6 +182,11 @@ def commands() -> dict[str, tuple[str, str]]:
 def agent() -> str:
     """The module of the process beside the ranks of each host; empty: there is none."""
     return next((feature.agent for feature in features().values() if feature.agent), "")
+
+
+def subcommands(command: str, add: Callable[..., Any]) -> None:
+    for feature in features().values():
+        feature.subcommands(command, add)
 
 
 def passes_on(command: str) -> bool:

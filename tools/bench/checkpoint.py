@@ -133,11 +133,9 @@ def measure_writes(pool: Any, task: Any) -> dict[str, float]:
 
 def import_source(task: Any) -> Path:
     """DeepSpeed's checkpoint as one of ours: equal values on both sides of what follows."""
-    from llmtrain.checkpoint.native.from_deepspeed import import_deepspeed
-
     folder = Path(task.folder)
     (folder / "source" / "config.json").write_text(json.dumps(task.model))
-    import_deepspeed(folder / "source", folder / "run")
+    python(folder, "-m", "llmtrain", "checkpoint", "from-deepspeed", str(folder / "source"), str(folder / "run"))
     (path,) = (folder / "run" / "checkpoints").iterdir()
     return path
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.untrusted import MAX_DEPTH, loads, names_code
-from llmtrain.checkpoint.native.from_deepspeed import optimizer_lines
-from llmtrain.checkpoint.native.saved_files import Files
 from llmtrain.cli import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.tracking.local import read_rows
@@ -153,25 +149,6 @@ def test_what_others_write_is_read():
     assert loads("[" * MAX_DEPTH + "]" * MAX_DEPTH) is not None
     with pytest.raises(ValueError, match="nested deeper"):
         loads("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
-
-
-def test_strange_settings_of_an_optimizer_are_no_traceback():
-    """They are read for the report alone; what is no number of Adam's is not shown as one."""
-    good = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    strange = [{"betas": None}, {"betas": (0.9,)}, {"eps": "x"}, {"weight_decay": [1]}, {"initial_lr": "1"}]
-
-    def lines(*groups, **state):
-        optimizer = {"param_groups": list(groups), "state": {}}
-        model = SimpleNamespace(tree={"optimizer": optimizer, **state})
-        return "\n".join(optimizer_lines(Files(Path("x"), models=[model])))
-
-    assert "decay: all" in lines(good) and "betas: [0.9, 0.95]" in lines(good)
-    for change in strange:
-        assert "are not in it" in lines({**good, **change})
-    two = [good, {**good, "weight_decay": 0.0}]
-    assert "decay: matrices" in lines(*two, param_shapes=[{"a": (2, 2)}, {"b": (2,)}])
-    assert "is for optim.weight_decay_of" in lines(*two, param_shapes=[{"a": (2,)}, {"b": (2, 2)}])
-    assert "is for optim.weight_decay_of" in lines(*two), "nothing tells which parameters a group has"
 
 
 ESCAPES = {

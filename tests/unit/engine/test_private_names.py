@@ -13,7 +13,10 @@ from llmtrain.engine.deepspeed import patches
 
 PACKAGE = Path(patches.__file__).parents[2]
 ELSEWHERE = {
-    "checkpoint/native/pickles.py": {"_storage_classes", "_checkpoint_offset"},  # torch's own way to read a .pt file
+    "features/deepspeed_checkpoints/pickles.py": {
+        "_storage_classes",
+        "_checkpoint_offset",
+    },  # of torch: how it reads a .pt
     "parity/plain.py": {"_model_mapping", "_supports_sdpa"},  # it shares no more code with a run than it must
     "data/chat/rendering.py": {"_compile_jinja_template"},  # the environment of a chat template, whose clock is set
     "optim/lion.py": {"_foreach_mul_", "_foreach_sign", "_foreach_add_", "_foreach_lerp", "_foreach_lerp_"},

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.native.pickles import PickleFile
+from llmtrain.features.deepspeed_checkpoints.pickles import PickleFile
 
 VALUES = torch.arange(6.0).reshape(2, 3)
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.native.pickles import PickleFile, shown
-from llmtrain.checkpoint.native.saved_files import Files
+from llmtrain.features.deepspeed_checkpoints.pickles import PickleFile, shown
+from llmtrain.features.deepspeed_checkpoints.saved_files import Files
 from llmtrain.optim.optimizers import PARAM, AdamW
 from llmtrain.storage.tensorfile import numel
 

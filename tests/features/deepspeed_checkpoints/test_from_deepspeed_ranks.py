@@ -18,12 +18,12 @@ from deepspeed.utils import groups as deepspeed_groups
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.load import load_checkpoint
-from llmtrain.checkpoint.native.from_deepspeed import Target, hf_names, import_deepspeed, read_names
-from llmtrain.checkpoint.native.saved_files import open_files
-from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies, add_unnamed
-from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.trainer_state import TrainerState
+from llmtrain.features.deepspeed_checkpoints.from_deepspeed import Target, hf_names, import_deepspeed, read_names
+from llmtrain.features.deepspeed_checkpoints.saved_files import open_files
+from llmtrain.features.deepspeed_checkpoints.state import MOMENTS, State, add_copies, add_unnamed
+from llmtrain.features.deepspeed_checkpoints.universal import export_universal
 from tests.helpers.checkpoints import flip
 from tests.helpers.deepspeed_peers import make_pipeline, make_plain, pipeline_steps, plain_steps
 from tests.helpers.processors import fp16

@@ -18,9 +18,12 @@ from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.base.log import Progress
 from llmtrain.checkpoint.format import read_file, step_folder
 from llmtrain.checkpoint.meaning import other_meaning
-from llmtrain.checkpoint.native.pickles import Record, shown
-from llmtrain.checkpoint.native.saved_files import Files, find_tag, open_files
-from llmtrain.checkpoint.native.state import (
+from llmtrain.checkpoint.output import build_checkpoint
+from llmtrain.checkpoint.trainer_state import TrainerState
+from llmtrain.config.run import ModelConfig
+from llmtrain.features.deepspeed_checkpoints.pickles import Record, shown
+from llmtrain.features.deepspeed_checkpoints.saved_files import Files, find_tag, open_files
+from llmtrain.features.deepspeed_checkpoints.state import (
     MOMENTS,
     State,
     add_copies,
@@ -30,10 +33,7 @@ from llmtrain.checkpoint.native.state import (
     place_tied,
     read_spans,
 )
-from llmtrain.checkpoint.native.universal import add_universal
-from llmtrain.checkpoint.output import build_checkpoint
-from llmtrain.checkpoint.trainer_state import TrainerState
-from llmtrain.config.run import ModelConfig
+from llmtrain.features.deepspeed_checkpoints.universal import add_universal
 from llmtrain.models.parameters import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.skeleton import decoder_layers, load_config, skeleton
 from llmtrain.optim.optimizers import PARAM

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import open_file
-from llmtrain.checkpoint.native.pickles import PickleFile, shown
+from llmtrain.features.deepspeed_checkpoints.pickles import PickleFile, shown
 
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
 _MODEL_3 = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")

@@ -14,12 +14,12 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.base.log import Progress
 from llmtrain.checkpoint.durable import DurableFile, write_durably
 from llmtrain.checkpoint.format import OUTER, step_of
-from llmtrain.checkpoint.native.pickles import PickleFile, write_pickle
-from llmtrain.checkpoint.native.saved_files import Files
-from llmtrain.checkpoint.native.state import MOMENTS, Span, State
 from llmtrain.checkpoint.output import OutputFolder
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.trainer_state import TrainerState
+from llmtrain.features.deepspeed_checkpoints.pickles import PickleFile, write_pickle
+from llmtrain.features.deepspeed_checkpoints.saved_files import Files
+from llmtrain.features.deepspeed_checkpoints.state import MOMENTS, Span, State
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.tensorfile import numel

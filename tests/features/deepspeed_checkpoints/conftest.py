@@ -1,0 +1,5 @@
+"""`llmtrain checkpoint ...`, as the core's tests call it."""
+
+from tests.unit.checkpoint.conftest import say
+
+__all__ = ["say"]
