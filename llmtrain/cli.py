@@ -27,7 +27,6 @@ CORE: dict[str, tuple[str, str]] = {
     "parity": ("llmtrain.commands.parity", "hold a small copy of a run against plain PyTorch in one process"),
     "generate": ("llmtrain.commands.generate", "print a continuation of a prompt"),
     "plan": ("llmtrain.commands.plan", "rehearse a run here: its memory on each kind of rank, and whether it fits"),
-    "replay": ("llmtrain.commands.replay", "train steps of a run again, compare them with its record, name the rows"),
     "report": ("llmtrain.commands.report", "draw a run's loss, throughput and memory"),
     "checkpoint": ("llmtrain.commands.checkpoint", "list, verify, compare, convert and delete checkpoints"),
 }

@@ -422,8 +422,7 @@ def refuse_other_run(
                 "data.skip_steps", had_skipped, skipped)  # fmt: skip
             raise CheckpointError(
                 f"{folder}: {key} is {then} there (by stage) and {wanted} in this run, and the run's steps so far have "
-                f"left out those. Give the value back, or continue in another train.run_dir: --resume {folder}, or "
-                "llmtrain replay RUN --without SEQUENCE."
+                f"left out those. Give the value back, or continue in another train.run_dir: --resume {folder}."
             )
     remedies = {
         "optimizer": f"Its moments mean something else. Use the same optim.name, or {_PARAMETERS_ALONE}",

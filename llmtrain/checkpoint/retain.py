@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.base import log, untrusted
+from llmtrain import features
+from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError
-from llmtrain.base.files import content_of, lock_folder, replace_file
+from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.durable import remove_tree
 from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, stale_folders, step_of
 from llmtrain.checkpoint.trainer_state import TrainerState
@@ -90,7 +88,7 @@ def best_of(checkpoints: Path, best: Best | None) -> dict[Path, float]:
 
 def outdated(checkpoints: Path, keep: int, *, best: Best | None = None) -> list[Path]:
     """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first; neither the `best`
-    nor pinned ones."""
+    nor those that a feature keeps."""
     kept = 0
     found = complete_checkpoints(checkpoints)
     for index, folder in enumerate(found):
@@ -98,48 +96,9 @@ def outdated(checkpoints: Path, keep: int, *, best: Best | None = None) -> list[
             kept += 1
         if kept >= max(1, keep):
             older = found[index + 1 :]
-            stays = [*best_of(checkpoints, best), *pinned(checkpoints)] if older else []
+            stays = [*best_of(checkpoints, best), *features.keeps(checkpoints)] if older else []
             return [each for each in older if each not in stays]
     return []
-
-
-_PINS = "spikes.json"
-
-
-def pins_of(checkpoints: Path) -> list[int]:
-    """Steps of the spikes that wait for a replay."""
-    try:
-        found = untrusted.loads(content_of(checkpoints / _PINS))
-    except (OSError, ValueError):
-        return []
-    return [step for step in found if type(step) is int] if isinstance(found, list) else []
-
-
-def pinned(checkpoints: Path) -> list[Path]:
-    """The newest good checkpoint before each spike that waits for a replay."""
-    if not (spikes := pins_of(checkpoints)):
-        return []
-    found = sorted((step_of(folder) or 0, folder) for folder in complete_checkpoints(checkpoints) if looks_good(folder))
-    places = {bisect_left(found, (spike,)) for spike in spikes}
-    return [found[place - 1][1] for place in places if place]
-
-
-def pin(checkpoints: Path, spike: int, most: int) -> int | None:
-    """Keep the newest checkpoint before a spike, and those of the `most` - 1 spikes before. Returns its step, also of
-    one that is still being written; None: there is none."""
-    write_pins(checkpoints, [*(step for step in pins_of(checkpoints) if step != spike), spike][-most:] if most else [])
-    save = re.compile(r"step-\d+\.[0-9a-f]{8}\.tmp")  # no folder that is being deleted, nor a mirror's links
-    under_way = [folder for folder in stale_folders(checkpoints) if save.fullmatch(folder.name)]
-    steps = [step_of(Path(folder.name.split(".")[0])) for folder in (*complete_checkpoints(checkpoints), *under_way)]
-    return max((step for step in steps if step is not None and step < spike), default=None) if most else None
-
-
-def write_pins(checkpoints: Path, spikes: list[int]) -> None:
-    try:
-        replace_file(checkpoints / _PINS, json.dumps(spikes).encode())
-    except OSError as error:
-        log.warn(f"{checkpoints / _PINS} cannot be written ({error.strerror}): retention may delete a checkpoint "
-                 "that a replay needs")  # fmt: skip
 
 
 def remove(folders: list[Path], complain: Callable[[str], None] = log.warn) -> list[Path]:

@@ -89,7 +89,7 @@ def _options() -> argparse.ArgumentParser:
     add("--validation-source", nargs="+", metavar="SOURCE",
         help="take validation from these instead (as --source; a file or document in both is for validation alone)")
     add("--exclude", metavar="LIST",
-        help="a file of lines FILE:RECORD, as `data where` and `replay` print them: these documents are left out")
+        help="a file of lines FILE:RECORD, as `data where` prints them: these documents are left out")
     add("--no-special-tokens", dest="special_tokens", action="store_false", default=argparse.SUPPRESS,
         help="leave out the tokens that the tokenizer's own encoding puts around a text, such as <bos>")
     add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="a longer document is rejected")

@@ -261,9 +261,6 @@ class FaultConfig:
     """File: all ranks save and leave when it appears on any host."""
     max_failed_saves: int = bounded(3, AT_LEAST_1, "3 is the default")
     """Failed checkpoints in a row, on a full disk, after which the run tries a last save and ends."""
-    pinned: int = bounded(2, NOT_NEGATIVE, "2 is the default, 0 keeps none")
-    """Newest spikes of the loss or gradient norm whose last checkpoint before is kept for `llmtrain replay`. 0 = none.
-    """
 
     @property
     def longest_s(self) -> float:

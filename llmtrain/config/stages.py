@@ -51,7 +51,7 @@ class StageConfig:
     """Schedule from the stage's first step on."""
     rope: dict[str, Any] | None = None
     """Changed fields of the model's rope_parameters, such as {rope_theta: 1.0e+6}."""
-    exclude: tuple[int, ...] | None = bounded(None, _SEQUENCES, "llmtrain replay prints sequences")
+    exclude: tuple[int, ...] | None = bounded(None, _SEQUENCES, "sequences are numbered from 0")
     """As data.exclude, for the stage's own data: its sequences have other numbers."""
 
 
@@ -78,9 +78,9 @@ class DataConfig:
     deleted to make room."""
     isolate_documents: bool = False
     """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
-    exclude: tuple[int, ...] | None = bounded(None, _SEQUENCES, "llmtrain replay prints sequences")
-    """Sequences, as `llmtrain replay` prints them, that keep their places in the order and count no token, in no epoch.
-    `llmtrain replay RUN --without` writes them. null = none."""
+    exclude: tuple[int, ...] | None = bounded(None, _SEQUENCES, "sequences are numbered from 0")
+    """Sequences, by their numbers in `llmtrain data where`, that keep their places in the order and count no token, in
+    no epoch. null = none."""
     skip_steps: tuple[int, ...] | None = bounded(None, AT_LEAST_1, "steps are numbered from 1")
     """Optimizer steps that count no token and make no update; their sequences count in later epochs. null = none."""
     stages: list[StageConfig] = field(default_factory=list)

@@ -105,8 +105,6 @@ class Mix:
     own_settings: bool = False
     """Single parameters have a learning rate or weight decay of their own."""
     clip_norm: float = 0.0
-    skips_outliers: bool = False
-    """optim.skip_outliers is set."""
     reduce_scatter: bool | None = None
     """As the JSON says; None = DeepSpeed's default, true."""
     contiguous_gradients: bool | None = None

@@ -13,6 +13,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from llmtrain.base.choice import Rules
@@ -107,6 +108,10 @@ class Feature:
         """Why steps of a run with the feature cannot be trained again from a checkpoint; empty: they can."""
         return ""
 
+    def keeps(self, checkpoints: Path) -> Iterable[Path]:
+        """Complete checkpoints in the folder that a save does not delete, whatever `checkpoint.keep` says."""
+        return ()
+
     def metrics(self) -> Mapping[str, Any]:
         """Keys of metrics.jsonl that its part logs, and the Metric of each."""
         return {}
@@ -198,6 +203,10 @@ def before_launch(run: Any, words: Sequence[str], hosts: Sequence[Any], port: in
     """Ask each feature, as its method says. Raises ConfigError."""
     known = [feature.before_launch(run, words, hosts, port) for feature in features().values()]
     return next(filter(None, known), None)
+
+
+def keeps(checkpoints: Path) -> list[Path]:
+    return [folder for feature in features().values() for folder in feature.keeps(checkpoints)]
 
 
 def renamed() -> dict[str, str]:

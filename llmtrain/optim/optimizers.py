@@ -64,10 +64,6 @@ class Optimizer(Choice, section="optim"):
     embeddings times layer_decay^n. Head, final norm and the rate in the log are without it. 1 = none."""
     clip_norm: float = joined(1.0, "gradient_clipping", NOT_NEGATIVE, "1.0 is the default, 0 turns it off")
     """Largest global gradient norm; 0 = no clipping. The default of muon is 0. Or from the JSON (gradient_clipping)."""
-    skip_outliers: float | None = bounded(None, Bound(above=0), "6 is common, null leaves out none")
-    """Leave out a step's update if its loss, or its gradient norm's logarithm, is more than this number of deviations
-    above the median of the 20 steps before. Each step then takes another all-reduce on the host, and waits for the
-    device. null = none."""
 
     @property
     def has_own_settings(self) -> bool:
@@ -141,9 +137,6 @@ class Muon(AdamW, choice="muon"):
              "Muon's update has its own norm, which DeepSpeed's ZeRO would clip instead of the gradient's",
              "set optim.clip_norm to 0 (Muon does not need it), or use adamw",
              {"optim.name": "muon", "optim.clip_norm": 1.0}),
-        Rule(("optim.name", "optim.skip_outliers"), lambda m: m.skips_outliers and m.zero_stage > 0,
-             "DeepSpeed's ZeRO has changed Muon's momentum by the time that the norm is known",
-             "remove optim.skip_outliers, or use adamw", {"optim.name": "muon", "optim.skip_outliers": 6.0}),
         Rule(("optim.name", "zero_optimization.offload_optimizer.device"), lambda m: m.offload_optimizer,
              "Muon orthogonalises full matrices, which is the device's work", "remove offload_optimizer, or use adamw",
              {"optim.name": "muon", "zero_optimization.offload_optimizer.device": "cpu"}),

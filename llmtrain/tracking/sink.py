@@ -60,6 +60,9 @@ class Sink(Entry, section="trackers"):
     def event(self, kind: str, fields: dict[str, Any]) -> None:
         """Take an event; secrets in its fields are redacted."""
 
+    def alert(self, title: str, text: str) -> None:
+        """Tell people who do not look at the run now; called beside the event. Secrets are redacted."""
+
     def end_steps(self) -> None:
         """Called after the last step, before the end of the run."""
 

@@ -226,6 +226,10 @@ class Tracker:
             sink.event(kind, redact(fields))
         self._hand_over("event", kind, redact(fields))
 
+    def alert(self, title: str, text: str) -> None:
+        """Have trackers that can tell people at once."""
+        self._hand_over("alert", redact_text(title), redact_text(text))
+
     def end_progress(self) -> None:
         """Leave the last step's line on the screen, above further output."""
         for sink in self._sinks:

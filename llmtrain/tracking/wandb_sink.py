@@ -171,12 +171,14 @@ class WandbSink(Sink):
         self._sent.step = max(self._sent.step, row["step"])
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Prompts become a table, a spike an alert; all else stays local."""
-        if kind == "spike" and self._run is not None:
-            self._run.alert(title=f"Spike at step {fields['step']}", text=f"{fields['text']}\n{fields['replay']}")
+        """Prompts become a table; all else stays local."""
         if kind == "samples":
             pairs = list(zip(fields["prompts"], fields["texts"], strict=True))
             self.log({"step": fields["step"], "samples": pairs}, more=True)
+
+    def alert(self, title: str, text: str) -> None:
+        if self._run is not None:
+            self._run.alert(title=title, text=text)
 
     def close(self, *, exit_code: int) -> None:
         if self._run is None:

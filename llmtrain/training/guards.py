@@ -48,6 +48,9 @@ class Limits(Part):
 class SkippedSteps(Part):
     """Reports a skipped step with its samples, and ends the run after too many in a row."""
 
+    refuses_untrained = True
+    """A complete run has to have changed a parameter."""
+
     def __init__(self, launch: Launch) -> None:
         self._setup, self._tracker, self._checkpoints = launch.setup, launch.tracker, launch.folder.checkpoints
         self._in_a_row = 0
@@ -71,9 +74,7 @@ class SkippedSteps(Part):
             self._last = "no token of its samples was counted"
             log.warn(f"step {step} skipped: no token of the samples {units.some(every)} is counted")
             return
-        if done.update.left_out:
-            self._tracker.event("skip", step=step, what="outlier", samples=every, loss_scaling=False)
-            log.warn(f"step {step} skipped: an outlier (optim.skip_outliers); its update is left out")
+        if done.update.left_out:  # the part that has asked for it says so
             return
         bad = [
             index
@@ -121,7 +122,8 @@ class SkippedSteps(Part):
     def refuse_untrained(self, position: Position) -> None:
         """Raises TrainingStopped, on all ranks: no step of a complete run has changed a parameter."""
         rated = any(self._rate(step) for step in range(position.step))
-        if not position.step or (rated and position.skipped_steps < position.step):
+        changed = rated and position.skipped_steps < position.step
+        if changed or not position.step or not self.refuses_untrained:
             return
         last = f", the last because {self._last}" if self._last else ""
         reason = f"all were skipped{last}" if rated else "the learning rate was 0 in all (optim.lr, section schedule)"

@@ -7,7 +7,6 @@ import functools
 import gc
 import json
 import operator
-import os
 import sys
 import time
 import warnings
@@ -40,11 +39,9 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import VARLEN
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
-from llmtrain.tracking.steps import REPLAYED
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.guards import DataCheck, Limits, SkippedSteps
 from llmtrain.training.parts import Done, Launch, Part
-from llmtrain.training.record import Record
 from llmtrain.training.replica_check import ReplicaCheck
 from llmtrain.training.reporting import Evaluation, Logging, throughput_of
 from llmtrain.training.saving import Saving
@@ -182,14 +179,6 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
     log.info(last_words)  # the last words: closing W&B may have printed
 
 
-def _replay(launch: Launch) -> Iterable[Part]:
-    if REPLAYED not in os.environ:
-        return ()
-    from llmtrain.training.replay import Replay
-
-    return (Replay(launch),)
-
-
 def _plugins(launch: Launch) -> Iterable[Part]:
     if not launch.setup.run.config.parts:
         return ()
@@ -210,7 +199,7 @@ def _fetching(launch: Launch) -> Iterable[Part]:
 
 ORDER: tuple[Callable[[Launch], Part | Iterable[Part]] | str, ...] = (
     Limits,
-    Record,
+    "spikes",
     SkippedSteps,
     "adapter_check",
     "sites",
@@ -226,7 +215,6 @@ ORDER: tuple[Callable[[Launch], Part | Iterable[Part]] | str, ...] = (
     "recheck",
     Saving,
     "profile",
-    _replay,
 )
 """The parts of a run in the order of their calls: a class of the core, a function for parts that few runs have, or the
 name of a feature."""
@@ -352,7 +340,7 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
     setup, folder, tracker = launch.setup, launch.folder, launch.tracker
     evaluation, complete, last_words = launch.part(Evaluation), reason is None, ""
     tracker.end_progress()
-    if complete and REPLAYED not in os.environ:  # of a few steps, all may have been skipped
+    if complete:
         launch.part(SkippedSteps).refuse_untrained(position)
     if complete and evaluation.decides:
         evaluation.evaluate(position)

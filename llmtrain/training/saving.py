@@ -17,7 +17,6 @@ from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.config.run import same_command
 from llmtrain.engine.api import StateTensor
 from llmtrain.training.parts import Done, Launch, Part
-from llmtrain.training.record import Record
 from llmtrain.training.reporting import Evaluation
 from llmtrain.training.step import Position, Request, is_due
 
@@ -35,7 +34,6 @@ class Saving(Part):
         self._setup, self._settings, self._ranks = setup, setup.run.config.checkpoint, setup.ranks
         self._folder, self._tracker, self._speed, self._requests = folder, launch.tracker, launch.speed, launch.requests
         self._start, self._parts, self._evaluation = start, parts, launch.part(Evaluation)
-        self._record = launch.part(Record)
         self._best = Best.chosen(self._settings.keep_best)
         self._command = same_command(setup.run.config)
 
@@ -115,7 +113,6 @@ class Saving(Part):
     def save(self, position: Position) -> None:
         """Begin a checkpoint. A failed save is reported and training continues."""
         step = position.step
-        self._record.read()  # a spike pins the checkpoint that this save would outdate
         self._began_s = began_s = time.monotonic()
         if self._saver.busy:
             if self._settings.when_busy == "skip" and not self._evaluation.is_best(step):

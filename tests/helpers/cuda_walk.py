@@ -108,9 +108,9 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
     from llmtrain.config.load import parse
     from llmtrain.config.resolve import resolve
     from llmtrain.engine.deepspeed.rehearsed import rehearsed_ranks
+    from llmtrain.features import features
     from llmtrain.models.transformers_private import without_memory
     from llmtrain.plan import rehearsal
-    from llmtrain.training.replay import GradientCopy, gradient_norm, largest_values
     from tests.helpers import fake_cuda
 
     folder.mkdir()
@@ -143,12 +143,14 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
         with ledger, contextlib.closing(setup.loader()) as loader:
             batch = next(loader)
             weight = sum(map(objective.weight, batch.micro_batches))
-            copy = GradientCopy()
-            with largest_values(engine.module.hf):
-                norm, _ = gradient_norm(engine, ranks, batch.micro_batches, weight, objective, copy_into=copy)
-            gradient_norm(engine, ranks, [loader.row(1, 0)], weight, objective, times=copy)
-            copy.clear()
-            found["norm"] = norm
+            if "spikes" in features():
+                from llmtrain.features.spikes.looks import GradientCopy, gradient_norm, largest_values
+
+                copy = GradientCopy()
+                with largest_values(engine.module.hf):
+                    gradient_norm(engine, ranks, batch.micro_batches, weight, objective, copy_into=copy)
+                gradient_norm(engine, ranks, [loader.row(1, 0)], weight, objective, times=copy)
+                copy.clear()
             if form.get("recheck"):
                 seats = [SimpleNamespace(device="NVIDIA H200")] * form["ranks"]
                 setup.ranks = replace(ranks, seats=tuple(seats))
@@ -197,9 +199,8 @@ def main(folder: Path, forms: dict[str, dict[str, Any]]) -> None:
     assert get_accelerator().device_name() == "cuda"
     torch.set_num_threads(1)
     from llmtrain.plan import rehearsal
-    from llmtrain.training import replay
 
-    assert rehearsal and replay  # imported once
+    assert rehearsal  # imported once
     found, fork = {}, multiprocessing.get_context("fork")
     for name, form in forms.items():
         ours, theirs = fork.Pipe(duplex=False)

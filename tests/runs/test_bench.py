@@ -58,7 +58,7 @@ SMALLER = {
     "plan.py": ["--only", "0"],
     "plan_time.py": ["--steps", "3", "--rate-mbit", "400"],
     "prepare_hosts.py": ["--mb", "1", "--vocabulary", "1024", "--rounds", "1"],
-    "replay_forms.py": ["--forms", "zero1"],
+    "spikes_replays.py": ["--forms", "zero1"],
     "sites_many.py": ["--sites", "3", "--rounds", "1", "--parameters", "1000", "--every-s", "1"],
 }
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain import cli
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.columns import read_reference, write_reference
@@ -115,24 +114,6 @@ def test_a_column_whose_prompts_with_other_answers_are_off_ends_a_run_of_kto(
     write_column(file, warm)
     late_by_one(data, from_half=True)
     refused(file, "log-probability of a prompt with the answer to another differs")
-
-
-@pytest.mark.parametrize("reference", ["column", "online"])
-def test_rows_of_a_replay_have_the_baseline_of_the_step(
-    base: Path, tmp_path: Path, warm: WarmCommands, reference: str
-) -> None:
-    """z is a mean over the global batch: only with one z do the shares of the rows add up to 1."""
-    online = reference == "online"
-    file = recipe(tmp_path / "a", base, prepared_unpaired(tmp_path), {"name": "kto", "reference": reference},
-                  {"r": 4} if online else None)  # fmt: skip
-    if not online:
-        write_column(file, warm)
-    forked.train(file, "--train.global_batch=8", "--train.max_steps=4", "--optim.lr=0.003")
-    run = tmp_path / "a/run"
-    assert cli.main(["replay", str(run), "--steps", "2:4", "--rows", "24"]) == 0
-    answer = json.loads((tmp_path / "a/run-replay-2-4/answer.json").read_text())
-    shares = {step: math.fsum(row["share"] for row in answer["rows"] if row["step"] == step) for step in (2, 3, 4)}
-    assert answer["exact"] and shares == pytest.approx(dict.fromkeys(shares, 1.0), abs=1e-6)
 
 
 def other_sign(_: int) -> None:

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("training",),
     ("parity",),
-    ("plan", "replays"),
+    ("plan",),
     ("commands",),
     ("feature",),
     ("cli",),

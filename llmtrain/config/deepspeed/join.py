@@ -322,7 +322,6 @@ def _mix(config: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
         optimizer=optim.name,
         own_settings=optim.has_own_settings,
         clip_norm=optim.clip_norm,
-        skips_outliers=optim.skip_outliers is not None,
         reduce_scatter=zero.get("reduce_scatter"),
         contiguous_gradients=zero.get("contiguous_gradients"),
         fp32_accumulation=lookup(tree, "data_types.grad_accum_dtype") == "fp32",

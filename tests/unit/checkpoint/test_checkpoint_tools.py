@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint import retain, save
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints
 from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, layout_words
-from llmtrain.checkpoint.retain import Best, keep_newest, outdated, pin, pinned, pins_of
+from llmtrain.checkpoint.retain import Best, keep_newest, outdated
 from llmtrain.checkpoint.save import will_lack
 from llmtrain.checkpoint.trainer_state import TrainerState
 from tests.helpers.checkpoints import SHAPES, at, flip, resign, tensors, write_checkpoint
@@ -224,27 +223,6 @@ def test_retention_keeps_the_newest_good_one(run: Path) -> None:
     write_checkpoint(run, 400, seed=4)
     assert keep_newest(run / "checkpoints", 1) == [at(run, 300), at(run, 200), at(run, 100)]
     assert complete_checkpoints(run / "checkpoints") == [at(run, 400)]
-
-
-def test_the_checkpoint_before_a_spike_stays(run: Path) -> None:
-    folder = run / "checkpoints"
-    assert pin(folder, 150, 2) == 100 and pinned(folder) == [at(run, 100)]
-    assert outdated(folder, 1) == [at(run, 200)]
-    assert pin(folder, 250, 2) == 200 and outdated(folder, 1) == []
-    assert pin(folder, 260, 2) == 200  # the first of three is no longer waited for
-    assert pins_of(folder) == [250, 260] and outdated(folder, 1) == [at(run, 100)]
-    assert pin(folder, 270, 0) is None and outdated(folder, 1) == [at(run, 200), at(run, 100)]
-    assert pin(folder, 100, 2) is None  # none is older
-    (folder / "step-00000310.0123abcd.tmp").mkdir()
-    assert pin(folder, 315, 2) == 310 and pin(folder, 310, 2) == 300  # it will be the newest before 315
-    (folder / "spikes.json").write_text("[1, {]")
-    assert pins_of(folder) == []
-    (folder / "spikes.json").write_text(json.dumps([*range(120, 200_000), 150]))  # each save reads it
-    began_s = time.process_time()
-    assert sorted(pinned(folder)) == [at(run, 100), at(run, 200), at(run, 300)] and time.process_time() - began_s < 1.5
-    (folder / "spikes.json").unlink()
-    os.mkfifo(folder / "spikes.json")
-    assert pinned(folder) == []
 
 
 def test_the_best_stay_and_are_named(tmp_path: Path, say: Say) -> None:

@@ -96,5 +96,5 @@ def test_what_the_norm_is_of(name: str | None, zero: bool, norm: str) -> None:
 
 
 def test_nothing_of_a_resolved_optimizer_or_batch_is_missing(tmp_path: Path) -> None:
-    run = resolved(tmp_path, {}, AdamW(skip_outliers=6.0))
+    run = resolved(tmp_path, {}, AdamW())
     assert None not in [*vars(run.config.optim).values(), *vars(run.batch).values()]

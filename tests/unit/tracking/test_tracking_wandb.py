@@ -441,13 +441,12 @@ def test_samples_of_a_killed_launch_are_sent_again(tmp_path, monkeypatch):
     assert (row["step"], row["loss"], row["samples"]) == (2, 2.0, [["a", "b"]])
 
 
-def test_a_spike_is_an_alert_with_its_command(tmp_path, monkeypatch):
+def test_an_alert_goes_to_the_run(tmp_path, monkeypatch):
     run, alerts = FakeRun(), []
     run.alert = lambda **given: alerts.append(given)
     fake_wandb(monkeypatch, run=run)
     tracker = tracker_of(tmp_path)
-    tracker.call("event", "spike", {"step": 812, "text": "the loss jumps", "replay": "llmtrain replay RUN"})
-    tracker.call("event", "jump", {"step": 813})
+    tracker.call("alert", "Spike at step 812", "the loss jumps\nllmtrain replay RUN")
     end(tracker)
     assert alerts == [{"title": "Spike at step 812", "text": "the loss jumps\nllmtrain replay RUN"}]
 

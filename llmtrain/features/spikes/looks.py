@@ -1,4 +1,4 @@
-"""The part of a replay (`llmtrain replay`) that looks at steps before they are trained.
+"""The record of a replay (`llmtrain replay`), which also looks at steps before they are trained.
 
 It computes the step's gradient once more and drops it, with the largest values of each module, then the loss of each
 sequence without dropout, and the gradients of the sequences with the largest losses. The step itself runs as in the
@@ -25,6 +25,8 @@ from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.api import Engine, GradientPiece
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.features.spikes.record import Record
+from llmtrain.features.spikes.steps import LOOKS, REPLAYED
 from llmtrain.models import compiler
 from llmtrain.models.experts import unwatched
 from llmtrain.models.head import Head
@@ -32,9 +34,9 @@ from llmtrain.models.structure.small_copy import tensors_of
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.storage.region import Region
 from llmtrain.tracking.local import to_json
-from llmtrain.tracking.steps import LOOKS, REPLAYED
-from llmtrain.training.parts import Done, Launch, Part
-from llmtrain.training.step import Request
+from llmtrain.training.guards import SkippedSteps
+from llmtrain.training.parts import Done, Launch
+from llmtrain.training.step import Position, Request
 
 _AT_ONCE = 2**24
 """Elements of a gradient that are widened to float64 at a time."""
@@ -58,23 +60,27 @@ class Collected:
         return found
 
 
-class Replay(Part):
+class Replay(Record):
     """All ranks look together."""
 
     def __init__(self, launch: Launch) -> None:
+        super().__init__(launch)
         task = untrusted.loads(os.environ[REPLAYED].encode())
         self._first, self._last = task["first"], task["last"]
         self._most = task["rows"]
         """Rows with a gradient norm at each step; 0: the steps are trained without a look."""
         self._saves = set(task["saves"])
-        self._launch, self._setup, self._ranks = launch, launch.setup, launch.setup.ranks
-        self._place = self._setup.mesh.place
+        self._launch, self._place = launch, self._setup.mesh.place
         self._step = launch.start.position.step
         self._largest: list[float] = []
         """Losses of the sequences with a gradient norm, largest first."""
         config, zero = self._setup.run.config, self._setup.run.mix.zero_stage > 0
         self._has_gradients = norm_of(config.optim.name, zero=zero) == "gradient"
         """False: DeepSpeed would change Muon's momentum on the way to the norm."""
+
+    def begin(self, position: Position) -> None:
+        super().begin(position)
+        self._launch.part(SkippedSteps).refuses_untrained = False  # all of a few steps may have been skipped
 
     def request(self) -> Request:
         step = self._step + 1
@@ -89,6 +95,7 @@ class Replay(Part):
         return Request(stop=step == self._last, save=step in self._saves)
 
     def after_step(self, done: Done) -> None:
+        super().after_step(done)
         self._step = done.position.step
 
     def _look(self) -> dict[str, Any]:

@@ -23,8 +23,8 @@ import pytest
 from llmtrain import cli
 from llmtrain.base.errors import CheckpointError
 from llmtrain.commands.prepare import main as prepare
+from llmtrain.features.spikes.steps import StepRow, read_steps
 from llmtrain.tracking.local import read_rows
-from llmtrain.tracking.steps import StepRow, read_steps
 from tests.helpers import forked
 from tests.helpers.launching import write_run
 
@@ -263,13 +263,13 @@ def test_an_outlier_is_left_out_on_all_ranks(spiked: Path) -> None:
     words = [
         f"--train.run_dir={run}",
         "--train.max_steps=180",
-        "--optim.skip_outliers=8",
+        "--spikes.skip_outliers=8",
         "--checkpoint.keep=9",
     ]
     log = forked.train(spiked / "recipe.yaml", *words)
     left = [row.step for row in steps_of(run) if row.left_out]
     spike = event(spiked / "run")["step"]
-    assert left == [spike] and f"step {spike} skipped: an outlier (optim.skip_outliers)" in log
+    assert left == [spike] and f"step {spike} skipped: an outlier (spikes.skip_outliers)" in log
     assert steps_of(run)[: spike - 1] == steps_of(spiked / "run")[: spike - 1]
     last = read_rows(run / "metrics.jsonl")[0][-1]
     assert last["step"] == 180 and last["skipped_steps"] == 1
@@ -299,7 +299,7 @@ def test_the_first_step_of_a_stage_is_no_outlier(spiked: Path) -> None:
     words = [
         f"--train.run_dir={run}",
         "--train.max_steps=124",
-        "--optim.skip_outliers=8",
+        "--spikes.skip_outliers=8",
         "--checkpoint.every_steps=124",
     ]
     forked.train(spiked / "recipe.yaml", *words, f"--data.stages=[{{from_step: 120, path: {other}}}]")

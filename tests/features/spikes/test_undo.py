@@ -18,9 +18,9 @@ import yaml
 from llmtrain import cli
 from llmtrain.data.where import documents_of, spans
 from llmtrain.tracking.local import read_rows
+from tests.features.spikes.test_spikes_runs import GARBAGE, content, event, recipe_with_garbage, steps_of
 from tests.helpers import forked
 from tests.helpers.launching import environment
-from tests.runs.test_spikes import GARBAGE, content, event, recipe_with_garbage, steps_of
 
 END = 400
 """The row comes again before."""

@@ -35,9 +35,9 @@ from llmtrain.config.run import RunConfig
 from llmtrain.config.stages import DataConfig, data_of
 from llmtrain.data.where import documents_of, spans
 from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
-from llmtrain.replays.page import worst_rows
+from llmtrain.features.spikes.page import worst_rows
+from llmtrain.features.spikes.steps import LOOKS, REPLAYED, STEPS, StepRow, read_steps
 from llmtrain.tracking.local import read_rows
-from llmtrain.tracking.steps import LOOKS, REPLAYED, STEPS, StepRow, read_steps
 
 MARK = ".replay"
 """File in the folder of a replay: the next one may delete that folder."""
@@ -48,7 +48,7 @@ _QUIET = {
     "train.max_minutes": "null", "train.stop_early.metric": "null", "train.sample_prompts": "[]",
     "checkpoint.every_steps": "null", "checkpoint.every_minutes": "null", "checkpoint.keep": 1000,
     "checkpoint.keep_best.metric": "null", "checkpoint.mirror": "null", "checkpoint.dir": "null",
-    "fault.preempt_file": "null", "fault.pinned": 0, "tracking.wandb": "disabled",
+    "fault.preempt_file": "null", "spikes.pinned": 0, "tracking.wandb": "disabled",
     "trackers": "{}", "eval.sets": "{}", "eval.choices": "{}",
 }  # fmt: skip
 """Settings that change no number of a step."""

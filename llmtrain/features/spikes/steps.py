@@ -43,7 +43,7 @@ class StepRow:
     skipped: bool
     """Its update was not applied: the loss or gradient was not finite, or no token counted."""
     left_out: bool
-    """Its update was left out as an outlier (optim.skip_outliers)."""
+    """Its update was left out as an outlier (spikes.skip_outliers)."""
     shares: tuple[float, ...]
     """Sum of each data-parallel group's losses, fp32."""
 

@@ -1,7 +1,7 @@
 """Replays of 20 steps with a seeded document, in nine forms of training: equal to the bit, and with its row first?
 
-    python tools/bench/replay_forms.py                     # half an hour on two cores
-    python tools/bench/replay_forms.py --forms zero3 dpo   # a part of it
+    python tools/bench/spikes_replays.py                     # half an hour on two cores
+    python tools/bench/spikes_replays.py --forms zero3 dpo   # a part of it
 
 `llmtrain launch` trains each run on two CPU ranks: 10,000 texts of 20 common words, or 3,200 pairs whose answers have
 different words. Two documents of each kind are seeded: a snippet of symbols repeated, Russian in UTF-8 read as Latin-1,

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmtrain.data.stream.loader import MicroBatch, StepBatch
 from llmtrain.engine.losses.function import NEXT_TOKEN
 from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.features.spikes import looks
+from llmtrain.features.spikes.looks import GradientCopy, gradient_norm
 from llmtrain.models.experts import unwatched
 from llmtrain.models.loss import IGNORE
-from llmtrain.training import replay
-from llmtrain.training.replay import GradientCopy, gradient_norm
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import Case, case_degrees, make_engine, one_step, plain_model, view_of
 
@@ -55,7 +55,7 @@ class Widened(TorchDispatchMode):
 def looked(engine: Any, ranks: Ranks, mine: list[int]) -> tuple[list[float], list[float]]:
     """(norms of the batch and of each row, shares of the rows), with pieces of 1,000 elements: the embedding of a large
     model, widened as a whole, took more memory than the step that follows leaves."""
-    with patch.object(replay, "_AT_ONCE", 1000), Widened() as widened:
+    with patch.object(looks, "_AT_ONCE", 1000), Widened() as widened:
         found = _looked(engine, ranks, mine)
     assert 1 < widened.most <= 1000
     return found
@@ -152,29 +152,3 @@ def test_looking_changes_nothing(pools: Any, small_data: str, form: dict[str, An
     norms, shares, same, norm = pools(2).run(measured, Case(data=small_data, **form))[0]
     assert same and norm == pytest.approx(norms[0], rel=1e-5)
     assert math.fsum(shares) == pytest.approx(1, abs=1e-5 if "precision" not in form else 0.02)
-
-
-def left_out(case: Case) -> tuple[list[bool], list[bool], bool, list[float]]:
-    engine, _ = make_engine(case)
-    batch = [row(index) for index in range(2)]
-    updates, unchanged, asked = [], [], []
-    for step in range(3):
-        before = [view_of(piece).clone() for piece in engine.state()]
-        engine.forward_backward(batch, lambda: WEIGHT)
-
-        def decide(norm: float, step: int = step) -> bool:
-            asked.append(norm)
-            return step == 1
-
-        updates.append(engine.update(1.0, decide))
-        unchanged.append(all(torch.equal(view_of(p), kept) for p, kept in zip(engine.state(), before, strict=True)))
-    engine.close()
-    alike = all(float(each.grad_norm) == pytest.approx(norm) for each, norm in zip(updates, asked, strict=True))
-    return [each.left_out for each in updates], unchanged, alike, asked
-
-
-@pytest.mark.parametrize("form", [{"stage": 0}, {"stage": 0, "precision": "bf16"}, {"stage": 2}, {"stage": 3}],
-                         ids=lambda form: "-".join(f"{key}{value}" for key, value in form.items()))  # fmt: skip
-def test_an_update_that_is_left_out_changes_nothing(pools: Any, small_data: str, form: dict[str, Any]) -> None:
-    told, unchanged, alike, _ = pools(2).run(left_out, Case(data=small_data, **form))[0]
-    assert told == [False, True, False] and unchanged == [False, True, False] and alike

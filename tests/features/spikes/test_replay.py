@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.replays import replay
-from llmtrain.replays.page import lines_for, page_of, worst_rows
-from llmtrain.replays.replay import modules_of, reason_of
+from llmtrain.features.spikes import replay
+from llmtrain.features.spikes.page import lines_for, page_of, worst_rows
+from llmtrain.features.spikes.replay import modules_of, reason_of
 
 
 def looked(values: dict[int, tuple[float, float]]) -> dict[int, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The part of a run that records each step in steps.bin, and reports spikes."""
+"""The part of a run that records each step in steps.bin, reports spikes, and leaves out updates of outliers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from llmtrain.base import log
 from llmtrain.base.errors import TrainingStopped
-from llmtrain.checkpoint.retain import pin
-from llmtrain.tracking.steps import STEPS, StepFile, StepRow
+from llmtrain.features.spikes import SpikesConfig
+from llmtrain.features.spikes.detector import Detector, Spike
+from llmtrain.features.spikes.pins import pin
+from llmtrain.features.spikes.steps import STEPS, StepFile, StepRow
 from llmtrain.training.parts import Done, Launch, Part
-from llmtrain.training.spikes import Detector, Spike
 from llmtrain.training.step import Passes, Position, is_due
 
 _MOST = 256
@@ -37,7 +38,8 @@ class Record(Part):
     def __init__(self, launch: Launch) -> None:
         setup = launch.setup
         self._setup, self._ranks, self._tracker, self._folder = setup, setup.ranks, launch.tracker, launch.folder
-        self._checkpoints, self._most_pinned = launch.checkpoints, setup.run.config.fault.pinned
+        settings = setup.run.config.section(SpikesConfig)
+        self._checkpoints, self._most_pinned = launch.checkpoints, settings.pinned
         self._every, self._degrees = setup.run.config.train.log_every, setup.run.mix.degrees
         self._sums: list[Tensor] = []
         """Sums of each micro-batch since the last reading, on the device."""
@@ -45,7 +47,7 @@ class Record(Part):
         self._steps: list[StepRow] = []
         """Steps since the last reading, without their figures."""
         self.detector = Detector()
-        self._limit, self._session = setup.run.config.optim.skip_outliers, launch.session
+        self._limit, self._session = settings.skip_outliers, launch.session
         if self._limit is not None:
             self._every = 1  # a verdict needs all steps before
         self._started = launch.start.position.step
@@ -59,10 +61,12 @@ class Record(Part):
                 self._tracker.event("record_damaged", step=position.step, text=self._file.damage)
 
     def to_json(self) -> list[Any]:
+        """Read the steps first: a spike pins the checkpoint that the save under way would outdate."""
+        self.read()
         return self.detector.to_json()
 
     def restore(self, kept: Any, folder: Path) -> None:
-        """Continue with the usual values of the checkpoint, which decide updates with optim.skip_outliers."""
+        """Continue with the usual values of the checkpoint, which decide updates with spikes.skip_outliers."""
         self.detector.restore(kept)
 
     def after_step(self, done: Done) -> None:
@@ -78,6 +82,11 @@ class Record(Part):
         )  # fmt: skip
         if done.last or len(self._steps) == _MOST or is_due(self._every, done.steps):
             self.read()
+        if done.update.left_out:
+            step, first = done.position.step, done.batch.first_index
+            samples = list(range(first, first + done.batch.sequences))
+            self._tracker.event("skip", step=step, what="outlier", samples=samples, loss_scaling=False)
+            log.warn(f"step {step} skipped: an outlier (spikes.skip_outliers); its update is left out")
 
     def around_passes(self, passes: Passes) -> AbstractContextManager[None] | None:
         """Decide on the update by its gradient norm, the same on all ranks; a step that begins a stage has one."""
@@ -133,6 +142,7 @@ class Record(Part):
         first, last = max(1, spike.step - BEFORE, (kept or 0) + 1), spike.step + AFTER
         command = f"llmtrain replay {self._folder.path} --steps {first}:{last}"
         self._tracker.event("spike", **asdict(spike), text=text, kept=kept is not None, replay=command)
+        self._tracker.alert(f"Spike at step {spike.step}", f"{text}\n{command}")
         log.warn(f"{text}. {how}. To name its rows: {command}")
 
     def close(self, error: BaseException | None) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.retain import pins_of, write_pins
 from llmtrain.commands.arguments import Parser
-from llmtrain.replays.page import lines_for, page_of
-from llmtrain.replays.replay import Asked, answer_of, asked_by, checkpoints_of, finish, prepare, train
+from llmtrain.features.spikes.page import lines_for, page_of
+from llmtrain.features.spikes.pins import pins_of, write_pins
+from llmtrain.features.spikes.replay import Asked, answer_of, asked_by, checkpoints_of, finish, prepare, train
 
 
 def main(argv: list[str]) -> int:

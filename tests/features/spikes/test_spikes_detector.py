@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from llmtrain.training.spikes import Detector, Spike
+from llmtrain.features.spikes.detector import Detector, Spike
 
 
 def curve(steps: int, seed: int = 0, noise: float = 0.01) -> list[tuple[float, float]]:
@@ -83,7 +83,7 @@ def test_after_a_border_the_usual_values_begin_again() -> None:
 
 @pytest.mark.parametrize("stop", [1, 19, 207, 655])
 def test_a_restored_detector_decides_as_the_one_that_went_on(stop: int) -> None:
-    """To the last digit, whatever the step: verdicts of optim.skip_outliers decide updates."""
+    """To the last digit, whatever the step: verdicts of spikes.skip_outliers decide updates."""
     points = curve(700)
     points[650] = (points[650][0] * 1.25, points[650][1])
     gone_on, begun = Detector(), Detector()

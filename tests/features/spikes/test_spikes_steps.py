@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.tracking.steps import StepFile, StepRow, read_steps
+from llmtrain.features.spikes.steps import StepFile, StepRow, read_steps
 
 ROW = StepRow(step=1, weight=1024, loss=2.5, norm=0.4, lr_factor=0.1, skipped=False, left_out=False, shares=(1.5, 2.5))
 

@@ -1,0 +1,64 @@
+"""Spikes of a run's loss: each step's record, verdicts on it, kept checkpoints, and steps that are trained again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.base.choice import NOT_NEGATIVE, Bound, Rules, bounded
+from llmtrain.features import Feature
+
+if TYPE_CHECKING:
+    from llmtrain.config.run import RunConfig
+    from llmtrain.training.parts import Launch, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikesConfig:
+    """Spikes of the loss or the gradient norm: every run reports them."""
+
+    pinned: int = bounded(2, NOT_NEGATIVE, "2 is the default, 0 keeps none")
+    """Newest spikes whose last checkpoint before is kept for `llmtrain replay`. 0 = none."""
+    skip_outliers: float | None = bounded(None, Bound(above=0), "6 is common, null leaves out none")
+    """Leave out a step's update if its loss, or its gradient norm's logarithm, is more than this number of deviations
+    above the median of the 20 steps before. Each step then takes another all-reduce on the host, and waits for the
+    device. null = none."""
+
+
+class SpikesFeature(Feature):
+    section = SpikesConfig
+    renamed = (("fault.pinned", "spikes.pinned"), ("optim.skip_outliers", "spikes.skip_outliers"))
+    commands = (
+        ("replay", "llmtrain.features.spikes.command",
+         "train steps of a run again, compare them with its record, name the rows"),
+    )  # fmt: skip
+
+    def asked(self, config: RunConfig) -> bool:
+        return True
+
+    def rules(self) -> Rules:
+        from llmtrain.features.spikes.rules import OF_FORMS
+
+        return Rules(of_forms=OF_FORMS)
+
+    def part(self, launch: Launch) -> Part:
+        from llmtrain.features.spikes.steps import REPLAYED
+
+        if REPLAYED in os.environ:
+            from llmtrain.features.spikes.looks import Replay
+
+            return Replay(launch)
+        from llmtrain.features.spikes.record import Record
+
+        return Record(launch)
+
+    def keeps(self, checkpoints: Path) -> Iterable[Path]:
+        from llmtrain.features.spikes.pins import pinned
+
+        return pinned(checkpoints)
+
+
+FEATURE = SpikesFeature()

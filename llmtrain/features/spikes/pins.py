@@ -1,0 +1,51 @@
+"""Checkpoints before spikes, which stay until their steps have been replayed."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from pathlib import Path
+
+from llmtrain.base import log, untrusted
+from llmtrain.base.files import content_of, replace_file
+from llmtrain.checkpoint.format import complete_checkpoints, stale_folders, step_of
+from llmtrain.checkpoint.retain import looks_good
+
+_PINS = "spikes.json"
+
+
+def pins_of(checkpoints: Path) -> list[int]:
+    """Steps of the spikes that wait for a replay."""
+    try:
+        found = untrusted.loads(content_of(checkpoints / _PINS))
+    except (OSError, ValueError):
+        return []
+    return [step for step in found if type(step) is int] if isinstance(found, list) else []
+
+
+def pinned(checkpoints: Path) -> list[Path]:
+    """The newest good checkpoint before each spike that waits for a replay."""
+    if not (spikes := pins_of(checkpoints)):
+        return []
+    found = sorted((step_of(folder) or 0, folder) for folder in complete_checkpoints(checkpoints) if looks_good(folder))
+    places = {bisect_left(found, (spike,)) for spike in spikes}
+    return [found[place - 1][1] for place in places if place]
+
+
+def pin(checkpoints: Path, spike: int, most: int) -> int | None:
+    """Keep the newest checkpoint before a spike, and those of the `most` - 1 spikes before. Returns its step, also of
+    one that is still being written; None: there is none."""
+    write_pins(checkpoints, [*(step for step in pins_of(checkpoints) if step != spike), spike][-most:] if most else [])
+    save = re.compile(r"step-\d+\.[0-9a-f]{8}\.tmp")  # no folder that is being deleted, nor a mirror's links
+    under_way = [folder for folder in stale_folders(checkpoints) if save.fullmatch(folder.name)]
+    steps = [step_of(Path(folder.name.split(".")[0])) for folder in (*complete_checkpoints(checkpoints), *under_way)]
+    return max((step for step in steps if step is not None and step < spike), default=None) if most else None
+
+
+def write_pins(checkpoints: Path, spikes: list[int]) -> None:
+    try:
+        replace_file(checkpoints / _PINS, json.dumps(spikes).encode())
+    except OSError as error:
+        log.warn(f"{checkpoints / _PINS} cannot be written ({error.strerror}): retention may delete a checkpoint "
+                 "that a replay needs")  # fmt: skip
