@@ -104,6 +104,10 @@ class Feature:
         """
         return None
 
+    def at_end(self, data: Any, tracker: Any) -> None:
+        """Tell what belongs to the figures of a complete run, on rank 0. `data`: the TrainData of the last stage;
+        `tracker`: the run's Tracker."""
+
     def unrepeatable(self, config: Any) -> str:
         """Why steps of a run with the feature cannot be trained again from a checkpoint; empty: they can."""
         return ""

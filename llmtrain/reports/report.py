@@ -125,10 +125,9 @@ def curves_of(run: Run) -> Curves:
         if stage and first is not None:
             borders[int(stage)] = first
     baselines = {}
-    for event in run.of_kind("baselines"):
-        for name in ("unigram", "bigram"):
-            if (value := _finite(event.get(f"{name}_loss"))) is not None:
-                baselines[name] = value
+    for key, loss in (item for event in run.of_kind("baselines") for item in event.items()):
+        if key.endswith("_loss") and (value := _finite(loss)) is not None:
+            baselines[key.removesuffix("_loss")] = value
     return Curves(by_name=by_name, resumes=resumes, borders=borders, baselines=baselines)
 
 

@@ -233,7 +233,8 @@ def test_work_that_takes_long_is_no_fault(small_data, tmp_path):
     job = Launch(recipe, "--train.max_steps", "12", "--fault.stall_timeout_s", "4", before=stalls.busy_export)
     assert job.wait(120) == [0, 0], job.output()[-3000:]
     assert gone(agents_of(run), ENDED_S)
-    assert [e["kind"] for e in rows(run, "events.jsonl")][-3:] == ["save", "stop", "baselines"]
+    kinds = [e["kind"] for e in rows(run, "events.jsonl")]
+    assert kinds[kinds.index("stop") - 1] == "save" and "stop" in kinds[-2:]
     assert "fault" not in job.output() and "straggler" not in job.output()
 
 

@@ -6,10 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,9 +18,6 @@ from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import MicroBatch, TrainLoader, validation_batches
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.stream.windows import IGNORED
-from llmtrain.training import finish
-from llmtrain.training.finish import ngram_baselines
 from tests.helpers.loaders import loader_of
 from tests.helpers.prepared import random_shards, write_prepared
 
@@ -285,43 +279,6 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     assert sorted(t for i in range(6) for t in data.sequence(i)[0].tolist()) == sorted(stream_of(shards)[:24])
 
 
-# --- baselines
-
-
-def naive_bigram(data: TrainData, sequences: int) -> tuple[float, float]:
-    """The same model family with dicts, without numpy."""
-    from llmtrain.training import finish
-
-    train: list[tuple[int, int]] = []
-    for stream in data.streams("train"):
-        tokens = stream.read(0, stream.tokens).tolist()
-        train += [(p, t) for p, t in pairwise(tokens) if p != 0]
-    test = []
-    for i in range(min(sequences, data.validation_sequences)):
-        inputs, labels = data.validation_sequence(i)
-        test += [(p, t) for p, t in zip(inputs.tolist(), labels.tolist(), strict=True) if t != -100]
-    unigram, pairs = Counter(t for _, t in train), Counter(train)
-    context = Counter(p for p, _ in train)
-    followers = Counter(p for p, _ in pairs)
-
-    def p_unigram(t: int, k: float) -> float:
-        return (unigram[t] + k) / (len(train) + k * data.vocab_size)
-
-    losses = {k: -sum(math.log(p_unigram(t, k)) for _, t in test) / len(test) for k in finish._ADD_K}
-    k = min(losses, key=losses.__getitem__)
-
-    def p_bigram(p: int, t: int, d: float, a: float) -> float:
-        return (max(pairs[p, t] - d, 0) + (a + d * followers[p]) * p_unigram(t, k)) / (context[p] + a)
-
-    assert sum(p_bigram(3, t, 0.7, 3.0) for t in range(data.vocab_size)) == pytest.approx(1)  # a distribution
-    bigram = min(
-        -sum(math.log(p_bigram(p, t, d, a)) for p, t in test) / len(test)
-        for d in finish._DISCOUNTS
-        for a in finish._CONCENTRATIONS
-    )
-    return losses[k], bigram
-
-
 def test_a_loader_goes_on_elsewhere(data: TrainData) -> None:
     with loader_of(data, global_batch=4, micro_batch=2, accumulation=2, rank=0, data_parallel=1) as loader:
         next(loader)
@@ -333,15 +290,3 @@ def test_a_loader_goes_on_elsewhere(data: TrainData) -> None:
         assert batch.first_index == 40 and loader.next_index == 44
         assert [index for micro in batch.micro_batches for index in micro.sample_indices] == [40, 41, 42, 43]
         assert next(loader).first_index == 44 and not thread.is_alive()
-
-
-def test_baselines_equal_a_naive_count(data: TrainData) -> None:
-    assert ngram_baselines(data, sequences=6) == pytest.approx(naive_bigram(data, 6), rel=1e-12)
-
-
-def test_baselines_say_how_many_tokens_they_count(data: TrainData, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(finish, "_BASELINE_VALIDATION_TOKENS", 6 * data.sequence_length)
-    finish._print_baselines(data, cast(Any, SimpleNamespace(event=lambda kind, **more: told.update(more))))
-    counted = sum(int((data.validation_sequence(index)[1] != IGNORED).sum()) for index in range(6))
-    assert told["validation_tokens"] == counted < 6 * data.sequence_length
