@@ -9,20 +9,19 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from llmtrain import features
 from llmtrain.base import units
 from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
-from llmtrain.config.chosen import in_words
 from llmtrain.config.load import COMMAND_LINE, configs_in, parse, plugins_of, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.pinned import with_base
-from llmtrain.config.planned import stored
 from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import value_of
-from llmtrain.config.run import Run, autos
+from llmtrain.config.run import Run
 from llmtrain.config.schema import SHARED, entries, json_schema
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.epoch import sequences_of_epoch
@@ -99,8 +98,6 @@ def main(argv: list[str]) -> int:
     if others:
         note = f"the figures are for 1 rank; {_give(others)} gives those for more"
         run = replace(run, notes=(*run.notes, note))
-    if autos(run.config):
-        run = replace(run, notes=(*run.notes, note_of_autos(run)))
     if action == "show":
         print(f"# {files}, resolved for {units.counted(world_size, 'rank')}")
         print("".join(f"# {note}\n" for note in parsed.notes) + _with_origins(run))
@@ -116,13 +113,6 @@ def main(argv: list[str]) -> int:
             print(_read_data(data))
         print(f"ok: {files} with {run.config.deepspeed}")
     return 0
-
-
-def note_of_autos(run: Run) -> str:
-    planned = stored(run, on_gpu=True) or stored(run, on_gpu=False)
-    last = f"; the last plan took {in_words(planned.chosen)}" if planned is not None and planned.chosen else ""
-    keys = " and ".join(autos(run.config))
-    return f"{keys} auto: the start decides by the free memory, or `llmtrain plan` before it{last}"
 
 
 def _with_origins(run: Run) -> str:
@@ -192,10 +182,7 @@ def summary(run: Run, facts: ModelFacts | None = None) -> str:
     ]
     if facts is not None:
         lines.append(f"model:   {units.count(facts.parameters)} parameters")
-        plans = {"": stored(run, on_gpu=True), " on the CPU": stored(run, on_gpu=False)}
-        lines += [f"memory:  {plan.text()}{where}" for where, plan in plans.items() if plan is not None]
-        if not any(plans.values()):
-            lines.append("memory:  `llmtrain plan RUN.yaml --hosts N --slots N` rehearses it")
+    lines += features.summary(run)
     lines.append(f"run dir: {train.run_dir}")
     return "\n".join([*lines, *(f"note:    {note}" for note in run.notes)])
 

@@ -60,7 +60,7 @@ def resolve(
     problems.raise_if_any()
 
     run, overruled = with_exact_dict(run)
-    of_files = (*notes, *ignored, *of_json, *of_scheduler, *features.notes(run), *overruled)
+    of_files = (*notes, *_undecided(run.config), *ignored, *of_json, *of_scheduler, *features.notes(run), *overruled)
     return replace(run, notes=(*of_files, *_notes_of_stages(run), *_unread(run.config, written), *_odd_values(run)))
 
 
@@ -220,6 +220,13 @@ def _unread(config: RunConfig, given: Iterable[str]) -> list[str]:
     }
     found = {start: sorted(key for key in given if key.startswith(start)) for start, why in unread.items() if why}
     return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in found.items() if keys]
+
+
+def _undecided(config: RunConfig) -> list[str]:
+    """Return notes on values that a feature would decide."""
+    least = {"train.micro_batch": "1", "model.recompute.layers": "all"}
+    asked = [key for key in least if rules.value_of(key, config) == "auto" and key not in features.decides()]
+    return [f"{key} auto: nothing here decides it by the device's memory, and it is {least[key]}" for key in asked]
 
 
 def _odd_values(run: Run) -> list[str]:

@@ -500,33 +500,6 @@ OF_STAGES: tuple[Rule, ...] = (
 """Rules of each stage's data in a form."""
 
 OF_FORMS: tuple[Rule, ...] = (
-    *(Rule((key, form), lambda r, key=key, axis=axis: value_of(key, r.config) == "auto"  # type: ignore[misc]
-                                                      and getattr(r.mix.degrees, axis) > 1,
-           reason, f"write a number for {key}", {key: "auto", form: 2})
-      for key in ("train.micro_batch", "model.recompute.layers")
-      for form, axis, reason in (
-          (_PIPELINE, "pipeline",
-           "auto asks for the memory of one rank: a pipeline's stages hold unequally many micro-batches, and stand "
-           "idle where a step has few"),
-          (_EXPERT, "expert",
-           "auto asks for the memory of a rehearsed step, and a rank's experts get as many tokens as the router sends"
-           ))),
-    Rule(("train.micro_batch",), lambda r: r.config.train.micro_batch == "auto" and r.config.train.global_batch is None,
-         "the memory of a device would decide the number of sequences that a step trains", "write train.global_batch",
-         {"train.micro_batch": "auto", "train.global_batch": None}),
-    Rule(("train.accumulation", "train.micro_batch"),
-         lambda r: r.config.train.micro_batch == "auto" and r.config.train.accumulation is not None,
-         "with auto, the accumulation follows from train.global_batch and the micro-batch that fits",
-         "remove train.accumulation, or write a number for train.micro_batch",
-         {"train.micro_batch": "auto", "train.accumulation": 2}),
-    Rule(("data.stages[0].train.accumulation", "train.micro_batch"),
-         lambda r: [(f"data.stages[{number}].train.accumulation", "train.micro_batch")
-                    for number, stage in enumerate(r.config.data.stages)
-                    if r.config.train.micro_batch == "auto" and stage.train.accumulation is not None
-                    and stage.train.global_batch is stage.train.micro_batch is None],
-         "the memory of a device would decide the number of sequences that a step trains",
-         "write global_batch instead of the stage's accumulation",
-         {"train.micro_batch": "auto", "data.stages": [{"from_step": 5, "train": {"accumulation": 2}}]}, each=True),
     Rule((_SEQUENCE,), lambda r: r.mix.degrees.sequence > 1 and _local_heads(r) % r.mix.degrees.sequence,
          lambda r, _: f"within attention the ranks share the heads, equally many each; "
                       f"{_local_heads(r) * r.mix.degrees.tensor} heads"

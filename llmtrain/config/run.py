@@ -197,8 +197,6 @@ class TrainConfig:
     sample_tokens: int = bounded(32, AT_LEAST_1, "32 is the default")
     """Upper limit of tokens in a continuation. Each takes a forward pass."""
     stop_early: StopEarly = field(default_factory=StopEarly)
-    memory_margin: float | None = bounded(None, BELOW_1, "0.05 keeps 5 % free; null does not look")
-    """Refuse to start if the plan of `llmtrain plan` leaves less than this share of a device's memory; null starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,12 +319,6 @@ def same_command(config: RunConfig, *more: str) -> str:
         *more,
     )  # none refuses a folder with checkpoints
     return f"the same command with {' '.join(added)}" if added else "the same command"
-
-
-def autos(config: RunConfig) -> list[str]:
-    """Keys whose values the memory of a device decides."""
-    asked = {"train.micro_batch": config.train.micro_batch, "model.recompute.layers": config.model.recompute.layers}
-    return [key for key, value in asked.items() if value == "auto"]
 
 
 def stage_views(config: RunConfig) -> Iterator[tuple[RunConfig, Callable[[str], str]]]:

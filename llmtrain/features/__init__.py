@@ -12,11 +12,25 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from llmtrain.base.choice import Rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a feature knows of a run before its steps."""
+
+    tensors: int
+    """Bytes of tensors on rank 0, at their peak."""
+    sent_to_other_hosts: float
+    """Bytes that a rank sends to other hosts in a step, at most."""
+    step_s: Mapping[str, float]
+    """Part of a step -> seconds; empty: they are not known."""
+    memory: Mapping[str, str]
+    """Phase of the heartbeat, or "setup" -> what to say of a rank whose memory runs out in it."""
 
 
 class Feature:
@@ -46,6 +60,8 @@ class Feature:
     variants: ClassVar[tuple[str, ...]] = ()
     """Names of the `variants` of its part. A checkpoint has their values as kinds OUTER + name (checkpoint/format.py),
     and the part's entry under the same name."""
+    decides: ClassVar[tuple[str, ...]] = ()
+    """Keys with the value auto that `decided` replaces."""
     commands: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     """Commands of the command line: (name, module with its `main`, what it does)."""
     agent: ClassVar[str] = ""
@@ -62,12 +78,33 @@ class Feature:
         return False
 
     def rules(self) -> Rules:
-        """Rules about the section; asked where the YAML changes the section."""
+        """Rules that are asked where the YAML changes the section, or a run has the feature."""
         return Rules()
 
     def notes(self, run: Any) -> Iterable[str]:
         """Lines at the start of a run that has the feature."""
         return ()
+
+    def summary(self, run: Any) -> Iterable[str]:
+        """Lines of `config check` and `config show`."""
+        return ()
+
+    def expected(self, run: Any, *, on_gpu: bool) -> Expected | None:
+        """Return what is known of the run on such ranks, of this host's files; None: nothing."""
+        return None
+
+    def decided(self, run: Any, ranks: Any, *, trains: bool) -> Any:
+        """Return the run with the values that its ranks decide, the same on all. They call it before there is a model.
+
+        `trains`: False for passes over the data alone.
+
+        Raises: UserError, on all ranks: the run is not to start on them.
+        """
+        return run
+
+    def explain(self, error: Exception, run: Any, device: Any) -> str:
+        """A rank's words on an exception that ends it; empty: none."""
+        return ""
 
     def check_model(self, config: Any, model: Any, problems: Any) -> None:
         """Add to the Problems why the PreTrainedModel, without values, cannot train with the feature."""
@@ -179,6 +216,26 @@ def most_sequences(config: Any) -> int:
     return max((feature.most_sequences for feature in asked(config)), default=1)
 
 
+def decides() -> list[str]:
+    return [key for feature in features().values() for key in feature.decides]
+
+
+def decided(run: Any, ranks: Any, *, trains: bool = True) -> Any:
+    """Ask each feature, as its method says. Raises UserError, on all ranks."""
+    for feature in features().values():
+        run = feature.decided(run, ranks, trains=trains)
+    return run
+
+
+def expected(run: Any, *, on_gpu: bool) -> Expected | None:
+    """Return what the first feature that knows the run expects of it."""
+    return next(filter(None, (feature.expected(run, on_gpu=on_gpu) for feature in features().values())), None)
+
+
+def summary(run: Any) -> list[str]:
+    return [line for feature in features().values() for line in feature.summary(run)]
+
+
 def notes(run: Any) -> list[str]:
     return [line for feature in asked(run.config) for line in feature.notes(run)]
 
@@ -218,8 +275,9 @@ def renamed() -> dict[str, str]:
 
 
 def rules(config: Any) -> Rules:
-    """Return the rules of all features whose section a run changes."""
-    return sum((feature.rules() for feature in features().values() if _changed(feature, config)), Rules())
+    """Return the rules of all features that a run has, or whose section it changes."""
+    concerned = (each for each in features().values() if _changed(each, config) or each.asked(config))
+    return sum((feature.rules() for feature in concerned), Rules())
 
 
 def _changed(feature: Feature, config: Any) -> bool:

@@ -229,7 +229,7 @@ def _add_gradients(
 
 
 TRIED: dict[tuple[str, torch.dtype], bool] = {}
-"""(kind of device, dtype) -> result of `adds_in_fp32`; a rehearsal for a GPU writes the GPU's."""
+"""(kind of device, dtype) -> result of `adds_in_fp32`."""
 
 
 def adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:

@@ -38,11 +38,11 @@ from llmtrain.engine.ranks.local_ranks import RankError, ending_on_sigterm, fail
 from llmtrain.engine.ranks.local_ranks import Ranks as LocalRanks
 from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.engine.ranks.rendezvous import leave_all
+from llmtrain.features import decided
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model
 from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.training.examine import Examined, examine
-from llmtrain.training.memory import decided
 from llmtrain.training.setup import Setup, teacher_hash
 
 _AT_ONCE = 64
@@ -124,7 +124,7 @@ def write_teacher(examined: Examined, ranks: Ranks, asked: RunConfig) -> None:
     `examined`: a run of the teacher. `asked`: the run of the student.
     """
     run, spec, opened = examined
-    setup = Setup(decided(run, ranks), spec, opened, ranks)
+    setup = Setup(decided(run, ranks, trains=False), spec, opened, ranks)
     run, engine, vocabulary = setup.run, setup.engine, setup.spec.facts.vocab_size
     setup.write()
     weights, objective = teacher_hash(asked, ranks), asked.objective
@@ -204,7 +204,7 @@ def _take(
 def write_columns(examined: Examined, ranks: Ranks) -> None:
     """Write the reference's column of each data folder. All ranks call it together. Raises UserError on all of them."""
     run, spec, opened = examined
-    setup = Setup(decided(run, ranks), spec, opened, ranks)
+    setup = Setup(decided(run, ranks, trains=False), spec, opened, ranks)
     config, run = setup.run.config, setup.run
     setup.start()
     assert setup.began_with is not None

@@ -15,13 +15,13 @@ from llmtrain.base import log
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import step_of
 from llmtrain.checkpoint.retain import Best, best_of
-from llmtrain.config.planned import stored
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
 from llmtrain.data.stream.train_data import TrainData, counted_bytes
 from llmtrain.data.tokenizer_folder import byte_lengths
 from llmtrain.engine.losses.function import LooksAhead, NextTokenLoss
 from llmtrain.engine.losses.with_metrics import quotients, with_metrics
 from llmtrain.engine.ranks.device import device_name, max_memory_gib
+from llmtrain.features import expected
 from llmtrain.tracking.local import rows_after
 from llmtrain.tracking.metrics import Throughput, TokenFlops, peak_flops, perplexity, routing_metrics
 from llmtrain.training.examine import LITTLE_NEW, USEFUL_EPOCHS
@@ -295,9 +295,9 @@ class Logging(Part):
         # another thread with the step's.
         beside, ranks = any(part.communicates_beside for part in launch.parts), setup.ranks
         self._counts_comm = ranks.world_size > 1 and ranks.device.type == "cpu" and not beside
-        planned = stored(setup.run, on_gpu=ranks.device.type == "cuda")
-        if planned is not None and planned.step_s:
-            launch.tracker.event("planned", step_s=planned.step_s)
+        known = expected(setup.run, on_gpu=ranks.device.type == "cuda")
+        if known is not None and known.step_s:
+            launch.tracker.event("planned", step_s=known.step_s)
 
     def after_step(self, done: Done) -> None:
         comm = (done.step_s, done.comm_s) if self._counts_comm else None

@@ -22,19 +22,18 @@ from llmtrain.base.rank import messages, watch
 from llmtrain.base.rank.heartbeat import count_collectives, heart
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
-from llmtrain.config.planned import refuse_without_room, stored
 from llmtrain.config.plugins import hashes, place_of
-from llmtrain.config.run import Run, autos, same_command
+from llmtrain.config.run import Run, same_command
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.data.stream.run_data import RunData
 from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.process_memory import collected_by_hand
-from llmtrain.engine.ranks.device import device_name, max_memory_gib, memory_of, use_deterministic_kernels
+from llmtrain.engine.ranks.device import device_name, max_memory_gib, use_deterministic_kernels
 from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.engine.ranks.rendezvous import introduce, leave_all
 from llmtrain.engine.ranks.stop_requests import StopAsked, StopRequests
-from llmtrain.features import features
+from llmtrain.features import decided, expected, features
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import VARLEN
 from llmtrain.optim.optimizers import norm_of
@@ -76,16 +75,8 @@ def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
         },
     )
     introduce(ranks)
-    if autos(config):
-        from llmtrain.training.memory import decided
-
-        run = decided(run, ranks)
-        config = run.config
-    if config.train.memory_margin is not None:
-        least = min(ranks.gather(memory_of(ranks.device)))
-        with ranks.together():
-            if ranks.rank == 0:  # the plan is in the cache of one host
-                refuse_without_room(run, least, on_gpu=ranks.device.type == "cuda")
+    run = decided(run, ranks)
+    config = run.config
     _describe(run, ranks)
     heart.phase("model")
     folder = RunDirectory(run.run_dir, config.checkpoint.dir)
@@ -104,9 +95,7 @@ def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
             _train(Setup(run, spec, data, ranks), folder, checkpoints, requests)
         except Exception as error:
             with contextlib.suppress(RuntimeError, MemoryError):  # the device, or the host, may answer nothing more
-                from llmtrain.training.out_of_memory import explain
-
-                if words := explain(error, run, ranks.device):
+                for words in filter(None, (each.explain(error, run, ranks.device) for each in features().values())):
                     print(f"rank {ranks.rank}: {words}", file=sys.stderr, flush=True)  # whichever rank it is
             watch.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
@@ -115,17 +104,13 @@ def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
 
 def _describe(run: Run, ranks: Ranks) -> None:
     """Give the agent the facts about the run, before memory is taken."""
-    tracking, mix, words = run.config.tracking, run.mix, dict[str, str]()
-    if planned := stored(run, on_gpu=ranks.device.type == "cuda"):
-        from llmtrain.training.out_of_memory import told
-
-        words = {phase: told(planned, phase) for phase in planned.phases}
+    tracking, mix, known = run.config.tracking, run.mix, expected(run, on_gpu=ranks.device.type == "cuda")
     watch.describe(
         tracking={"wandb": tracking.wandb, "project": tracking.project, "entity": tracking.entity},
         again=same_command(run.config).capitalize(),
         zero_stage=mix.zero_stage,
         alike=mix.degrees.pipeline == 1,
-        planned=words,
+        memory={} if known is None else dict(known.memory),
     )
 
 
@@ -363,10 +348,10 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
         if complete:
             heart.phase("export")
             device = setup.ranks.device
-            if planned := stored(setup.run, on_gpu=device.type == "cuda"):
+            if known := expected(setup.run, on_gpu=device.type == "cuda"):
                 measured, whose = units.size(max_memory_gib(device) * units.GIB), "tensors"
                 whose = whose if device.type == "cuda" else "the process with its code"
-                log.info(f"memory: planned {units.size(planned.of_rank_0)} of tensors, measured {measured} of {whose}")
+                log.info(f"memory: planned {units.size(known.tensors)} of tensors, measured {measured} of {whose}")
             data = setup.course.done(position.step).data
             last_words = finish(setup.run.config, folder, data, tracker, validation_loss, setup.ranks.device)
         else:

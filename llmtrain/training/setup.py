@@ -95,7 +95,7 @@ class Setup:
         if self.run.config.objective.reference == "online":  # it reads first values again, after a resume as well
             self._refer_to(self._first_values())
 
-    # A rehearsal has another machine and no values: it overrides the next six.
+    # A Setup of another machine, without values, overrides the next six.
 
     def _check_device(self) -> None:
         """Raises ConfigError: this device cannot compute the run."""

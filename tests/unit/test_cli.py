@@ -174,7 +174,7 @@ def test_the_shell_completes(line: str, offered: set[str]) -> None:
 
 
 RUN_COMMANDS = [
-    "train", "config check", "config show", "reference", "parity", "plan",
+    "train", "config check", "config show", "reference", "parity",
     "launch --hostfile hosts", "launch --hostfile hosts --",
 ]  # fmt: skip
 
@@ -206,8 +206,7 @@ def test_help_and_a_wrong_word_need_no_torch() -> None:
     code = """
 import sys
 from llmtrain import cli
-for words in (["reference", "--help"], ["parity", "--help"], ["plan", "--help"], ["reference", "no.yaml"],
-              ["parity", "no.yaml"], ["plan", "no.yaml"]):
+for words in (["reference", "--help"], ["parity", "--help"], ["reference", "no.yaml"], ["parity", "no.yaml"]):
     try:
         cli.main(words)
     except SystemExit:

@@ -28,7 +28,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("training",),
     ("parity",),
-    ("plan",),
     ("commands",),
     ("feature",),
     ("cli",),

@@ -157,7 +157,7 @@ PEER = Training(name="torchtitan: 2 rows, every second product again", rows=2, r
 
 
 def ours(tokens: int) -> tuple[Training, ...]:
-    """The recipe as it ships, with the layers that `auto` recomputes on 79 GiB (tests/unit/models/test_fake_steps.py),
+    """The recipe as it ships, with the layers that `auto` recomputes on 79 GiB (tests/features/plan),
     and with more rows, for which all have to be."""
     train = yaml.safe_load((ROOT / "launch/recipes/sft_8b.yaml").read_text())["train"]
     rows, batch = train["micro_batch"], train["global_batch"] // 8

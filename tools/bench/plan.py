@@ -37,7 +37,7 @@ CELLS = (
     ("pipeline", 1, "plain", "llama"),
     ("tensor", 1, "plain", "llama"),
 )
-"""Cells of tests/ranks/test_plan.py."""
+"""Cells of tests/features/plan/test_plan_ranks.py."""
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -56,9 +56,9 @@ def status_of(key: str) -> int:
 
 def resident(cell: Any, small: Any, large: Any) -> int:
     """Bytes that a real rank takes for the large case, at most, after the small one."""
-    from llmtrain.plan.rehearsal import walk
+    from llmtrain.features.plan.rehearsal import walk
+    from tests.features.plan.test_plan_ranks import counted, run_of
     from tests.helpers.training import joined
-    from tests.ranks.test_plan import counted, run_of
 
     libc = ctypes.CDLL(None)
     counted(cell, small, 1)
@@ -106,11 +106,11 @@ def others(cell: Any, run: Any) -> dict[str, float]:
 
 def compare_others(wanted: Sequence[int] | None) -> None:
     """Print a row for each run, or each wanted one, and the median and largest error of each estimate."""
-    from llmtrain.plan.ledger import HOST
-    from llmtrain.plan.rehearsal import kinds, rehearse
+    from llmtrain.features.plan.ledger import HOST
+    from llmtrain.features.plan.rehearsal import kinds, rehearse
+    from tests.features.plan.test_plan_ranks import case_of, counted, cover, run_of
     from tests.helpers.ranks import RankPool
     from tests.helpers.training import prepared_data
-    from tests.ranks.test_plan import case_of, counted, cover, run_of
 
     errors: dict[str, list[float]] = {}
     print("run                                counted MB  error of each estimate")
@@ -149,10 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         compare_others(args.only)
         return 0
     wanted = args.only
-    from llmtrain.plan.rehearsal import kinds, rehearse
+    from llmtrain.features.plan.rehearsal import kinds, rehearse
+    from tests.features.plan.test_plan_ranks import Cell, case_of, run_of
     from tests.helpers.ranks import RankPool
     from tests.helpers.training import prepared_data
-    from tests.ranks.test_plan import Cell, case_of, run_of
 
     print(f"{'cell':28} {'rank':>4} {'planned MB':>11} {'resident MB':>12}")
     with tempfile.TemporaryDirectory() as folder:

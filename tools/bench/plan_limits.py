@@ -40,15 +40,15 @@ CELLS = (
     ("sequence", 2, "plain", "llama"),
     ("ema", 2, "plain", "llama"),
 )
-"""Cells of tests/ranks/test_plan.py."""
+"""Cells of tests/features/plan/test_plan_ranks.py."""
 
 
 def under_limit(cell: Any, small: Any, large: Any, name: str, limits: dict[int, int], returns: bool) -> int:
     """Train the large case below a limit; return the bytes that the process took before."""
     from llmtrain.engine.process_memory import keep_freed_memory, return_freed_memory
-    from llmtrain.plan.rehearsal import walk
+    from llmtrain.features.plan.rehearsal import walk
+    from tests.features.plan.test_plan_ranks import counted, run_of
     from tests.helpers.training import joined
-    from tests.ranks.test_plan import counted, run_of
 
     ranks = joined()
     limit = Limit(f"{name}-{ranks.rank}")
@@ -76,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cells, the first is 0 (default: all)")
     parser.add_argument("--returns", action="store_true")
     args = parser.parse_args(argv)
-    from llmtrain.plan.rehearsal import rehearse
+    from llmtrain.features.plan.rehearsal import rehearse
+    from tests.features.plan.test_plan_ranks import Cell, case_of, run_of
     from tests.helpers.ranks import RankFailed, RankPool
     from tests.helpers.training import prepared_data
-    from tests.ranks.test_plan import Cell, case_of, run_of
 
     right = 0
     print(f"{'cell':28} {'planned MB':>11} {'before MB':>10} {'limit':>6}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
@@ -443,3 +443,10 @@ def with_exact_dict(run: Run) -> tuple[Run, list[str]]:
         "timers": {"throughput": {"enabled": False}},
     }
     return replace(run, deepspeed=exact), notes
+
+
+def without_degrees(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON for data-parallel ranks alone, whose batch sizes the YAML has."""
+    parallel = {key.split(".")[0] for key in DEGREE_KEYS.values()}
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return {key: value for key, value in tree.items() if key not in parallel} | dict.fromkeys(batch, "auto")

@@ -557,8 +557,7 @@ def _summary(out: OutFolder, manifest: Manifest, elapsed_s: float) -> str:
 
 _SHOWN, _KINDS = 3, 12
 _SOON_DONE_AGAIN_BYTES = 64 << 20
-"""Size of finished shards, about a minute's work, that other settings may discard: the attempt after a mistake has
-other settings, and no hours of work are lost."""
+"""Up to this size, about a minute's work, shards of an attempt with different settings are deleted without asking."""
 
 
 def already_complete(out: OutFolder, plan: dict[str, Any]) -> Manifest:

@@ -13,8 +13,8 @@ from rich.console import Console
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.commands import completion
 from llmtrain.config.load import command_words, load, run_words
-from llmtrain.config.planned import stored
 from llmtrain.data.stream.epoch import sequences_of_epoch
+from llmtrain.features import expected
 from llmtrain.features.doctor import fabric
 from llmtrain.features.doctor.needs import needs
 from llmtrain.features.doctor.preflight import (
@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
         words = run_words(words)
         run = load(words, sum(host.slots for host in hosts), "the hostfile", epoch=sequences_of_epoch)
         needed = needs(words, run)
-        planned = stored(run, on_gpu=True) or stored(run, on_gpu=False)
-        sent = 0.0 if planned is None else planned.sent_to_other_hosts * max(host.slots for host in hosts)
+        known = expected(run, on_gpu=True) or expected(run, on_gpu=False)
+        sent = 0.0 if known is None else known.sent_to_other_hosts * max(host.slots for host in hosts)
         needed = replace(needed, sent_bytes=sent or None, patience_s=run.config.fault.stall_timeout_s)
     report = preflight(hosts, needed, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:

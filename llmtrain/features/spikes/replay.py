@@ -27,8 +27,7 @@ from llmtrain.checkpoint.format import complete_checkpoints, step_of
 from llmtrain.checkpoint.retain import looks_good
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config import plugins, strict_yaml
-from llmtrain.config.chosen import without_degrees
-from llmtrain.config.deepspeed.join import offloads
+from llmtrain.config.deepspeed.join import offloads, without_degrees
 from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.reader import read_saved
 from llmtrain.config.run import RunConfig

@@ -521,7 +521,7 @@ class Agent:
             stalled_s=verdict.stalled_s,
             experts=bool(self.about.get("experts")),
             zero_stage=int(self.about.get("zero_stage") or 0),
-            planned=dict(self.about.get("planned") or {}),
+            memory=dict(self.about.get("memory") or {}),
         )
 
     def _unheard(self) -> list[RankFacts]:

@@ -597,8 +597,8 @@ def _dead(facts: JobFacts) -> Cause | None:
             ranks=chosen,
             says=f"{who(chosen)} <was|were> killed in {first.phase}, and the kernel of {first.host} has ended {oom} "
             f"process{'es' if oom > 1 else ''} for lack of memory since the job began.{held if first.resident else ''}",
-            remedy=facts.planned.get(first.phase)
-            or facts.planned.get("setup")
+            remedy=facts.memory.get(first.phase)
+            or facts.memory.get("setup")
             or "Give the host more memory, run fewer ranks on it, or lower "
             "train.micro_batch: `llmtrain plan` says what each change gives. `dmesg` on the host names the process.",
         )

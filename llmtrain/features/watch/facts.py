@@ -122,8 +122,8 @@ class JobFacts:
     interface: str = ""
     """Network interface of `here` towards the other hosts; empty if unknown."""
     interface_down: bool = False
-    planned: dict[str, str] = field(default_factory=dict)
-    """Phase -> the plan's words about its memory; empty without a plan."""
+    memory: dict[str, str] = field(default_factory=dict)
+    """Phase -> what is known of a rank's memory in it, in words; empty: nothing."""
 
     @property
     def step(self) -> int:

@@ -25,7 +25,6 @@ from deepspeed.sequence.layer import _dim_zero_all_to_all
 from deepspeed.utils import groups
 
 from llmtrain.models.parallel.mesh import site
-from llmtrain.models.transformers_private import is_without_memory, with_values
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -88,9 +87,6 @@ class TravellingTokens(AutoEPMoELayer):
     a layer and forward pass.
     """
 
-    imbalance = 1.0
-    """In a rehearsal: tokens that each rank sends to this rank's experts, over the mean of the ranks."""
-
     @overrides(AutoEPMoELayer)
     def _forward(self, hidden_BTH: torch.Tensor) -> Any:
         x_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])
@@ -116,10 +112,7 @@ class TravellingTokens(AutoEPMoELayer):
     def _announce(self, counts_E: torch.Tensor, choices: int) -> tuple[torch.Tensor, Callable[[], list[list[int]]]]:
         """(tokens that come here [ranks, local experts], a function that waits for the numbers to each rank, and from
         it)."""
-        came_E = torch.empty_like(counts_E)
-        dist.all_to_all_single(came_E, counts_E, group=self.ep_group)
-        if is_without_memory(counts_E):
-            counts_E, came_E = self._assumed(counts_E.numel(), choices)
+        counts_E, came_E = self.exchanged(counts_E, choices)
         came_RL = came_E.view(self.ep_size, -1)
         both = torch.stack([counts_E.view(self.ep_size, -1).sum(1), came_RL.sum(1)])
         on_host = both.to("cpu", non_blocking=True)  # page-locked: it is there when the event is
@@ -134,17 +127,12 @@ class TravellingTokens(AutoEPMoELayer):
 
         return came_RL, numbers
 
-    @with_values()
-    def _assumed(self, experts: int, choices: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The counts of a rehearsal, whose routers choose nothing: (tokens of this rank for each expert, tokens that
-        come here [ranks x local experts])."""
-        here = slice(self.ep_rank * self.num_local_experts, (self.ep_rank + 1) * self.num_local_experts)
-        share = min(1.0, self.imbalance / self.ep_size)
-        shares_E = torch.full((experts,), (1 - share) / max(1, experts - self.num_local_experts), dtype=torch.float64)
-        shares_E[here] = share / self.num_local_experts
-        ends_E = (shares_E.cumsum(0) * choices).round().long()
-        counts_E = ends_E.diff(prepend=torch.zeros(1, dtype=torch.int64)).int()
-        return counts_E, counts_E[here].repeat(self.ep_size)
+    def exchanged(self, counts_E: torch.Tensor, choices: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send the counts of this rank's `choices`. Returns (the counts, the tokens that come here [ranks x local
+        experts])."""
+        came_E = torch.empty_like(counts_E)
+        dist.all_to_all_single(came_E, counts_E, group=self.ep_group)
+        return counts_E, came_E
 
 
 def replace_block(surgeon: Any, spec: Any, degree: int, rank: int) -> None:

@@ -366,9 +366,6 @@ def _check_recomputed(hf: PreTrainedModel, asked: int | str | None, problems: Pr
     layers, key = len(decoder_layers(hf)), "model.recompute.layers"
     if isinstance(asked, int) and asked > layers:
         problems.add(key, asked, f"the model has {layers} decoder layers", "write all")
-    if asked == "auto" and expert_blocks(hf):
-        rule = "auto counts bytes before any token is routed, and those of an expert depend on its tokens"
-        problems.add(key, asked, rule, "write all or a number of layers")
     problems.raise_if_any()
 
 

@@ -5,19 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.load import parse
-from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RunConfig
 from llmtrain.features import shortened
 from llmtrain.features.ema import EmaConfig
-from llmtrain.training.out_of_memory import explain
-from tests.unit.plan.test_plan import folder, plan
 
-__all__ = ["folder"]
+RUN = """\
+deepspeed: ds.json
+model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 4}}
+data: {path: not/prepared/yet, sequence_length: 64}
+optim: {name: adamw, lr: 1.0e-3}
+train: {micro_batch: 4, max_steps: 10}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    Path("ds.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}')
+    return tmp_path
 
 
 def test_a_figure_of_the_averages_may_decide(folder: Path) -> None:
@@ -39,15 +48,3 @@ def test_a_proof_follows_steps_that_it_has() -> None:
     run = RunConfig(deepspeed="ds.json", ema=EmaConfig(decay=0.9, every=100))
     assert shortened(run, 20)["ema"] == EmaConfig(decay=0.75, every=2)
     assert shortened(RunConfig(deepspeed="ds.json"), 20)["ema"] == EmaConfig()
-
-
-def test_a_plan_and_the_words_about_memory_that_ran_out_name_the_means(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
-    [kind] = plan(capsys, "--device cpu --ema.decay=0.9")["kinds"]
-    assert "ema" in kind["rehearsed"]["highest"]
-    run = resolve(parse(["run.yaml", "--ema.decay=0.9"], check_paths=False).config, 1)
-    monkeypatch.setattr(heart, "in_phase", lambda: "step")
-    said = explain(MemoryError(), run, torch.device("cpu"))
-    assert "memory ran out in the phase 'step'" in said and ", ema 832 KiB" in said, said

@@ -21,8 +21,7 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from llmtrain.config.load import parse, resolve
-from llmtrain.config.run import AdapterConfig, ModelConfig, Run
+from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.models import loss
 from llmtrain.models.parallel import recompute
 from llmtrain.models.run import build_for_rank
@@ -30,9 +29,6 @@ from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure import projections
 from llmtrain.models.transformers_private import OperatorMode, storage_of, without_memory
-from llmtrain.plan.decide import decide
-from llmtrain.plan.device import Machines
-from llmtrain.plan.rehearsal import Rehearsed, prepared, rehearse
 from tests.helpers.families import summed_loss
 from tests.helpers.launching import REPO
 from tests.runs.test_bench import load
@@ -276,20 +272,3 @@ def test_a_recipe_uses_the_memory_of_its_gpus(monkeypatch, tmp_path, name):
     said = (REPO / f"launch/recipes/{name}.yaml").read_text()
     assert f"{need / GIB:.0f} GiB of an H100's 78" in said
     assert 0.45 * H100 < need < 0.93 * H100
-
-
-@pytest.mark.parametrize(("gib", "layers", "keep"), [(139, None, None), (79, 1, "attention"), (45, 24, "attention")])
-def test_the_layers_that_sft_8b_recomputes(monkeypatch, gib, layers, keep):
-    """On 8 GPUs with so much memory."""
-    monkeypatch.chdir(REPO)
-    run = resolve(parse(["--config", "launch/recipes/sft_8b.yaml"], check_paths=False).config, 8)
-    config = replace(run.config, model=replace(run.config.model, pretrained=None, config=RECIPES["sft_8b"][0]))
-
-    def rehearsed(this: Run) -> dict[int, Rehearsed]:
-        return {0: next(rehearse(prepared(this, on_gpu=True), [0], 8, on_gpu=True))}
-
-    machines = Machines(hosts=1, slots=8, device="", on_gpu=True, memory=gib * GIB, host_memory=None)
-    chosen, found = decide(replace(run, config=config), machines, rehearsed)
-    again = chosen.config.model.recompute
-    print(f"{gib} GiB: {again}, peak {(found[0].peak + found[0].ahead) / GIB:.1f} GiB")
-    assert (again.layers, again.keep) == (layers, keep)

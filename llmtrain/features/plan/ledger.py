@@ -30,6 +30,7 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.topology import Mix
 from llmtrain.engine import losses
 from llmtrain.engine.deepspeed import optimizers, zero_step
+from llmtrain.features.plan.work import Work
 from llmtrain.models import distillation, head, loss
 from llmtrain.models.transformers_private import (
     GROUPED,
@@ -40,12 +41,12 @@ from llmtrain.models.transformers_private import (
     storage_of,
     with_values,
 )
-from llmtrain.plan.work import Work
 
 HOST = " (host)"
 """End of the label of a tensor in host memory."""
 MESSAGES = "messages of stages"
 
+_FEATURES = {package: name for name in features.features() if (package := f"{features.__name__}.{name}") != __package__}
 _MADE_IN = {
     module.__name__: label
     for label, modules in {
@@ -56,7 +57,7 @@ _MADE_IN = {
         "gradients": (stage_1_and_2, stage3, bf16_optimizer, unfused_optimizer, fused_optimizer, zero_step),
     }.items()
     for module in modules
-} | {f"{features.__name__}.{name}": name for name in features.features()}
+} | _FEATURES
 """Modules, and packages with those in them, whose functions make a tensor, and the label; the innermost frame with one
 decides."""
 _KINDS = (
@@ -78,7 +79,7 @@ _LOOKED = 60
 
 class Ledger(OperatorMode):
     """Counts bytes of storages made inside the context, and their peak. Numbers read from tensors without memory
-    are 1.0 or 0; what is made of a batch alone has values in the steps.
+    are 1.0 or 0; in the steps, tensors computed only from the batch keep real values.
 
     A storage has one label at a time. `mark` gives it another one: only a move between device and host changes the
     number of bytes.
@@ -109,7 +110,7 @@ class Ledger(OperatorMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._in_steps and have_values(args):  # what is made of a batch alone is as real as the batch
+        if self._in_steps and have_values(args):  # the batch has values, and so has what is computed from it alone
             with with_values():
                 made = function(*args, **kwargs)
         elif function is READ and not have_values(args):
@@ -245,7 +246,7 @@ class Ledger(OperatorMode):
             return "optimizer" + offloaded if label in ("gradients", "optimizer") else label
         if label == "gradients" and _BUCKETS.search(frame.f_code.co_name):
             return "buckets"
-        beside = label == "optimizer" or label in features.features()  # a feature's values are sharded as the masters
+        beside = label == "optimizer" or label in _FEATURES.values()  # sharded as the masters
         return label + offloaded if beside else label
 
 

@@ -29,17 +29,20 @@ from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.run_data import RunData
 from llmtrain.engine.api import Engine
-from llmtrain.engine.deepspeed.rehearsed import (
+from llmtrain.engine.losses.function import LooksAhead
+from llmtrain.engine.process_memory import collected_by_hand
+from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.features import parts_of
+from llmtrain.features.plan.device import on_gpu as choices_on_gpu
+from llmtrain.features.plan.ledger import Ledger
+from llmtrain.features.plan.rehearsed_ranks import (
     RehearsedRanks,
     beyond_pinned,
     held,
     make_room_for_messages,
     rehearsed_ranks,
 )
-from llmtrain.engine.losses.function import LooksAhead
-from llmtrain.engine.process_memory import collected_by_hand
-from llmtrain.engine.ranks.ranks import Ranks
-from llmtrain.features import parts_of
+from llmtrain.features.plan.work import Counts, Work
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import TRIED
 from llmtrain.models.run.build_for_rank import divided
@@ -50,9 +53,6 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import Teacher, empty_teacher
 from llmtrain.models.transformers_private import needs_values, without_memory
 from llmtrain.parity.tokens import Answers, Tokens
-from llmtrain.plan.device import on_gpu as choices_on_gpu
-from llmtrain.plan.ledger import Ledger
-from llmtrain.plan.work import Counts, Work
 from llmtrain.storage.region import Region
 from llmtrain.training.examine import Examined
 from llmtrain.training.setup import Setup

@@ -8,6 +8,7 @@ that estimate are rehearsed as they are, and these alone are proposed.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,14 +18,18 @@ from typing import Any, NamedTuple
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
+from llmtrain.base.files import scratch_folder
 from llmtrain.base.units import count, lines_of, size
-from llmtrain.config.chosen import without_degrees
+from llmtrain.config.deepspeed.join import without_degrees
+from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.run import Run
+from llmtrain.features.plan import PlanConfig
+from llmtrain.features.plan.asked import resolved
+from llmtrain.features.plan.decide import needs, on_host
+from llmtrain.features.plan.device import Machines
+from llmtrain.features.plan.rehearsal import Rehearsed, kinds, prepared, rehearse_each
+from llmtrain.features.plan.speed import Speeds, StepTime, step_time
 from llmtrain.models.skeleton import load_config
-from llmtrain.plan.decide import needs, on_host
-from llmtrain.plan.device import Machines
-from llmtrain.plan.rehearsal import Rehearsed, kinds, prepared, rehearse_each
-from llmtrain.plan.speed import Speeds, StepTime, step_time
 from llmtrain.training.examine import Examined
 
 BEST = 5
@@ -102,7 +107,7 @@ class Fitted:
     accumulation: int
     peak: int
     left: int
-    """Bytes of the device that stay free, at least, next to train.memory_margin."""
+    """Bytes of the device that stay free, at least, next to plan.memory_margin."""
     time: StepTime
 
 
@@ -149,7 +154,7 @@ class Fitter:
     ) -> None:
         """`resolve`: makes the run with a form and other values. Raises UserError: they are not legal together."""
         assert machines.memory is not None
-        self._memory = int((1 - (run.config.train.memory_margin or 0.0)) * machines.memory)
+        self._memory = int((1 - (run.config.section(PlanConfig).memory_margin or 0.0)) * machines.memory)
         self._batch = run.batch
         self._machines, self._speeds, self._resolve = machines, speeds, resolve
         self._precision = 4 if run.mix.precision == "fp32" else 2
@@ -310,3 +315,18 @@ class Fitter:
             yield Fitted(
                 choice=choice, accumulation=run.batch.accumulation, peak=peak, left=self._left(peak), time=time
             )
+
+
+def fit(run: Run, words: list[str], machines: Machines, speeds: Speeds) -> Fit:
+    """Find the fastest forms of the run. `words`: the run's on a command line. Raises UserError: nothing fits."""
+    tree = read_json(run.config.deepspeed)
+    with scratch_folder("plan") as folder:
+
+        def in_form(form: Form, values: dict[str, Any]) -> Run:
+            path = folder / f"{form}.json"
+            path.write_text(json.dumps(form.json(tree)))
+            more = {"deepspeed": str(path), "train.global_batch": run.batch.global_batch, **values}
+            asked = [f"--{key}={'null' if value is None else value}" for key, value in more.items()]
+            return resolved([*words, *asked], machines.ranks)
+
+        return Fitter(run, machines, speeds, in_form).fit()

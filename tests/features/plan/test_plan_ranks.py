@@ -20,9 +20,9 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch import Tensor
 
 from llmtrain.features.ema import EmaConfig
-from llmtrain.plan.ledger import HOST
-from llmtrain.plan.rehearsal import COPIES, Rehearsed, kinds, rehearse, walk
-from llmtrain.plan.work import Counts, Message
+from llmtrain.features.plan.ledger import HOST
+from llmtrain.features.plan.rehearsal import COPIES, Rehearsed, kinds, rehearse, walk
+from llmtrain.features.plan.work import Counts, Message
 from llmtrain.training.examine import Examined
 from llmtrain.training.setup import Setup, write_weights
 from tests.helpers import training

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import resource
-from collections import Counter
 
 import torch
 
 from llmtrain.base.rank.device_faults import OUT_OF_MEMORY, device_fault
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.units import size
-from llmtrain.config.planned import Planned, stored
 from llmtrain.config.run import Run
 from llmtrain.engine.ranks.device import memory_of
+from llmtrain.features.plan.planned import stored
 
 
 def explain(error: Exception, run: Run, device: torch.device) -> str:
@@ -36,15 +35,4 @@ def explain(error: Exception, run: Run, device: torch.device) -> str:
         return f"{lines[0]} `llmtrain plan RUN.yaml --memory SIZE` rehearses the run, and changes that take less."
     if on_gpu and most > planned.of_rank_0:
         lines.append(f"The tensors were {size(most - planned.of_rank_0)} above the plan.")
-    return " ".join([*lines, told(planned, heart.in_phase())])
-
-
-def told(planned: Planned, phase: str) -> str:
-    """The plan's words about this phase."""
-    stays, here = Counter(planned.phases.get("data")), Counter(planned.phases.get(phase))
-    contents = [
-        f"{size(held.total())} {what} ({', '.join(f'{label} {size(part)}' for label, part in held.most_common(4))})"
-        for what, held in (("stay between steps", stays), ("come in this phase", here - stays))
-        if held
-    ]
-    return f"The plan was {planned.text()}: {', '.join(contents)}. {planned.remedy}."
+    return " ".join([*lines, planned.told(heart.in_phase())])

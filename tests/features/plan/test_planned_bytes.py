@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from llmtrain import Part
-from tests.ranks.test_plan import _routed
+from tests.features.plan.test_plan_ranks import _routed
 
 held, now, peak = {}, [0], [0]
 

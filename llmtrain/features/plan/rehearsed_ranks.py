@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine
+from llmtrain.engine.deepspeed.patches import Private, check
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.parallel.deepspeed_private import TravellingTokens
 from llmtrain.models.transformers_private import with_values
 from llmtrain.optim.optimizers import AdamW, Lion
+
+PRIVATE = (
+    Private("deepspeed.module_inject.auto_ep", ("_gate_activation_matches",),
+            "a rank without the others computes the probe of the experts' activation with values"),
+    Private("deepspeed.runtime.pipe.engine", ("_allocate_or_extend_buffers", "_recv_tensor_meta"),
+            "a stage gets no message that says what comes"),
+)  # fmt: skip
 
 
 class RehearsedRanks(Ranks):
@@ -40,13 +49,14 @@ def rehearsed_ranks(rank: int, world_size: int, slots: int, imbalance: float = 1
     this rank's experts get, over the mean of the ranks that share experts."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    check(PRIVATE)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % slots), DS_ACCELERATOR="cpu")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
     get_accelerator().is_fp16_supported = lambda: True  # the target's device may have it
     get_accelerator().pin_memory = _pin
-    TravellingTokens.imbalance = imbalance
+    TravellingTokens.exchanged = functools.partialmethod(_exchanged, imbalance)  # type: ignore[method-assign,assignment]
     progress.begin(torch.device("cpu"), lambda *_, **__: None)
     # What ZeRO 3 compares over the ranks are numbers of one rank here.
     auto_ep._gate_activation_matches = with_values()(auto_ep._gate_activation_matches)
@@ -69,6 +79,23 @@ def held(engine: Engine) -> Iterator[tuple[str, bool, Tensor]]:
 
     assert isinstance(engine, ZeroEngine)
     return state_of(engine.deepspeed).held()
+
+
+_sent = TravellingTokens.exchanged
+
+
+def _exchanged(experts: TravellingTokens, imbalance: float, counts_E: Tensor, choices: int) -> tuple[Tensor, Tensor]:
+    """The counts of routers that choose nothing: this rank's experts get `imbalance` times the mean."""
+    _sent(experts, counts_E, choices)
+    own, ranks = experts.num_local_experts, experts.ep_size
+    here, share = slice(experts.ep_rank * own, (experts.ep_rank + 1) * own), min(1.0, imbalance / ranks)
+    count = counts_E.numel()
+    with with_values():
+        shares_E = torch.full((count,), (1 - share) / max(1, count - own), dtype=torch.float64)
+        shares_E[here] = share / own
+        ends_E = (shares_E.cumsum(0) * choices).round().long()
+        counts_E = ends_E.diff(prepend=torch.zeros(1, dtype=torch.int64)).int()
+        return counts_E, counts_E[here].repeat(ranks)
 
 
 _pinned: list[weakref.ref[torch.UntypedStorage]] = []

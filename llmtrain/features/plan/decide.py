@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.config.chosen import with_chosen
 from llmtrain.config.run import RecomputeConfig, Run
+from llmtrain.features.plan import PlanConfig
+from llmtrain.features.plan.chosen import with_chosen
+from llmtrain.features.plan.device import Machines
+from llmtrain.features.plan.rehearsal import Rehearsed
 from llmtrain.models.spec import ModelSpec
-from llmtrain.plan.device import Machines
-from llmtrain.plan.rehearsal import Rehearsed
 
 Found = Mapping[int, Rehearsed]
 Keep = Literal["attention"] | None
@@ -21,13 +22,13 @@ Peak = Callable[[RecomputeConfig], float]
 
 
 def decide(asked: Run, machines: Machines, rehearsed: Callable[[Run], Found]) -> tuple[Run, Found]:
-    """Choose the largest micro-batch and the fewest recomputed layers that fit, with train.memory_margin to spare.
+    """Choose the largest micro-batch and the fewest recomputed layers that fit, with plan.memory_margin to spare.
     Returns (the run with these values, its rehearsal).
 
     A smaller micro-batch comes before recomputation, which takes about a third of a step: layers are recomputed where
     one sequence does not fit.
     """
-    margin = asked.config.train.memory_margin or 0.0
+    margin = asked.config.section(PlanConfig).memory_margin or 0.0
     room = math.inf if machines.memory is None else (1 - margin) * machines.memory
     tried: dict[tuple[int, RecomputeConfig], Found] = {}
 

@@ -1,4 +1,4 @@
-"""The code that a run has for a GPU goes through without one, form by form: tests/helpers/cuda_walk.py."""
+"""The code that a run has for a GPU goes through without one, form by form: tests/features/plan/cuda_walk.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OTHERS = {
 
 def walked(folder: Path, forms: dict[str, Any]) -> dict[str, Any]:
     (folder / "forms.json").write_text(json.dumps(forms))
-    words = [sys.executable, "-m", "tests.helpers.cuda_walk", str(folder), str(folder / "forms.json")]
+    words = [sys.executable, "-m", "tests.features.plan.cuda_walk", str(folder), str(folder / "forms.json")]
     done = subprocess.run(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "walked.json").read_text())

@@ -1,6 +1,6 @@
 """A run's own code for a GPU, where there is none: two steps, evaluation, saves, and what looks at gradients.
 
-    python -m tests.helpers.cuda_walk FOLDER FORMS.json
+    python -m tests.features.plan.cuda_walk FOLDER FORMS.json
 
 A process of its own: it changes what torch believes of this machine (tests/helpers/hopper.py), and has DeepSpeed's
 accelerator for CUDA. Tensors have no memory and say that they are on "cuda"; streams, events and page locks are
@@ -107,10 +107,10 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
     from llmtrain.checkpoint.save import Saver
     from llmtrain.config.load import parse
     from llmtrain.config.resolve import resolve
-    from llmtrain.engine.deepspeed.rehearsed import rehearsed_ranks
     from llmtrain.features import features
+    from llmtrain.features.plan import rehearsal
+    from llmtrain.features.plan.rehearsed_ranks import rehearsed_ranks
     from llmtrain.models.transformers_private import without_memory
-    from llmtrain.plan import rehearsal
     from tests.helpers import fake_cuda
 
     folder.mkdir()
@@ -198,7 +198,7 @@ def main(folder: Path, forms: dict[str, dict[str, Any]]) -> None:
 
     assert get_accelerator().device_name() == "cuda"
     torch.set_num_threads(1)
-    from llmtrain.plan import rehearsal
+    from llmtrain.features.plan import rehearsal
 
     assert rehearsal  # imported once
     found, fork = {}, multiprocessing.get_context("fork")

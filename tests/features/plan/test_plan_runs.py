@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from llmtrain import cli
-from llmtrain.training import memory
+from llmtrain.features.plan import auto
 from tests.helpers import forked
 from tests.helpers.launching import TINY, write_run
 from tests.helpers.memory_limit import Limit, memory_limits_work
@@ -38,7 +38,7 @@ def test_a_run_is_held_against_its_plan(
     before = functools.partial(own_cache, str(tmp_path))
 
     def launch(margin: str, code: int) -> str:
-        ranks = forked.Launch(recipe, "--train.memory_margin", margin, world_size=2, before=before)
+        ranks = forked.Launch(recipe, "--plan.memory_margin", margin, world_size=2, before=before)
         assert ranks.wait(240) == [code] * 2, ranks.output()
         return ranks.output()
 
@@ -47,7 +47,7 @@ def test_a_run_is_held_against_its_plan(
     assert cli.main(["plan", str(recipe), "--slots", "2", "--device", "cpu"]) == 0
     capsys.readouterr()
     refused = launch("0.99999999", 2)
-    assert "train.memory_margin = 1: the device has" in refused and "the plan is" in refused, refused
+    assert "plan.memory_margin = 1: the device has" in refused and "the plan is" in refused, refused
     assert "memory: planned" in launch("0.01", 0)
     events = map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
     [planned] = [event["step_s"] for event in events if event["kind"] == "planned"]
@@ -82,17 +82,17 @@ AUTO = ("--train.micro_batch", "auto", "--train.global_batch", "16")
 def with_free(folder: str, free: int, rank: int) -> None:
     """So many bytes on rank 1, and twice as many on rank 0."""
     own_cache(folder, rank)
-    memory.free_bytes = lambda _: free if rank else 2 * free  # type: ignore[assignment]
+    auto.free_bytes = lambda _: free if rank else 2 * free  # type: ignore[assignment]
 
 
 def without_answer(folder: str, rank: int) -> None:
     with_free(folder, 1 << 30, rank)
-    memory.of_module = lambda *_: [sys.executable, "-c", "raise SystemExit(3)"]  # type: ignore[assignment]
+    auto.of_module = lambda *_: [sys.executable, "-c", "raise SystemExit(3)"]  # type: ignore[assignment]
 
 
 def without_time(folder: str, rank: int) -> None:
     with_free(folder, 1 << 30, rank)
-    memory.LIMIT_S = 0.5
+    auto.LIMIT_S = 0.5
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Decides train.micro_batch and model.recompute.layers auto at a run's start, by a plan that is stored or made now."""
+"""A run's start: train.micro_batch and model.recompute.layers auto, decided by a plan that is stored or made now, and
+plan.memory_margin."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from llmtrain.base.files import scratch_folder
 from llmtrain.base.units import size
 from llmtrain.checkpoint.snapshot import memory_available
 from llmtrain.config import plugins
-from llmtrain.config.chosen import in_words, with_chosen
-from llmtrain.config.planned import stored
-from llmtrain.config.run import RecomputeConfig, Run, autos
+from llmtrain.config.run import RecomputeConfig, Run
 from llmtrain.config.strict_yaml import dump
 from llmtrain.config.topology import ranks_of_this_host
 from llmtrain.engine.ranks.device import memory_of
 from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
 from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.features.plan import PlanConfig, autos
+from llmtrain.features.plan.chosen import in_words, with_chosen
+from llmtrain.features.plan.planned import refuse_without_room, stored
 
 LIMIT_S = 300.0
 """For the rehearsals of a start: two to five, with 8 CPU-s each for 1B and 35 for 8B."""
@@ -35,9 +37,9 @@ def decided(run: Run, ranks: Ranks) -> Run:
     Without a plan for a device of at most this size, rank 0 rehearses in a process of its own, for the free memory of
     the fullest device; the process stores its answer.
     """
+    on_gpu = ranks.device.type == "cuda"
     if not autos(run.config):
         return run
-    on_gpu = ranks.device.type == "cuda"
     least, free = (min(ranks.gather(held)) for held in (memory_of(ranks.device), free_bytes(ranks.device)))
     planned = ranks.first(lambda: stored(run, on_gpu=on_gpu))
     # A driver takes up to 2 % of the memory that a device's name promises.
@@ -48,6 +50,16 @@ def decided(run: Run, ranks: Ranks) -> Run:
     decided = with_chosen(run, chosen["micro_batch"], RecomputeConfig(**chosen["recompute"]))
     note = f"{' and '.join(autos(run.config))} auto: {in_words(chosen)}, {why}"
     return replace(decided, notes=(*run.notes, note))
+
+
+def check_room(run: Run, ranks: Ranks) -> None:
+    """All ranks call it. Raises UserError: the plan leaves less than plan.memory_margin of the smallest device."""
+    if run.config.section(PlanConfig).memory_margin is None:
+        return
+    least = min(ranks.gather(memory_of(ranks.device)))
+    with ranks.together():
+        if ranks.rank == 0:  # the plan is in the cache of one host
+            refuse_without_room(run, least, on_gpu=ranks.device.type == "cuda")
 
 
 def free_bytes(device: torch.device) -> int:

@@ -15,10 +15,10 @@ from llmtrain import cli
 from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, Run
-from llmtrain.plan.decide import decide, fewest_layers, micro_batches
-from llmtrain.plan.device import MIB, Machines
-from llmtrain.training.memory import free_bytes
-from tests.unit.plan.test_plan import RUN
+from llmtrain.features.plan.auto import free_bytes
+from llmtrain.features.plan.decide import decide, fewest_layers, micro_batches
+from llmtrain.features.plan.device import MIB, Machines
+from tests.features.plan.test_plan import RUN
 
 LAYERS = 4
 GIB = 2**30
@@ -127,7 +127,7 @@ def test_free_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, text in {"max": "1000", "current": "300", "stat": "file 100\nshmem 20\n"}.items():
         (tmp_path / f"memory.{name}").write_text(text)
     monkeypatch.setattr("llmtrain.checkpoint.snapshot._GROUP", tmp_path)
-    monkeypatch.setattr("llmtrain.training.memory.ranks_of_this_host", lambda: 2)
+    monkeypatch.setattr("llmtrain.features.plan.auto.ranks_of_this_host", lambda: 2)
     assert free_bytes(torch.device("cpu")) == (1000 - 300 + 80) // 2
 
 

@@ -1,9 +1,11 @@
-"""`llmtrain plan`: its answer, wrong words, and its changes. tests/ranks/test_plan.py proves the peaks."""
+"""`llmtrain plan`: its answer, wrong words, and its changes. test_plan_ranks.py proves the peaks."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +18,24 @@ from llmtrain import cli
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.units import GIB
-from llmtrain.commands.config import note_of_autos, summary
-from llmtrain.config.chosen import with_chosen
+from llmtrain.commands.config import summary
 from llmtrain.config.load import parse
-from llmtrain.config.planned import Planned, refuse_without_room, store, stored
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, Run
 from llmtrain.config.stages import Batch
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.ranks.ranks import AgreedError
+from llmtrain.features import features
+from llmtrain.features.plan.chosen import with_chosen
+from llmtrain.features.plan.device import DEVICES, MIB, parse_size
+from llmtrain.features.plan.out_of_memory import explain
+from llmtrain.features.plan.planned import Planned, refuse_without_room, store, stored
+from llmtrain.features.plan.rehearsal import kinds, prepared, walk
+from llmtrain.features.plan.speed import Speeds, message_s
+from llmtrain.features.plan.work import Message
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.spec import ModelFacts, ModelSpec
-from llmtrain.plan.device import DEVICES, MIB, parse_size
-from llmtrain.plan.rehearsal import kinds, prepared, walk
-from llmtrain.plan.speed import Speeds, message_s
-from llmtrain.plan.work import Message
-from llmtrain.training.out_of_memory import explain
+from tests.unit import test_cli
 
 RUN = """\
 deepspeed: ds.json
@@ -208,7 +212,7 @@ def test_kinds_of_ranks() -> None:
         ("--imbalance nan", ["--imbalance = ", "at least 1"]),
         ("--hostfile hosts --imbalance nan", ["--imbalance = NaN", "at least 1"]),
         ("--hostfile hosts --slots 2", ["says both", "remove these"]),
-        ("--hostfile hosts", ["unequal slots", "give --hosts and --slots"]),
+        ("--hostfile hosts", ["the same number of slots", "give --hosts and --slots"]),
         ("--slots 3 --deepspeed tensor.json", ["autotp_size", "multiple of 2"]),
         ("--model.config.num_attention_heads 5", ["num_attention_heads"]),
         ("--objective.name distill --objective.teacher none", ['objective.teacher = "none"', "no such folder"]),
@@ -228,6 +232,15 @@ def test_wrong_words(folder: Path, capsys: pytest.CaptureFixture[str], line: str
     assert all(words in error for words in said), error
 
 
+def test_the_command_is_like_those_of_the_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_cli.test_every_command_takes_a_run_alike("plan", tmp_path, monkeypatch, capsys)
+    code = "import sys; from llmtrain import cli; print(cli.main(['plan', 'no.yaml']), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "2 False\n", done
+
+
 def test_sizes() -> None:
     assert parse_size("--memory", "80GiB") == 80 * GIB and parse_size("--memory", "1.5TB") == 1_500_000_000_000
     assert parse_size("--memory", "40960mib") == DEVICES["a100-40"] * MIB
@@ -237,7 +250,7 @@ def test_sizes() -> None:
 
 
 def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`config check` prints it, train.memory_margin asks it; other values of the run have no plan."""
+    """`config check` prints it, plan.memory_margin asks it; other values of the run have no plan."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
     found = plan(capsys, "--slots 2 --device cpu")
 
@@ -248,10 +261,10 @@ def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], mo
     assert kept is not None and kept.peak == found["peak"] and kept.of_rank_0 == found["peak"]
     assert stored(resolved(), on_gpu=True) is None and stored(resolved("--train.micro_batch=2"), on_gpu=False) is None
     assert f"memory:  {kept.text()} on the CPU" in summary(resolved(), facts_of(resolved()))
-    strict = resolved("--train.memory_margin=0.5")
+    strict = resolved("--plan.memory_margin=0.5")
     least = kept.peak + kept.more_at_least
     refuse_without_room(strict, 2 * least, on_gpu=False)
-    with pytest.raises(ConfigError, match=r"train.memory_margin = 0.5: the device has .* rehearses changes"):
+    with pytest.raises(ConfigError, match=r"plan.memory_margin = 0.5: the device has .* rehearses changes"):
         refuse_without_room(strict, 2 * least - 1, on_gpu=False)
     with pytest.raises(ConfigError, match="has no plan of the run"):
         refuse_without_room(strict, 1 << 40, on_gpu=True)
@@ -286,7 +299,7 @@ def test_layers_and_micro_batch_for_a_memory(
 ) -> None:
     """The choice is stored for the run as it is written, and with its numbers."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
-    monkeypatch.setattr("llmtrain.plan.device.Machines.others", lambda *_: [])  # more than these megabytes
+    monkeypatch.setattr("llmtrain.features.plan.device.Machines.others", lambda *_: [])  # more than these megabytes
     layers = ["--model.recompute.layers=auto"]
     all_kept = plan(capsys, f"--slots 2 --device cpu {layers[0]}")["peak"]
     tight = plan(capsys, f"--slots 2 --device cpu {layers[0]} --memory {0.9 * all_kept:.0f}")
@@ -310,9 +323,9 @@ def test_layers_and_micro_batch_for_a_memory(
     for wrong in ("many", [8], {"micro_batch": 8}, *({**half["chosen"], **each} for each in wrong_ones)):
         store(asked, replace(kept, chosen=wrong), on_gpu=False)
         assert stored(asked, on_gpu=False) is None, wrong
-        assert "the last plan took" not in note_of_autos(asked)  # a line of `config check`
+        assert "the last plan took" not in summary(asked)  # a line of `config check`
     store(asked, kept, on_gpu=False)
-    said = note_of_autos(asked)
+    said = summary(asked)
     assert "train.micro_batch auto: the start decides" in said and "took micro-batch 8, no layers recomputed" in said
     assert cli.main(["plan", "run.yaml", *rows]) == 2
     assert "is decided by the memory of a device" in capsys.readouterr().err
@@ -363,6 +376,19 @@ def test_the_contents_of_the_memory_that_ran_out_are_named(
     assert " stay between steps (" in said
 
 
+@pytest.mark.skipif("ema" not in features(), reason="the feature is not here")
+def test_tensors_of_a_feature_have_its_name(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
+    [kind] = plan(capsys, "--device cpu --ema.decay=0.9")["kinds"]
+    assert "ema" in kind["rehearsed"]["highest"] and "plan" not in kind["rehearsed"]["highest"]
+    run = resolve(parse(["run.yaml", "--ema.decay=0.9"], check_paths=False).config, 1)
+    monkeypatch.setattr(heart, "in_phase", lambda: "step")
+    said = explain(MemoryError(), run, torch.device("cpu"))
+    assert "memory ran out in the phase 'step'" in said and ", ema 832 KiB" in said, said
+
+
 @pytest.mark.parametrize("key", ["mlp_tile_tokens 16", "compile_layers true"])
 def test_layers_that_are_sliced_or_compiled(folder: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
     assert plan(capsys, f"--device cpu --model.{key}")["peak"] <= plan(capsys, "--device cpu")["peak"]
@@ -396,10 +422,10 @@ def test_an_error_on_a_rehearsed_rank(
 
         return fail
 
-    monkeypatch.setattr("llmtrain.plan.rehearsal.walk", raises(AgreedError("model.x = 1: too much", 2)))
+    monkeypatch.setattr("llmtrain.features.plan.rehearsal.walk", raises(AgreedError("model.x = 1: too much", 2)))
     assert cli.main(["plan", "run.yaml"]) == 2
     assert capsys.readouterr().err == "error: model.x = 1: too much\n"
-    monkeypatch.setattr("llmtrain.plan.rehearsal.walk", raises(KeyError("x")))
+    monkeypatch.setattr("llmtrain.features.plan.rehearsal.walk", raises(KeyError("x")))
     with pytest.raises(RuntimeError, match="KeyError: 'x'"):
         cli.main(["plan", "run.yaml"])
 
@@ -412,7 +438,7 @@ def test_a_bug_in_a_change_leaves_the_answer(
             raise KeyError("x")
         return walk(examined, *args, **more)
 
-    monkeypatch.setattr("llmtrain.plan.rehearsal.walk", walk_some)
+    monkeypatch.setattr("llmtrain.features.plan.rehearsal.walk", walk_some)
     assert cli.main(["plan", "run.yaml", "--device", "cpu", "--memory", "3MB"]) == 1
     said = capsys.readouterr()
     assert "model.recompute.layers: all could not be rehearsed: KeyError: 'x'" in said.err

@@ -21,9 +21,9 @@ from llmtrain.base.units import count
 from llmtrain.config.load import COMMAND_LINE
 from llmtrain.config.problems import stop
 from llmtrain.config.run import Run
-from llmtrain.plan.device import Machines
-from llmtrain.plan.rehearsal import Rehearsed, kinds
-from llmtrain.plan.work import Message, Operator
+from llmtrain.features.plan.device import Machines
+from llmtrain.features.plan.rehearsal import Rehearsed, kinds
+from llmtrain.features.plan.work import Message, Operator
 from llmtrain.tracking.metrics import peak_flops
 
 _GB = 1e9

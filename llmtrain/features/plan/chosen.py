@@ -1,12 +1,10 @@
-"""A run with other values than its own: those that memory has decided, or none for parallelism."""
+"""A run with the values that memory has decided."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmtrain.config.deepspeed.join import DEGREE_KEYS
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, Run
 
@@ -35,10 +33,3 @@ def _with_micro_batch(run: Run, count: int) -> Run:
     made = resolve(replace(run.config, train=given), run.mix.degrees.world_size, places=dict(run.places))
     train = replace(made.config.train, max_steps=train.max_steps, max_tokens=train.max_tokens, epochs=train.epochs)
     return replace(made, config=replace(made.config, train=train), notes=run.notes)
-
-
-def without_degrees(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON for data-parallel ranks alone, whose batch sizes the YAML has."""
-    parallel = {key.split(".")[0] for key in DEGREE_KEYS.values()}
-    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    return {key: value for key, value in tree.items() if key not in parallel} | dict.fromkeys(batch, "auto")

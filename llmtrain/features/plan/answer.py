@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base.units import counted, lines_of, size
-from llmtrain.plan.decide import on_host
-from llmtrain.plan.device import DEVICES, MIB, Held, Machines
-from llmtrain.plan.ledger import HOST
-from llmtrain.plan.rehearsal import Rehearsed
-from llmtrain.plan.speed import StepTime, bars
-from llmtrain.plan.work import Operator, sent
+from llmtrain.features.plan.decide import on_host
+from llmtrain.features.plan.device import DEVICES, MIB, Held, Machines
+from llmtrain.features.plan.ledger import HOST
+from llmtrain.features.plan.rehearsal import Rehearsed
+from llmtrain.features.plan.speed import StepTime, bars
+from llmtrain.features.plan.work import Operator, sent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmtrain import features
 from llmtrain.base import untrusted
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import cache_folder, content_of, replace_file
@@ -17,6 +18,9 @@ from llmtrain.base.units import size
 from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read
 from llmtrain.config.run import RecomputeConfig, Run
+from llmtrain.features import Expected, defaults, observing
+from llmtrain.features.plan import PlanConfig, autos
+from llmtrain.features.plan.chosen import in_words, with_chosen
 from llmtrain.tracking.environment import versions
 
 
@@ -56,6 +60,20 @@ class Planned:
         gives = [f"{change} takes it to {size(peak)}" for change, peak in self.changes.items()]
         return "; ".join(gives) or "`llmtrain plan RUN.yaml --memory SIZE` rehearses changes, with the peak of each"
 
+    def told(self, phase: str) -> str:
+        """The plan's words about this phase."""
+        stays, here = Counter(self.phases.get("data")), Counter(self.phases.get(phase))
+        contents = [
+            f"{size(held.total())} {what} ({', '.join(f'{label} {size(part)}' for label, part in held.most_common(4))})"
+            for what, held in (("stay between steps", stays), ("come in this phase", here - stays))
+            if held
+        ]
+        return f"The plan was {self.text()}: {', '.join(contents)}. {self.remedy}."
+
+    def expected(self) -> Expected:
+        return Expected(tensors=self.of_rank_0, sent_to_other_hosts=self.sent_to_other_hosts, step_s=self.step_s,
+                        memory={phase: self.told(phase) for phase in self.phases})  # fmt: skip
+
 
 def store(run: Run, planned: Planned, *, on_gpu: bool) -> None:
     """Raises OSError."""
@@ -71,8 +89,6 @@ def stored(run: Run, *, on_gpu: bool) -> Planned | None:
         planned: Planned = read(Planned, untrusted.loads(content_of(_path(run, on_gpu))), "", problems)
         problems.raise_if_any()
         if planned.chosen is not None:
-            from llmtrain.config.chosen import with_chosen  # most plans have chosen nothing
-
             recompute = read(RecomputeConfig, planned.chosen["recompute"], "", problems)
             problems.raise_if_any()
             if not untrusted.natural(planned.chosen["micro_batch"]):
@@ -85,19 +101,34 @@ def stored(run: Run, *, on_gpu: bool) -> Planned | None:
 
 
 def refuse_without_room(run: Run, memory: int, *, on_gpu: bool) -> None:
-    """Compare the plan with `memory` bytes of a rank's device. Raises ConfigError: train.memory_margin is not left, or
+    """Compare the plan with `memory` bytes of a rank's device. Raises ConfigError: plan.memory_margin is not left, or
     there is no plan."""
-    margin, planned = run.config.train.memory_margin, stored(run, on_gpu=on_gpu)
+    margin, planned = run.config.section(PlanConfig).memory_margin, stored(run, on_gpu=on_gpu)
     assert margin is not None
-    key = f"train.memory_margin = {margin:g}"
+    key = f"plan.memory_margin = {margin:g}"
     if planned is None:
         raise ConfigError(f"{key}: this host's cache has no plan of the run; make one with `llmtrain plan`")
     if memory - planned.peak - planned.more_at_least < margin * memory:
         raise ConfigError(f"{key}: the device has {size(memory)}, the plan is {planned.text()}. {planned.remedy}")
 
 
+def summary(run: Run) -> Iterator[str]:
+    """Lines about the memory of a run, for `config check`."""
+    plans = {"": stored(run, on_gpu=True), " on the CPU": stored(run, on_gpu=False)}
+    for where, planned in plans.items():
+        if planned is not None:
+            yield f"memory:  {planned.text()}{where}"
+    if not any(plans.values()):
+        yield "memory:  `llmtrain plan RUN.yaml --hosts N --slots N` rehearses it"
+    if keys := autos(run.config):
+        chosen = next((planned.chosen for planned in plans.values() if planned is not None), None)
+        last = f"; the last plan took {in_words(chosen)}" if chosen else ""
+        decides = "the start decides by the free memory, or `llmtrain plan` before it"
+        yield f"memory:  {' and '.join(keys)} auto: {decides}{last}"
+
+
 def _path(run: Run, on_gpu: bool) -> Path:
-    sections, numeric = asdict(run.config), features.defaults().keys() - features.observing().keys()
+    sections, numeric = asdict(run.config), defaults().keys() - observing().keys()
     decides = {name: sections[name] for name in ("model", "adapter", "objective", "optim", *numeric)}
     decides |= {"json": run.deepspeed, "degrees": asdict(run.mix.degrees), "gpu": on_gpu}
     decides |= {"pipeline": run.pipeline_partition, "experts": run.expert_parallel}

@@ -17,16 +17,15 @@ import yaml
 
 from llmtrain import cli
 from llmtrain.base.errors import UserError
-from llmtrain.commands import plan as command
 from llmtrain.config.run import Run
-from llmtrain.plan import fit
-from llmtrain.plan.device import MIB, Machines
-from llmtrain.plan.fit import Choice, Fitter, Form
-from llmtrain.plan.rehearsal import Rehearsed
-from llmtrain.plan.speed import Speeds, step_time
-from llmtrain.plan.work import Message, Operator
+from llmtrain.features.plan import asked, fit
+from llmtrain.features.plan.device import MIB, Machines
+from llmtrain.features.plan.fit import Choice, Fitter, Form
+from llmtrain.features.plan.rehearsal import Rehearsed
+from llmtrain.features.plan.speed import Speeds, step_time
+from llmtrain.features.plan.work import Message, Operator
 from llmtrain.training.examine import Examined
-from tests.unit.plan.test_plan import RUN
+from tests.features.plan.test_plan import RUN
 
 SPEEDS = Speeds(products=1e12, attention=1e12, memory=1e12, inside=1e9, to_host=1e8)
 
@@ -86,7 +85,7 @@ def resolved(form: Form, values: dict[str, Any], ranks: int = 4, batch: int = 32
     path.write_text(json.dumps(form.json(json.loads(Path("ds.json").read_text()))))
     more = {"deepspeed": str(path), "train.global_batch": batch, **values}
     words = [f"--{key}={'null' if value is None else value}" for key, value in more.items()]
-    return command._resolved(["run.yaml", *words], ranks)
+    return asked.resolved(["run.yaml", *words], ranks)
 
 
 @pytest.mark.usefixtures("formula")
@@ -143,7 +142,7 @@ def test_the_margin_of_the_run_stays_free() -> None:
     machines = Machines(hosts=1, slots=4, device="x", on_gpu=False, memory=20 * MIB, host_memory=None)
     peaks = []
     for margin in (None, 0.25):
-        run = resolved(Form(stage=1), {"train.memory_margin": margin})
+        run = resolved(Form(stage=1), {"plan.memory_margin": margin})
         peaks.append(max(each.peak for each in Fitter(run, machines, SPEEDS, resolved).fit().best))
     assert peaks[1] <= 15 * MIB < peaks[0] <= 20 * MIB
 
@@ -196,7 +195,7 @@ def test_the_json_can_be_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  mix " in said.splitlines()[0] and "choices counted" in said
     lines = said.partition("in the YAML of the first:")[2]
     words = [f"--{key}={'null' if value is None else value}" for key, value in yaml.safe_load(lines).items()]
-    run = command._resolved(["run.yaml", *words], 4)
+    run = asked.resolved(["run.yaml", *words], 4)
     assert run.config.deepspeed == "mine.json" and run.batch.global_batch == 16
 
 
