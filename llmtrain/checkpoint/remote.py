@@ -1,7 +1,6 @@
 """Checkpoints at a URL: outlined for a look, fetched into this user's cache to be read.
 
-A URL names a folder of checkpoints, for example that of `checkpoint.mirror`, a run's folder, a checkpoint's folder, or
-FOLDER/step-N.
+A URL names a folder of checkpoints, a run's folder, a checkpoint's folder, or FOLDER/step-N.
 """
 
 from __future__ import annotations
@@ -16,15 +15,29 @@ from pathlib import Path
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.files import scratch_folder
 from llmtrain.base.redact import redact_text
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, step_of
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, step_folder, step_of
 from llmtrain.checkpoint.listing import find_checkpoints
-from llmtrain.checkpoint.mirror import Mirrored
 from llmtrain.checkpoint.verify import verify
 from llmtrain.storage.addresses import is_url, place_of
 from llmtrain.storage.folders import alone, announce
 from llmtrain.storage.object_store import Store, StoreError, problem_of
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
+
+
+def name_of(step: int, name: str) -> str:
+    """Return the name in a store's folder of a file of a checkpoint."""
+    return f"{step_folder(Path(), step).name}/{name}"
+
+
+def download(store: Store, step: int, into: Path, beat: Callable[[], None] = lambda: None) -> None:
+    """Download a checkpoint; calls `beat` before each file. Raises CheckpointError: not a valid file name; StoreError,
+    FileNotFoundError."""
+    into.mkdir(parents=True)
+    store.get(name_of(step, MANIFEST), into / MANIFEST)
+    for name in Manifest.read(into).files:
+        beat()
+        store.get(name_of(step, name), into / name)
 
 
 class Remote:
@@ -41,7 +54,7 @@ class Remote:
             beside = {name.partition("/")[0] for name in Store(run).files() if name.partition("/")[2]}
             inside = "checkpoints" in beside and not any(map(_STEP.fullmatch, beside))
             self.url = f"{run}/checkpoints" if inside else run
-            self.mirrored = Mirrored(self.url, again=True)
+            self._store = Store(self.url)
         self._name = run.removesuffix("/checkpoints").rpartition("/")[2]
 
     @contextlib.contextmanager
@@ -52,7 +65,7 @@ class Remote:
             checkpoints = scratch / (self._name or "run") / "checkpoints"
             checkpoints.mkdir(parents=True)
             with self._told():
-                for name, stored in self.mirrored.store.files().items():
+                for name, stored in self._store.files().items():
                     folder, _, file = name.rpartition("/")
                     step = step_of(Path(folder)) if "/" not in folder else None
                     if step is None or self._step not in (None, step):
@@ -60,7 +73,7 @@ class Remote:
                     path = checkpoints / folder / file
                     path.parent.mkdir(exist_ok=True)
                     if file in (MANIFEST, TRAINER):
-                        self.mirrored.store.get(name, path)
+                        self._store.get(name, path)
                     else:
                         path.touch()
                         os.truncate(path, stored.bytes)
@@ -79,7 +92,7 @@ class Remote:
             return
         size = path.stat().st_size
         with self._told():
-            self.mirrored.store.get(f"{path.parent.name}/{path.name}", path)
+            self._store.get(f"{path.parent.name}/{path.name}", path)
         try:
             yield
         finally:
@@ -104,7 +117,7 @@ class Remote:
                 remedy = "LLMTRAIN_CACHE to a folder with room"
                 announce(f"{self.url}/{outlined.name}", sizes, place, remedy, self._wrong)
                 with self._told():
-                    self.mirrored.get(manifest.step, partial, lambda: None)
+                    download(self._store, manifest.step, partial)
                 if wrong := verify(partial):
                     shutil.rmtree(partial)
                     raise self._wrong(f"{outlined.name} is damaged there: {wrong[0]}. Take another one")

@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from llmtrain import features
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.redact import redact_text
@@ -48,9 +49,9 @@ def check_on_disk(config: RunConfig, problems: Problems) -> None:
     if config.resume not in ("auto", "none") and not has_checkpoints(config):
         _check_resume(config.resume, problems)
     _check_run_dir(config, problems)
-    for key, url in (("checkpoint.mirror", config.checkpoint.mirror), ("train.export_to", config.train.export_to)):
-        if url is not None:
-            _is_usable(key, url, problems, writes=True)
+    exported = {} if config.train.export_to is None else {"train.export_to": config.train.export_to}
+    for key, url in (features.stores(config) | exported).items():
+        _is_usable(key, url, problems, writes=True)
     model_vocab = config.model.vocabulary or (model or {}).get("vocab_size")
     key, given, room = "model.pretrained", config.model.pretrained, "model.vocabulary"
     if config.model.config is not None:

@@ -188,7 +188,7 @@ class TrainConfig:
     export: bool = True
     """Write a Hugging Face folder at the end."""
     export_to: str | None = None
-    """URL of a folder in an object store, other than `checkpoint.mirror`, to which the export is uploaded."""
+    """URL of a folder in an object store, not of one with checkpoints, to which the export is uploaded."""
     sample_prompt: str | None = None
     """Print a continuation of this prompt at the end of the run."""
     sample_prompts: list[str] | HostPath = field(default_factory=list)
@@ -233,10 +233,6 @@ class CheckpointConfig:
     dir: HostPath | None = None
     """Folder for the checkpoints. Default: checkpoints/ in train.run_dir. On a disk of each host's own, each host keeps
     the files of its ranks, and a resume needs the same hosts."""
-    mirror: str | None = None
-    """URL of a folder in an object store (s3://, gs://, az:// or another scheme of fsspec), one for each run. Complete
-    checkpoints are uploaded in the background, `keep` and `keep_best` hold there, too, and a run without a checkpoint
-    in its folder continues from there."""
     keep_best: KeepBest = field(default_factory=KeepBest)
 
 

@@ -109,6 +109,14 @@ class Feature:
     def check_model(self, config: Any, model: Any, problems: Any) -> None:
         """Add to the Problems why the PreTrainedModel, without values, cannot train with the feature."""
 
+    def stores(self, config: Any) -> Mapping[str, str]:
+        """Return the URLs of folders in object stores to which a run with the feature writes, by their keys."""
+        return {}
+
+    def before_resume(self, config: Any, checkpoints: Any, ranks: Any) -> None:
+        """Called on all ranks together before a run with the feature looks for a checkpoint to resume from.
+        `checkpoints`: its CheckpointFolder. Raises: AgreedError."""
+
     def part(self, launch: Any) -> Any:
         """Make the Part of a run that has the feature; None: it needs none, as on one rank."""
         return self.part_of(launch.setup)
@@ -234,6 +242,10 @@ def expected(run: Any, *, on_gpu: bool) -> Expected | None:
 
 def summary(run: Any) -> list[str]:
     return [line for feature in features().values() for line in feature.summary(run)]
+
+
+def stores(config: Any) -> dict[str, str]:
+    return {key: url for feature in asked(config) for key, url in feature.stores(config).items()}
 
 
 def notes(run: Any) -> list[str]:

@@ -85,7 +85,7 @@ class Part(Entry, section="parts"):
     Count(Part, entry="count")`), whose fields are set below `parts.count`.
     """
 
-    own_methods: ClassVar[frozenset[str]] = frozenset({"around_passes", "variants"})
+    own_methods: ClassVar[frozenset[str]] = frozenset({"around_passes", "variants", "last"})
     """Methods that are called on llmtrain's own parts alone: a plugin's class with one of them is refused."""
     key = ""
     """Name of its entry in a checkpoint's trainer.json; empty: it has none."""
@@ -121,6 +121,10 @@ class Part(Entry, section="parts"):
     def after_step(self, done: Done) -> Position | None:
         """Called after each step. Returns the position to continue from."""
         return None
+
+    def last(self, position: Position, *, complete: bool) -> None:
+        """Called after the last step of a launch that has begun. `complete`: the run has all of its steps. Not of a
+        plugin's part."""
 
     def figures(self, done: Done) -> dict[str, Any]:
         """Return figures for the metrics of a logged step, by their keys in tracking/metrics.py; those of a plugin's

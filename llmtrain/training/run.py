@@ -20,6 +20,7 @@ from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.base.rank import messages, watch
 from llmtrain.base.rank.heartbeat import count_collectives, heart
+from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.plugins import hashes, place_of
@@ -199,6 +200,7 @@ ORDER: tuple[Callable[[Launch], Part | Iterable[Part]] | str, ...] = (
     ReplicaCheck,
     "recheck",
     Saving,
+    "mirror",
     "profile",
 )
 """The parts of a run in the order of their calls: a class of the core, a function for parts that few runs have, or the
@@ -331,7 +333,12 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
         evaluation.evaluate(position)
     with heart.during("save"):
         if began:
-            launch.part(Saving).last(position, complete=complete, exports=complete and setup.run.config.train.export)
+            for part in launch.parts:
+                part.last(position, complete=complete)
+            if complete and setup.run.config.train.export and launch.checkpoints.split:  # rank 0 needs all files
+                from llmtrain.checkpoint.host_files import fetch_all
+
+                fetch_all(step_folder(launch.checkpoints.path, position.step), launch.checkpoints, setup.ranks)
     validation_loss = evaluation.evaluate(position).get("eval/loss") if complete else None
     failure = None
     if setup.run.config.parts:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from llmtrain.base import log
 from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.base.rank import messages
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.retain import Best, keep_newest
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.config.run import same_command
@@ -19,9 +17,6 @@ from llmtrain.engine.api import StateTensor
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.reporting import Evaluation
 from llmtrain.training.step import Position, Request, is_due
-
-if TYPE_CHECKING:
-    from llmtrain.training.mirroring import Mirror
 
 _TELL_S = 1.0
 """A shorter wait for a checkpoint is in the events only."""
@@ -44,16 +39,11 @@ class Saving(Part):
         self._saved_step = start.saved_step
         self._max_failed, self._failed_in_a_row = setup.run.config.fault.max_failed_saves, 0
         self._began_s, self._signalled = time.monotonic(), False
-        self._mirror: Mirror | None = None
         self._saver.check_shares()  # now: a form that has its shards wrong must not train until its first save
         self._saver.prepare()
         stay = self._settings.keep + (0 if self._best is None else self._best.keep)
         if shortage := self._saver.shortage(stay):
             log.warn(shortage)
-        if self._settings.mirror is not None and folder.leads:
-            from llmtrain.training.mirroring import Mirror  # most runs have none
-
-            self._mirror = Mirror(self._settings, folder.path, launch.tracker, self._best)
 
     def request(self) -> Request:
         self._signalled = self._requests.take_save()
@@ -75,8 +65,6 @@ class Saving(Part):
         Raises: TrainingStopped or CheckpointError, after too many failed saves in a row.
         """
         self._report(self._saver.advance(*done.agreed.sums["save"]))
-        if self._mirror is not None:
-            self._mirror.listen()
         if self.is_due(done):
             with self._speed.checkpoint_stall(), heart.during("save"):
                 if done.agreed.save and any(asked := self._ranks.gather(self._signalled)):
@@ -90,8 +78,6 @@ class Saving(Part):
         """An end that all ranks have agreed on waits for the save under way."""
         if isinstance(error, TrainingStopped):
             self._settle()
-        if self._mirror is not None:
-            self._mirror.close()
         self._saver.__exit__()
 
     def _settle(self) -> None:
@@ -149,32 +135,14 @@ class Saving(Part):
             for gone in keep_newest(self._folder.path, max(1, self._settings.keep - 1), best=self._best):
                 log.warn(f"{gone} was deleted before the last save, to make room for it")
         try:
-            self._save_last(position)
+            self.last(position, complete=False)
         except CheckpointError as error:
             raise CheckpointError(f"{failed}. {error}") from error
         raise TrainingStopped(f"{failed}. The run has ended, and its state at step {position.step} is saved. Fix the "
                               f"cause of the failed saves, and {self._command} continues.")  # fmt: skip
 
-    def last(self, position: Position, *, complete: bool, exports: bool) -> None:
-        """Write the last checkpoint of a launch. `exports`: rank 0 exports it, so its folder gets the files of all
-        hosts. `complete`: the run has done all steps.
-
-        Raises CheckpointError.
-        """
-        self._save_last(position)
-        if self._settings.mirror is not None:
-            mirror = self._mirror
-            idle_s = (
-                0.5 * self._setup.run.config.fault.longest_s
-            )  # the end of the mirror's process is no end of the run
-            finish = (lambda: None) if mirror is None else partial(mirror.finish, complete=complete, idle_s=idle_s)
-            self._ranks.at_length(finish)
-        if exports and self._folder.split:  # each host has its own ranks' files
-            from llmtrain.checkpoint.host_files import fetch_all
-
-            fetch_all(step_folder(self._folder.path, position.step), self._folder, self._ranks)
-
-    def _save_last(self, position: Position) -> None:
+    def last(self, position: Position, *, complete: bool) -> None:
+        """Write the last checkpoint of a launch. Raises CheckpointError."""
         self._settle()
         step = position.step
         if self._saved_step == step:

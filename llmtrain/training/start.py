@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain import features
 from llmtrain.base import units
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.rank.heartbeat import heart
@@ -54,10 +55,8 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     """
     config, spec, ranks = setup.run.config, setup.spec, setup.ranks
     trainer = state_of(setup)
-    if config.checkpoint.mirror is not None:
-        from llmtrain.training.mirroring import look  # most runs have none
-
-        look(config, checkpoints, ranks)
+    for feature in features.asked(config):
+        feature.before_resume(config, checkpoints, ranks)
     with ranks.together():
         candidates = agreed_candidates(config, folder, checkpoints, ranks)
     if not candidates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from llmtrain.cli import main
 from tests.helpers import forked
 from tests.helpers.hf_folders import model_folder, new_model
 from tests.helpers.launching import losses, write_recipe
-from tests.unit.checkpoint.test_mirror import contents
+from tests.helpers.stores import contents
 
 
 def _recipe(folder: Path, data: str, model: str) -> Path:
@@ -50,13 +51,16 @@ def test_a_run_begins_from_a_checkpoint_by_url(
         (tmp_path / name).mkdir()
     first = write_recipe(tmp_path / "first", small_data)
     often = ("--checkpoint.every_steps", "2", "--schedule.name", "constant")
-    forked.train(first, *often, "--train.max_steps", "4", "--checkpoint.mirror", url)
+    forked.train(first, *often, "--train.max_steps", "4")
+    shutil.copytree(tmp_path / "first/run/checkpoints", there := tmp_path / "bucket/runs/first")
     second = write_recipe(tmp_path / "second", small_data)
     output = forked.train(second, *often, "--train.max_steps", "6", "--resume", url)
     assert f"fetching {url}/step-00000004" in output and "resumed from" in output
-    forked.train(first, *often, "--train.max_steps", "8", "--checkpoint.mirror", url)
-    there = losses(tmp_path / "first/run")
-    assert losses(tmp_path / "second/run") == {step: there[step] for step in (5, 6)}
+    forked.train(first, *often, "--train.max_steps", "8")
+    shutil.rmtree(there)
+    shutil.copytree(tmp_path / "first/run/checkpoints", there)
+    theirs = losses(tmp_path / "first/run")
+    assert losses(tmp_path / "second/run") == {step: theirs[step] for step in (5, 6)}
     output = forked.train(second, *often, "--train.max_steps", "8", "--resume", url)
     assert "step-00000006 at step 6" in output and "fetching" not in output
     third = write_recipe(tmp_path / "third", small_data)

@@ -46,14 +46,12 @@ _QUIET = {
     "train.log_every": 1, "train.eval": "off", "train.eval_every": "null", "train.export": False,
     "train.max_minutes": "null", "train.stop_early.metric": "null", "train.sample_prompts": "[]",
     "checkpoint.every_steps": "null", "checkpoint.every_minutes": "null", "checkpoint.keep": 1000,
-    "checkpoint.keep_best.metric": "null", "checkpoint.mirror": "null", "checkpoint.dir": "null",
+    "checkpoint.keep_best.metric": "null", "checkpoint.dir": "null",
     "fault.preempt_file": "null", "spikes.pinned": 0, "tracking.wandb": "disabled",
     "trackers": "{}", "eval.sets": "{}", "eval.choices": "{}",
 }  # fmt: skip
 """Settings that change no number of a step."""
 _WHOLE = {"resume_weights_only": False, "resume_data": "same", "resume_model": "same"}
-_APART = {"checkpoint.dir": "null", "checkpoint.mirror": "null", "train.export_to": "null"}
-"""Settings that name places of the run, which a new one would share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +134,7 @@ def asked_by(args: argparse.Namespace) -> Asked:
         begins = f" from {min(record)}" if record and first < min(record) else ""
         raise ConfigError(f"--steps {args.steps}: the run has recorded steps{begins} up to {max(record, default=0)}; "
                           "give steps that it has done")  # fmt: skip
-    settings = _settings(args.run)
-    of_features = {name: settings[name] for name in features.features() if name in settings}
-    config = read_saved(RunConfig, {"deepspeed": settings["deepspeed"], **of_features})
+    settings, config = _settings(args.run), _of_features(args.run)
     for feature in features.asked(config):
         if reason := feature.unrepeatable(config):
             raise ConfigError(f"{args.run}: {reason} (section {feature.name}); replay a run without it")
@@ -284,7 +280,7 @@ def train(asked: Asked, held: int) -> None:
     task = json.dumps({"first": asked.first, "last": asked.last, **looks}, separators=(",", ":"))
     settings = {
         "train.run_dir": asked.again,
-        **({**_QUIET, **_unobserved()} if asked.changed is None else {**_APART, **asked.changed}),
+        **({**_QUIET, **_unobserved()} if asked.changed is None else {**_without_places(asked.run), **asked.changed}),
         **({} if asked.begins is None else {"resume": asked.begins.resolve(), **_WHOLE}),
         **(_on_one_rank(asked) if asked.one_rank else {}),
     }
@@ -329,6 +325,17 @@ def reason_of(said: str) -> str:
     findings = re.findall(r"^red +(.*(?:\n {7}.*)*)", said, re.MULTILINE)
     errors = re.findall(r"^error: (.*(?:\n {2}.*)*)", said, re.MULTILINE)
     return "\n".join(findings) or (errors or said.splitlines() or ["no output"])[-1]
+
+
+def _of_features(run: Path) -> RunConfig:
+    """Return a run's sections of features, with defaults for the rest."""
+    known = {"deepspeed", *features.features()}
+    return read_saved(RunConfig, {name: value for name, value in _settings(run).items() if name in known})
+
+
+def _without_places(run: Path) -> dict[str, Any]:
+    """Settings that name no place of the run, which a new one would share."""
+    return dict.fromkeys(("checkpoint.dir", "train.export_to", *features.stores(_of_features(run))), "null")
 
 
 def _unobserved() -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_close_kills_nobody_after_the_end(monkeypatch: pytest.MonkeyPatch) -> No
     assert child.code == 0 and killed == []
 
 
-def _to_the_end(words: Sequence[str], message: Any) -> tuple[list[dict[str, Any]], int | None, str]:
+def to_the_end(words: Sequence[str], message: Any) -> tuple[list[dict[str, Any]], int | None, str]:
     """Messages, exit code and standard error of a program that ends by itself, its input open."""
     child, messages, until_s = Child(words, stderr=subprocess.PIPE), list[dict[str, Any]](), time.monotonic() + 60
     try:
@@ -73,11 +73,9 @@ def _to_the_end(words: Sequence[str], message: Any) -> tuple[list[dict[str, Any]
 def test_a_program_that_listens_ends_without_a_word(tmp_path: Path) -> None:
     """A thread that waits in sys.stdin.buffer aborts the interpreter as it ends (SIGABRT)."""
     code = "from llmtrain.base.child import Parent; p = Parent(); p.listen(); p.tell({'heard': p.asked()})"
-    assert _to_the_end([sys.executable, "-c", code], "finish") == ([{"heard": "finish"}], 0, "")
-    mirror = of_module("llmtrain.checkpoint.mirror", str(tmp_path), f"file://{tmp_path}/store", "2", "null")
-    assert _to_the_end(mirror, "finish") == ([], 0, "")
+    assert to_the_end([sys.executable, "-c", code], "finish") == ([{"heard": "finish"}], 0, "")
     nothing = {"folder": str(tmp_path / "cache"), "gib": 1, "shards": []}
-    assert _to_the_end(of_module("llmtrain.data.download"), nothing) == ([], 0, "")
+    assert to_the_end(of_module("llmtrain.data.download"), nothing) == ([], 0, "")
     settings = dict.fromkeys(field.name for field in fields(WorkerSettings)) | {"plugins": [], "dtype": "uint16"}
-    messages, ended, said = _to_the_end(of_module("llmtrain.data.prepare.worker"), settings | {"here": str(tmp_path)})
+    messages, ended, said = to_the_end(of_module("llmtrain.data.prepare.worker"), settings | {"here": str(tmp_path)})
     assert [list(each) for each in messages] == [["error"]] and (ended, said) == (0, "")

@@ -17,7 +17,7 @@ from llmtrain.checkpoint.hf.folder_files import MARK
 from llmtrain.storage import object_store
 from llmtrain.storage.object_store import Store
 from tests.helpers.checkpoints import WHOLE_LLAMA, write_checkpoint
-from tests.unit.checkpoint.test_mirror import Failing, contents
+from tests.helpers.stores import Failing, contents
 
 Say = Callable[..., tuple[int, str, str]]
 

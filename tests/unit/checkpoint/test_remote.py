@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint.mirror import Mirrored
 from llmtrain.checkpoint.remote import checkpoints_at
 from tests.helpers.checkpoints import WHOLE_LLAMA, at, flip, write_checkpoint
-from tests.helpers.stores import fetched_files
-from tests.unit.checkpoint.test_mirror import contents, mirroring
+from tests.helpers.stores import contents, fetched_files
 
 Say = Callable[..., tuple[int, str, str]]
 
@@ -27,13 +25,9 @@ def got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def url(run: Path, tmp_path: Path) -> str:
-    """The mirror of a run with the steps 100, 200 and 300."""
-    url = f"file://{tmp_path}/bucket/runs/name"
-    mirror, _ = mirroring(tmp_path / "mirrored", Mirrored(url), keep=3)
-    for step in (100, 200, 300):
-        shutil.copytree(at(run, step), at(tmp_path / "mirrored", step))
-        mirror.go_on()
-    return url
+    """The checkpoints of a run with the steps 100, 200 and 300, in a store."""
+    shutil.copytree(run / "checkpoints", tmp_path / "bucket/runs/name")
+    return f"file://{tmp_path}/bucket/runs/name"
 
 
 def test_ls_and_verify_of_a_url(run: Path, url: str, got: list[str], say: Say, tmp_path: Path) -> None:

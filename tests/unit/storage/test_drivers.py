@@ -12,11 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint.mirror import Mirrored, fetch_newest
 from llmtrain.storage.object_store import Store, StoreError
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.s3 import s3
-from tests.unit.checkpoint.test_mirror import contents, mirroring
 
 pytestmark = pytest.mark.slow
 
@@ -116,15 +113,3 @@ def test_a_bucket_that_is_not_there_is_no_empty_folder(protocol: str) -> None:
         Store(f"{protocol}://another/folder").files()
     with pytest.raises(StoreError):
         Store(f"{protocol}://another/folder", again=False).write(b"x", "a")
-
-
-def test_a_mirror(protocol: str, tmp_path: Path) -> None:
-    url = f"{protocol}://bucket/runs/one"
-    mirror, told = mirroring(tmp_path, Mirrored(url), keep=1)
-    for step in (1, 2):
-        folder = write_checkpoint(tmp_path, step, seed=step)
-        mirror.go_on()
-    assert [kind for kind, _ in told] == ["mirrored", "mirrored"], told
-    assert list(Mirrored(url).complete()) == [2] and all("step-00000002/" in name for name in Store(url).files())
-    fetched = fetch_newest(url, tmp_path / "elsewhere", "run", lambda: None)
-    assert fetched is not None and contents(fetched) == contents(folder)

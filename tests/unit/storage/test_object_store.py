@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmtrain.storage import object_store
-from llmtrain.storage.object_store import Store, StoreError
+from llmtrain.storage.object_store import Store, StoreError, problem_of
 
 
 @pytest.fixture
@@ -118,3 +118,13 @@ def test_a_size_that_a_listing_lacks_is_asked_for(store: Store, monkeypatch: pyt
     monkeypatch.setattr(store._files, "info", lambda path: {"name": path, "type": "file", "size": None})
     with pytest.raises(StoreError, match="the store does not give the size of"):
         store.stat("a")
+
+
+def test_what_is_no_folder_in_a_store_is_told_before_anything_begins() -> None:
+    for wrong in ("bucket/run", "s4://bucket/run", "s3://"):
+        assert (problem_of(wrong) or [""])[0] == "is no URL of a store", wrong
+    assert (problem_of("memory://user:secret@bucket/run") or [""])[0] == "has a user or a password in it"
+    assert (problem_of("s3://bucket/run?token=secret") or [""])[0] == "has a user or a password in it"
+    assert problem_of("hf://org/name/run", writes=True) is not None
+    assert problem_of("hf://org/name/run") is None is problem_of("hf://buckets/org/name/run", writes=True)
+    assert problem_of("memory://bucket/run") is None

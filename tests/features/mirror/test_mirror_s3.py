@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.mirror import Mirrored, fetch_newest
+from llmtrain.features.mirror.upload import Mirrored, fetch_newest
+from tests.features.mirror.test_mirror import mirroring
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.s3 import s3
-from tests.unit.checkpoint.test_mirror import mirroring
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs")]
 

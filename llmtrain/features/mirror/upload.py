@@ -1,6 +1,6 @@
 """Copies a run's checkpoints to an object store in the background, and fetches them into an empty folder.
 
-`python -m llmtrain.checkpoint.mirror` is a process of its own, so that no step waits for the network. A checkpoint
+`python -m llmtrain.features.mirror.upload` is a process of its own, so that no step waits for the network. A checkpoint
 counts in the store once its manifest and all files in the manifest are there with their sizes: an upload that ends
 early has no effect.
 """
@@ -31,6 +31,7 @@ from llmtrain.checkpoint.format import (
     step_folder,
     step_of,
 )
+from llmtrain.checkpoint.remote import download, name_of
 from llmtrain.checkpoint.retain import Best
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.checkpoint.verify import verify
@@ -43,14 +44,13 @@ _LAST_TRIES = 3
 
 
 class Mirrored:
-    def __init__(self, url: str, *, again: bool = False) -> None:
-        """`again`: see `Store`; without it the caller tries again."""
-        self._url, self._again = url, again
+    def __init__(self, url: str) -> None:
+        self._url = url
 
     @cached_property
     def store(self) -> Store:
-        """The store's folder. Raises StoreError, like all methods."""
-        return Store(self._url, again=self._again)
+        """The store's folder, whose failed calls the caller tries again. Raises StoreError, like all methods."""
+        return Store(self._url, again=False)
 
     def complete(self) -> dict[int, bytes]:
         """step -> manifest, newest first."""
@@ -74,7 +74,7 @@ class Mirrored:
         with scratch_folder("mirror") as folder:
             try:
                 path = folder / MANIFEST
-                self.store.get(_name(step, MANIFEST), path)
+                self.store.get(name_of(step, MANIFEST), path)
                 files, content = Manifest.read(folder).files, path.read_bytes()
             except (CheckpointError, FileNotFoundError):  # it may be deleted just now
                 return None
@@ -86,31 +86,23 @@ class Mirrored:
         others = sorted({step for step, _ in files}.difference(complete))
         for step in others:
             with contextlib.suppress(FileNotFoundError):
-                files |= {(step, MANIFEST)} if self.store.stat(_name(step, MANIFEST)) else set()
+                files |= {(step, MANIFEST)} if self.store.stat(name_of(step, MANIFEST)) else set()
         return {step: (step, MANIFEST) in files for step in others}
 
     def run(self, step: int) -> str | None:
         return self._trainer(step).wandb_id
 
     def _trainer(self, step: int) -> TrainerState:
-        name = _name(step, TRAINER)
+        name = name_of(step, TRAINER)
         return TrainerState.parse(self.store.read(name), Path(name))
 
     def put(self, folder: Path, step: int) -> int:
         """Upload the files of a checkpoint that are in this folder, its manifest last; returns their bytes."""
-        self.store.remove([_name(step, MANIFEST)])  # of another course, which would fit some of these files
+        self.store.remove([name_of(step, MANIFEST)])  # of another course, which would fit some of these files
         names = sorted((path.name for path in folder.iterdir()), key=lambda name: name == MANIFEST)
         for name in names:
-            self.store.put(folder / name, _name(step, name))
+            self.store.put(folder / name, name_of(step, name))
         return sum((folder / name).stat().st_size for name in names)
-
-    def get(self, step: int, into: Path, beat: Callable[[], None]) -> None:
-        """Download a checkpoint; calls `beat` before each file. Raises CheckpointError: not a valid file name."""
-        into.mkdir(parents=True)
-        self.store.get(_name(step, MANIFEST), into / MANIFEST)
-        for name in Manifest.read(into).files:
-            beat()
-            self.store.get(_name(step, name), into / name)
 
     def prune(self, found: Sequence[int], keep: int, best: Best | None) -> None:
         """Delete all but the `keep` newest checkpoints and the best, and older remains of uploads. `found`: the steps
@@ -128,12 +120,8 @@ class Mirrored:
                 there.setdefault(step, []).append(name)
         for step, names in there.items():
             # The manifest first: a deletion that ends early leaves nothing that seems complete.
-            self.store.remove([_name(step, MANIFEST)])
-            self.store.remove([_name(step, name) for name in names if name != MANIFEST])
-
-
-def _name(step: int, name: str) -> str:
-    return f"{step_folder(Path(), step).name}/{name}"
+            self.store.remove([name_of(step, MANIFEST)])
+            self.store.remove([name_of(step, name) for name in names if name != MANIFEST])
 
 
 def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
@@ -149,7 +137,7 @@ def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
         return
     if newest is None:
         return
-    where, held = f"checkpoint.mirror {redact_text(url)}", f"step-{newest:08d}"
+    where, held = f"mirror.url {redact_text(url)}", f"step-{newest:08d}"
     if theirs not in ours:
         raise CheckpointError(
             f"{where}: it holds {held}, which this run has not written. Give each run an address of its own, or "
@@ -175,44 +163,42 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
         for step in steps:
             partial = step_folder(checkpoints, step).with_suffix(".mirror.tmp")
             shutil.rmtree(partial, ignore_errors=True)
-            store.get(step, partial, beat)
+            download(store.store, step, partial, beat)
             beat()
             whole = not verify(partial)
             written_for = TrainerState.read(partial).section("train").get("run_dir") if whole else None
             if whole and Path(str(written_for or run_dir)).name == Path(run_dir).name:
                 if damaged and damaged[-1] > f"step-{step:08d}":
-                    log.warn(
-                        f"checkpoint.mirror {redact_text(url)}: {damaged[-1]} is damaged there; step {step} is taken"
-                    )
+                    log.warn(f"mirror.url {redact_text(url)}: {damaged[-1]} is damaged there; step {step} is taken")
                 return partial.rename(step_folder(checkpoints, step))
             shutil.rmtree(partial)
             if whole:
                 break
     except Exception as error:  # each driver has its own
         raise CheckpointError(
-            f"checkpoint.mirror {redact_text(url)}: cannot be read ({short(error)}); correct address or access, or "
+            f"mirror.url {redact_text(url)}: cannot be read ({short(error)}); correct address or access, or "
             "leave it out to begin again"
         ) from error
     if written_for is not None:
         raise CheckpointError(
-            f"checkpoint.mirror {redact_text(url)}: it holds checkpoints of the run {written_for}, and this one is "
+            f"mirror.url {redact_text(url)}: it holds checkpoints of the run {written_for}, and this one is "
             f"{run_dir}. Give each run an address of its own; to continue that one, give train.run_dir its name"
         )
     # An upload that ends early has no manifest; before there is a complete checkpoint a launch leaves one such step.
     if (damaged or len(without) > 1) and not steps:
         raise CheckpointError(
-            f"checkpoint.mirror {redact_text(url)}: the manifest of {', '.join(damaged or without)} cannot be read, or "
+            f"mirror.url {redact_text(url)}: the manifest of {', '.join(damaged or without)} cannot be read, or "
             "lists other files than are there, and no other checkpoint is there. Put the checkpoint right or remove "
             "it; to begin again: --resume none"
         )
     if steps:
         raise CheckpointError(
-            f"checkpoint.mirror {redact_text(url)}: none of its {len(steps)} checkpoints has the contents that its "
-            "manifest lists; remove them, or leave checkpoint.mirror out to begin again"
+            f"mirror.url {redact_text(url)}: none of its {len(steps)} checkpoints has the contents that its "
+            "manifest lists; remove them, or leave mirror.url out to begin again"
         )
     if without:
         log.warn(
-            f"checkpoint.mirror {redact_text(url)}: {without[0]} has no manifest there, as after an upload that ended "
+            f"mirror.url {redact_text(url)}: {without[0]} has no manifest there, as after an upload that ended "
             "early, and no other checkpoint is there: the run begins again"
         )
     return None

@@ -11,41 +11,16 @@ from typing import Any
 import fsspec
 import pytest
 
+from llmtrain.base.child import of_module
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.mirror import Mirrored, _Mirroring, fetch_newest, refuse_other
+from llmtrain.checkpoint.remote import download
 from llmtrain.checkpoint.retain import Best
 from llmtrain.checkpoint.verify import verify
-from llmtrain.storage.object_store import Store, problem_of
+from llmtrain.features.mirror.upload import Mirrored, _Mirroring, fetch_newest, refuse_other
+from llmtrain.storage.object_store import Store
 from tests.helpers.checkpoints import write_checkpoint
-
-
-class CutOffError(OSError):
-    """A store that is gone."""
-
-
-class Failing:
-    """A store of which the n-th upload, download or deletion fails, before anything, in the middle, or behind it."""
-
-    def __init__(self, files: Any, fails_at: int, how: str) -> None:
-        self._files, self._left, self._how = files, fails_at, how
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._files, name)
-        if name not in ("put_file", "get_file", "rm", "rm_file"):
-            return method
-
-        def call(*given: Any, **named: Any) -> Any:
-            self._left -= 1
-            if self._left:
-                return method(*given, **named)
-            if self._how == "half" and name == "put_file":
-                with self._files.open(given[1], "wb") as stream:
-                    stream.write(Path(given[0]).read_bytes()[: Path(given[0]).stat().st_size // 2])
-            elif self._how == "behind":
-                method(*given, **named)
-            raise CutOffError("connection reset")
-
-        return call
+from tests.helpers.stores import Failing, contents
+from tests.unit.base.test_child import to_the_end
 
 
 @pytest.fixture
@@ -57,10 +32,6 @@ def mirroring(run: Path, store: Mirrored, keep: int = 2, best: Best | None = Non
     told: list[Any] = []
     found = _Mirroring(run / "checkpoints", store, keep, best, lambda kind, **fields: told.append((kind, fields)))
     return found, told
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_what_is_mirrored_comes_back_and_old_ones_go(tmp_path: Path, url: str) -> None:
@@ -107,7 +78,7 @@ def test_a_fault_of_the_store_at_any_moment_leaves_whole_checkpoints_alone(how: 
         assert listed and listed[0] in (step, step - 1)
         for each in listed:
             whole = tmp_path / f"{how}-{fails_at}-{each}"
-            Mirrored(url).get(each, whole, lambda: None)
+            download(Mirrored(url).store, each, whole)
             assert verify(whole) == []
         if told and told[0][0] == "mirror_failed":
             assert told[0][1]["error"] == "CutOffError: connection reset"
@@ -213,16 +184,6 @@ def test_a_mirror_on_a_disk_keeps_no_empty_folders(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["step-00000003"]
 
 
-def test_what_cannot_be_a_mirror_is_told_before_anything_begins() -> None:
-    for wrong in ("bucket/run", "s4://bucket/run", "s3://"):
-        assert (problem_of(wrong) or [""])[0] == "is no URL of a store", wrong
-    assert (problem_of("memory://user:secret@bucket/run") or [""])[0] == "has a user or a password in it"
-    assert (problem_of("s3://bucket/run?token=secret") or [""])[0] == "has a user or a password in it"
-    assert problem_of("hf://org/name/run", writes=True) is not None
-    assert problem_of("hf://org/name/run") is None is problem_of("hf://buckets/org/name/run", writes=True)
-    assert problem_of("memory://bucket/run") is None
-
-
 def test_a_store_with_another_runs_checkpoints_is_refused(tmp_path: Path, url: str) -> None:
     """Their step 2 would pass for this run's, and this run's step 1 would be deleted as an older one."""
     mirror, _ = mirroring(tmp_path / "theirs", Mirrored(url))
@@ -282,3 +243,8 @@ def test_a_course_that_was_given_up_goes(tmp_path: Path, url: str) -> None:
     assert [kind for kind, _ in told] == ["mirrored"] and list(Mirrored(url).complete()) == [2]
     fetched = fetch_newest(url, tmp_path / "elsewhere", "run", lambda: None)
     assert fetched is not None and contents(fetched) == contents(folder)
+
+
+def test_its_program_ends_without_a_word(tmp_path: Path) -> None:
+    words = of_module("llmtrain.features.mirror.upload", str(tmp_path), f"file://{tmp_path}/store", "2", "null")
+    assert to_the_end(words, "finish") == ([], 0, "")

@@ -1,4 +1,4 @@
-"""`checkpoint.mirror` as a user has it: a run that is killed goes on elsewhere, from the store alone."""
+"""`mirror.url` as a user has it: a run that is killed goes on elsewhere, from the store alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmtrain.checkpoint.mirror import Mirrored
+from llmtrain.features.mirror.upload import Mirrored
 from tests.helpers import forked
 from tests.helpers.forked import Launch
 from tests.helpers.launching import losses, rows, write_recipe
@@ -34,7 +34,7 @@ def test_a_run_goes_on_elsewhere_from_the_store_alone(small_data: str, tmp_path:
     for kill in range(kills):
         folder = tmp_path / f"host-{kill}"
         folder.mkdir()
-        launch = Launch(write_recipe(folder, small_data), *OFTEN, *steps, "--checkpoint.mirror", url)
+        launch = Launch(write_recipe(folder, small_data), *OFTEN, *steps, "--mirror.url", url)
         deadline, begun = time.monotonic() + 120, max(Mirrored(url).complete(), default=0)
         while max(Mirrored(url).complete(), default=0) < begun + 4:
             assert time.monotonic() < deadline and launch.alive(), launch.output()[-3000:]
@@ -45,7 +45,7 @@ def test_a_run_goes_on_elsewhere_from_the_store_alone(small_data: str, tmp_path:
         shutil.rmtree(folder / "run")
     folder = tmp_path / "last"
     folder.mkdir()
-    output = forked.train(write_recipe(folder, small_data), *OFTEN, *steps, "--checkpoint.mirror", url)
+    output = forked.train(write_recipe(folder, small_data), *OFTEN, *steps, "--mirror.url", url)
     assert f"{url}: step-" in output and "resumed from" in output
     assert "not mirrored" not in output and "Fatal Python error" not in output  # its process has ended as it should
     assert any(row["kind"] == "mirrored" for row in rows(folder / "run", "events.jsonl"))
@@ -58,25 +58,25 @@ def test_a_store_that_is_not_there_costs_the_run_nothing(small_data: str, tmp_pa
     (tmp_path / "file").write_text("")
     url = f"file://{tmp_path}/file/store"  # a file is where its folder would be
     output = forked.train(write_recipe(tmp_path, small_data), *OFTEN, "--train.max_steps", "4", "--resume", "none",
-                          "--checkpoint.mirror", url)  # fmt: skip
+                          "--mirror.url", url)  # fmt: skip
     assert output.count("cannot be mirrored") == 1 and "Traceback" not in output
     assert max(losses(tmp_path / "run")) == 4
 
 
 def _stops_its_mirror(rank: int) -> None:
-    from llmtrain.training import mirroring
+    from llmtrain.features.mirror import part
 
-    finish = mirroring.Mirror.finish
+    finish = part.Uploader.finish
 
-    def stop(self: mirroring.Mirror, **how: Any) -> None:
+    def stop(self: part.Uploader, **how: Any) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)
         finish(self, **how)
 
-    mirroring.Mirror.finish = stop  # type: ignore[method-assign]
+    part.Uploader.finish = stop  # type: ignore[method-assign]
 
 
 def test_a_mirror_that_stands_still_holds_no_run_up(small_data: str, tmp_path: Path) -> None:
-    limits = ("--fault.stall_timeout_s", "4", "--train.max_steps", "4", "--checkpoint.mirror", f"file://{tmp_path}/s")
+    limits = ("--fault.stall_timeout_s", "4", "--train.max_steps", "4", "--mirror.url", f"file://{tmp_path}/s")
     output = forked.train(write_recipe(tmp_path, small_data), *limits, before=_stops_its_mirror)
     assert re.search(r"is not mirrored\. After \S+s its process \(\d+\) has done nothing for 2\.0s\.", output), output
 
@@ -85,13 +85,13 @@ def test_a_mirror_that_stands_still_holds_no_run_up(small_data: str, tmp_path: P
 def test_a_killed_process_is_started_again(small_data: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     launch = Launch(write_recipe(tmp_path, small_data), *OFTEN, "--train.max_steps", "100000", "--resume", "none",
-                    "--checkpoint.mirror", url)  # fmt: skip
+                    "--mirror.url", url)  # fmt: skip
     killed, before, deadline = 0, 0, time.monotonic() + 120
     while killed < 1 or max(Mirrored(url).complete(), default=0) < before + 4:
         assert time.monotonic() < deadline and launch.alive(), launch.output()[-3000:]
         if not killed and Mirrored(url).complete():
             [process] = [each for each in psutil.process_iter(["cmdline"])
-                         if {"llmtrain.checkpoint.mirror", url} <= set(each.info["cmdline"] or ())]  # fmt: skip
+                         if {"llmtrain.features.mirror.upload", url} <= set(each.info["cmdline"] or ())]  # fmt: skip
             time.sleep(10.5)  # it is not started twice within 10 s
             process.kill()
             killed, before = 1, max(Mirrored(url).complete())
@@ -101,11 +101,11 @@ def test_a_killed_process_is_started_again(small_data: str, tmp_path: Path) -> N
 
 
 def _slow_store(rank: int) -> None:
-    from llmtrain.training import mirroring
+    from llmtrain.features.mirror import part
 
-    finish, fetch = mirroring.Mirror.finish, mirroring.fetch_newest
+    finish, fetch = part.Uploader.finish, part.fetch_newest
 
-    def slow_finish(self: mirroring.Mirror, **how: Any) -> None:
+    def slow_finish(self: part.Uploader, **how: Any) -> None:
         time.sleep(12)
         finish(self, **how)
 
@@ -113,14 +113,14 @@ def _slow_store(rank: int) -> None:
         time.sleep(12)
         return fetch(*words)
 
-    mirroring.Mirror.finish, mirroring.fetch_newest = slow_finish, slow_fetch  # type: ignore[method-assign]
+    part.Uploader.finish, part.fetch_newest = slow_finish, slow_fetch  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
 def test_transfers_that_take_longer_than_a_collective_may(small_data: str, tmp_path: Path) -> None:
     """The other ranks of a large run wait for the first checkpoint's download, and for the last one's upload."""
     url = f"file://{tmp_path}/store"
-    limits = ("--fault.timeout_s", "8", "--checkpoint.mirror", url, "--train.max_steps", "4", "--train.eval", "true")
+    limits = ("--fault.timeout_s", "8", "--mirror.url", url, "--train.max_steps", "4", "--train.eval", "true")
     code, output = forked.finish(write_recipe(tmp_path, small_data), *OFTEN, *limits, before=_slow_store)
     assert code == 0, output
     shutil.rmtree(tmp_path / "run")

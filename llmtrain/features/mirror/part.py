@@ -1,10 +1,11 @@
-"""A run's side of checkpoint/mirror.py: its process, and the fetch for a launch without checkpoints."""
+"""A run's side of upload.py: its process, and the fetch for a launch without checkpoints."""
 
 from __future__ import annotations
 
 import json
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,15 @@ from llmtrain.base.rank import processes
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.base.redact import redact_text
 from llmtrain.checkpoint.format import complete_checkpoints
-from llmtrain.checkpoint.mirror import fetch_newest, refuse_other
 from llmtrain.checkpoint.retain import Best
+from llmtrain.features.mirror import MirrorConfig
+from llmtrain.features.mirror.upload import fetch_newest, refuse_other
+from llmtrain.training.parts import Done, Launch, Part
+from llmtrain.training.step import Position
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.rundir import CheckpointFolder
-    from llmtrain.config.run import CheckpointConfig, RunConfig
+    from llmtrain.config.run import RunConfig
     from llmtrain.engine.ranks.ranks import Ranks
     from llmtrain.tracking.tracker import Tracker
 
@@ -32,9 +36,7 @@ _RESTART_S = 10.0
 def look(config: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
     """Fetch the mirror's newest checkpoint for a run with `resume: auto` and none on disk; else refuse a mirror with
     another run's checkpoints. All ranks call it together. Raises AgreedError."""
-    url = config.checkpoint.mirror
-    if url is None:
-        return
+    url = str(config.section(MirrorConfig).url)
 
     def there() -> None:
         if not folder.leads:
@@ -44,21 +46,47 @@ def look(config: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
         else:
             found = fetch_newest(url, folder.path, str(config.train.run_dir), heart.beat)
             what = "holds no checkpoint yet" if found is None else f"{found.name} is fetched from there"
-            log.info(f"checkpoint.mirror {redact_text(url)}: {what}")
+            log.info(f"mirror.url {redact_text(url)}: {what}")
 
     with ranks.together():
         ranks.at_length(there)
 
 
-class Mirror:
+class Mirror(Part):
+    """Without a process on ranks that lead no folder of checkpoints."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._ranks, config = launch.setup.ranks, launch.setup.run.config
+        self._idle_s = 0.5 * config.fault.longest_s  # the end of the mirror's process is no end of the run
+        self._process: Uploader | None = None
+        if launch.checkpoints.leads:
+            self._process = Uploader(config, launch.checkpoints.path, launch.tracker)
+
+    def after_step(self, done: Done) -> None:
+        if self._process is not None:
+            self._process.listen()
+
+    def last(self, position: Position, *, complete: bool) -> None:
+        process, idle_s = self._process, self._idle_s
+        self._ranks.at_length(
+            (lambda: None) if process is None else partial(process.finish, complete=complete, idle_s=idle_s)
+        )
+
+    def close(self, error: BaseException | None) -> None:
+        if self._process is not None:
+            self._process.close()
+
+
+class Uploader:
     """The process that mirrors a folder of checkpoints, and its messages."""
 
-    def __init__(self, settings: CheckpointConfig, folder: Path, tracker: Tracker, best: Best | None) -> None:
-        """`best`: the rule for the best checkpoints, which are kept."""
-        self._url, self._folder, self._tracker = redact_text(str(settings.mirror)), folder, tracker
+    def __init__(self, config: RunConfig, folder: Path, tracker: Tracker) -> None:
+        url, settings = str(config.section(MirrorConfig).url), config.checkpoint
+        best = Best.chosen(settings.keep_best)
+        self._url, self._folder, self._tracker = redact_text(url), folder, tracker
         self._failing = False
         self._words = of_module(
-            *("llmtrain.checkpoint.mirror", str(folder), str(settings.mirror), str(settings.keep)),
+            *("llmtrain.features.mirror.upload", str(folder), url, str(settings.keep)),
             json.dumps(best and asdict(best)),
         )
         self._start()
@@ -70,7 +98,7 @@ class Mirror:
         """Forward messages to the tracker, and restart the process if it has ended; never waits."""
         self._pass_on()
         if (code := self._process.code) is not None and time.monotonic() - self._began_s > _RESTART_S:
-            log.warn(f"checkpoint.mirror {self._url}: its process has ended (code {code}), and is started again")
+            log.warn(f"mirror.url {self._url}: its process has ended (code {code}), and is started again")
             self._tracker.event("mirror_restarted", code=code)
             self._process.close()
             self._start()
@@ -82,7 +110,7 @@ class Mirror:
             failing = kind == "mirror_failed"
             if failing and not self._failing:
                 log.warn(
-                    f"checkpoint.mirror {self._url}: step {message['step']} cannot be mirrored ({message['error']}); "
+                    f"mirror.url {self._url}: step {message['step']} cannot be mirrored ({message['error']}); "
                     "training continues, and it is tried again"
                 )
             self._failing = failing
@@ -108,7 +136,7 @@ class Mirror:
             how = f"has done nothing for {units.duration(idle_now_s)}" if idle_now_s >= idle_s else "is still at work"
             how = how if code is None else f"has ended with code {code}"
             log.warn(
-                f"checkpoint.mirror {self._url}: the last checkpoint is not mirrored. After "
+                f"mirror.url {self._url}: the last checkpoint is not mirrored. After "
                 f"{units.duration(time.monotonic() - began_s)} its process ({self._process.pid}) {how}. It is in "
                 f"{self._folder}, and the run's next launch mirrors it"
             )
