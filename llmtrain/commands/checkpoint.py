@@ -100,16 +100,10 @@ def _average(args: argparse.Namespace) -> int:
 
 
 def _to_hf(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.hf.exporting import MARK, export_hf
+    from llmtrain.checkpoint.hf.exporting import export_hf
     from llmtrain.checkpoint.remote import checkpoints_at
-    from llmtrain.storage.hub import check_push, push
 
-    if args.push is not None:
-        if is_url(args.out):
-            raise CheckpointError(f"--push {args.push}: publishes a folder of this host; give one for OUT.")
-        check_push(args.push)
-    elif args.public:
-        raise CheckpointError("--public: says how --push ORG/NAME makes a repository; add that.")
+    after = features.before_command("checkpoint to-hf", args)
     shard_bytes = None if args.max_shard_size is None else size_bytes(args.max_shard_size)
 
     def export(checkpoint: Path, out: Path) -> Report:
@@ -134,10 +128,8 @@ def _to_hf(args: argparse.Namespace) -> int:
     find = best_checkpoints if args.best else find_checkpoints
     found, report = read_while_there(lambda: checkpoints_at(args.path, find=find)[0], to_its_place)
     log.put("\n".join(report.lines))
-    if args.push is not None:
-        message = f"Upload {found.parent.parent.name}, {found.name}"
-        where = push(Path(args.out), args.push, public=args.public, leave_out=(MARK,), message=message)
-        print(f"pushed      {where}")
+    for each in after:
+        each(found)
     return 0
 
 
@@ -201,8 +193,7 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
         "--merge", action="store_true", help="of a run with an adapter: the complete model, not a PEFT folder"
     )
     to_hf.add_argument("--weights", metavar="NAME", help="the values that a part of the run kept, such as ema")
-    to_hf.add_argument("--push", metavar="ORG/NAME", help="publish the folder on the Hub (token: HF_TOKEN), privately")
-    to_hf.add_argument("--public", action="store_true", help="a repository that --push makes is public")
+    features.options("checkpoint to-hf", to_hf.add_argument)
     from_hf = add("from-hf", _from_hf, "make a checkpoint of parameters alone from a Hugging Face folder")
     from_hf.add_argument("folder", help="Hugging Face model folder, ORG/NAME on the Hub, or a URL of one")
     from_hf.add_argument("out", type=local, help="new folder for OUT/checkpoints/step-00000000")

@@ -73,6 +73,14 @@ class Feature:
         """Add commands to one of the core that has several, such as `checkpoint`. `add(name, run, what it does)`
         returns the parser of a new one; `run` gets what it has parsed."""
 
+    def options(self, command: str, add: Callable[..., Any]) -> None:
+        """Add options to a command of the core, such as `checkpoint to-hf`. `add`: add_argument of its parser."""
+
+    def before_command(self, command: str, args: Any) -> Callable[[Any], None] | None:
+        """Examine what a command with options of features has parsed, before it begins. Returns what is called with the
+        command's result in the end, if anything. Raises UserError."""
+        return None
+
     def asked(self, config: Any) -> bool:
         """True for a run that has the feature."""
         return False
@@ -265,6 +273,17 @@ def agent() -> str:
 def subcommands(command: str, add: Callable[..., Any]) -> None:
     for feature in features().values():
         feature.subcommands(command, add)
+
+
+def options(command: str, add: Callable[..., Any]) -> None:
+    for feature in features().values():
+        feature.options(command, add)
+
+
+def before_command(command: str, args: Any) -> list[Callable[[Any], None]]:
+    """Return what is to be called with the command's result. Raises UserError."""
+    after = [feature.before_command(command, args) for feature in features().values()]
+    return [each for each in after if each is not None]
 
 
 def passes_on(command: str) -> bool:

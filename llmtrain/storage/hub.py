@@ -1,7 +1,7 @@
-"""Downloads from the Hub and uploads to it. One process of a host downloads files into the cache, and verifies them.
+"""Downloads from the Hub. One process of a host downloads files into the cache, and verifies them.
 
 The list of files and their checksums is asked for once and noted in the cache, so that cached files need no network
-again. For an upload, the token comes from HF_TOKEN or `hf auth login`, and is never shown.
+again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from llmtrain.base import log, untrusted
-from llmtrain.base.errors import ModelError, UserError
+from llmtrain.base.errors import ModelError
 from llmtrain.base.files import content_of, replace_file
 from llmtrain.base.redact import redact_text
 from llmtrain.storage import folders
@@ -62,7 +62,7 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
             f"{where} it is not in the cache at {asked} ({repository.folder}), while HF_HUB_OFFLINE is set. Correct "
             "the path, fetch it where there is a network, or unset HF_HUB_OFFLINE"
         )
-    chain, status = _chain(error)
+    chain, status = chain_of(error)
     classes = {cls.__name__ for each in chain for cls in type(each).__mro__}
     token = get_token() is not None
     who = "the account of this token" if token else "a user without a token"
@@ -100,26 +100,13 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
     return Diagnosis(text)
 
 
-def _chain(error: BaseException) -> tuple[list[BaseException], int | None]:
+def chain_of(error: BaseException) -> tuple[list[BaseException], int | None]:
     """The error with its causes, and the status of the Hub's answer."""
     found = [error]
     while (following := found[-1].__cause__ or found[-1].__context__) is not None and following not in found:
         found.append(following)
     answers = [response for each in found if (response := getattr(each, "response", None)) is not None]
     return found, answers[0].status_code if answers else None
-
-
-def explain_push(error: BaseException, name: str) -> str:
-    status = _chain(error)[1]
-    if status == 401:
-        return f"the Hub ({endpoint()}) does not take the token that is set. Renew HF_TOKEN."
-    if status in (403, 404):
-        return (
-            f"the account of the token may not write {name} on the Hub ({endpoint()}). Correct the name, or "
-            "set HF_TOKEN to a token with write access to it."
-        )
-    message = explain(error, Repository(kind="model", name=name), None).rstrip(".")
-    return f"{message.replace('as a name on', 'on')}."
 
 
 _NOTES = "llmtrain"  # a folder next to huggingface_hub's, and deleted with them
@@ -331,54 +318,6 @@ def _note(repository: Repository, name: str, values: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         (repository.folder / _NOTES).mkdir(parents=True, exist_ok=True)
         replace_file(repository.folder / _NOTES / f"{name}.json", json.dumps(values).encode())
-
-
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
-
-
-class PushError(UserError):
-    """A folder cannot be published."""
-
-
-def check_push(name: str) -> None:
-    """Check the name and the token before there is a folder. Raises PushError."""
-    from huggingface_hub import HfApi, constants, get_token
-
-    if not _NAME.fullmatch(name):
-        raise PushError(
-            f"--push {name}: is no name on the Hub. Write ORG/NAME, with your user name or an organisation."
-        )
-    if constants.is_offline_mode():
-        raise PushError(f"--push {name}: HF_HUB_OFFLINE is set. Unset it, or leave --push out.")
-    if get_token() is None:
-        raise PushError(f"--push {name}: no token. Set HF_TOKEN to one with write access, or run `hf auth login`.")
-    try:
-        HfApi().whoami()
-    except Exception as error:  # classes of the HTTP library and huggingface_hub
-        raise PushError(f"--push {name}: {explain_push(error, name)}") from error
-
-
-def push(folder: Path, name: str, *, public: bool = False, leave_out: tuple[str, ...] = (), message: str) -> str:
-    """Upload a model's folder as one commit; a missing repository is created, private unless `public`.
-
-    Args:
-        leave_out: names of files that stay here.
-
-    Returns: the commit's address. Raises PushError.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(name, private=not public, exist_ok=True)
-        done = api.upload_folder(
-            repo_id=name, folder_path=folder, ignore_patterns=list(leave_out), commit_message=message
-        )
-    except Exception as error:  # classes of the HTTP library and huggingface_hub, RuntimeError of an upload
-        raise PushError(
-            f"--push {name}: {explain_push(error, name)} {folder} is complete; the same command pushes it."
-        ) from error
-    return str(done.commit_url) if done.commit_url else f"{endpoint()}/{name}"
 
 
 _SETTINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken")

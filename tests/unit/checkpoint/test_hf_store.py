@@ -48,8 +48,6 @@ def test_to_hf_writes_to_a_url(tmp_path: Path, say: Say) -> None:
     code, _, err = say("to-hf", tmp_path / "run", f"file://{there}")
     assert code == 2 and f"to-hf file://{there}: files are there that are no earlier export of this run" in err
     assert (there / "config.json").exists()
-    code, _, err = say("to-hf", tmp_path / "run", f"file://{tmp_path}/x", "--push", "a/b")
-    assert code == 2 and "--push a/b: publishes a folder of this host" in err
 
 
 def test_a_fault_of_any_transfer_leaves_no_export_that_seems_whole(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from llmtrain.models.teacher import teacher_model
 from llmtrain.objectives.objective import Objective
 from llmtrain.storage import hub as fetching
 from llmtrain.storage.addresses import is_name
-from tests.helpers.hf_folders import checkpoint_of, model_folder, new_model
+from tests.helpers.hf_folders import model_folder, new_model
 from tests.helpers.hub_server import TOKEN, Hub, serving
 from tests.helpers.prepared import write_prepared
 
@@ -439,48 +439,11 @@ def test_the_commands_and_the_error_of_the_page(hub: Hub, tmp_path: Path, monkey
     hub.add("models/org/base", base_folder)
     texts = Path("a.txt").read_text().splitlines()
     hub.add("datasets/org/talks", {"data/train-0.parquet": parquet(texts), "data/test-0.parquet": parquet(["x"])})
-    checkpoint_of(new_model("llama"), Path("runs/hub"))
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("WORLD_SIZE", "1")
     for command in commands:
         assert command[0] == "llmtrain" and main(command[1:]) == 0, command
-    assert hub.repos["models/org/tuned"].private
-    monkeypatch.delenv("HF_TOKEN")
     text = refused("org/bse").replace(str(Path.cwd()), "/work").replace(hub.url, "https://huggingface.co")
     assert f"error: {text}\n" in page
-
-
-# --- to-hf --push ---------------------------------------------------------------------------------
-
-
-def test_push(hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    checkpoint = checkpoint_of(new_model("llama"), tmp_path / "run")
-
-    def push(name: str, *more: str) -> tuple[int, str]:
-        code = main(["checkpoint", "to-hf", str(checkpoint), "out", "--check", "none", "--push", name, *more])
-        told = capsys.readouterr()
-        return code, told.out + told.err
-
-    assert "no token. Set HF_TOKEN" in push("me/mine")[1]
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "c" * 34)
-    assert "does not take the token that is set" in push("me/mine")[1]
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert "is no name on the Hub" in push("mine")[1]
-    assert not Path("out").exists()
-    monkeypatch.setenv("HF_TOKEN", OTHER)
-    code, told = push("me/mine")
-    assert code == 2 and "may not write me/mine" in told and "out is complete" in told and OTHER not in told
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    code, told = push("me/mine")
-    assert code == 0, told
-    assert f"pushed      {hub.url}/me/mine/commit/" in told and TOKEN not in told
-    repo = hub.repos["models/me/mine"]
-    files = repo.commits[repo.branches["main"]]
-    assert repo.private and sorted(files) == sorted(set(os.listdir("out")) - {"llmtrain_export.json"})
-    assert all(data == Path("out", name).read_bytes() for name, data in files.items())
-    push("me/open", "--public")
-    assert not hub.repos["models/me/open"].private
-    assert fetched("me/mine").folder is not None
 
 
 def test_a_base_on_the_hub_keeps_the_tokens_where_it_stops(hub: Hub, tiny: Path, tmp_path: Path) -> None:
