@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmtrain import features
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.commands import completion
@@ -46,11 +47,24 @@ def prepare(
     """
     if "stop_token" in options:
         options["stop_tokens"] = _texts(options.pop("stop_token"))
-    if unknown := [name for name in options if name not in PrepareSettings.__dataclass_fields__]:
-        raise DataError(f"llmtrain.prepare: it has no option {unknown[0]}; `llmtrain prepare --help` lists them")
+    if others := options.keys() - PrepareSettings.__dataclass_fields__.keys():
+        options |= _of_features({name: options.pop(name) for name in others})
     named = {"sources": source, "validation_sources": validation_source, "plugins": plugin}
     options |= {key: _texts(given) for key, given in named.items()}
     return preparation.prepare(PrepareSettings(out=str(out), fields=fields or {}, **options))
+
+
+def _of_features(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of the settings, by the options of features. Raises DataError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    features.options("prepare", parser.add_argument)
+    found = dict[str, Any]()
+    for name, value in given.items():
+        values, unknown = parser.parse_known_args([f"--{name.replace('_', '-')}={value}"])
+        if unknown:
+            raise DataError(f"llmtrain.prepare: it has no option {name}; `llmtrain prepare --help` lists them")
+        found |= {} if value is None else vars(values)
+    return found
 
 
 def _texts(given: Path | str | Sequence[Path | str]) -> tuple[str, ...]:
@@ -97,10 +111,8 @@ def _options() -> argparse.ArgumentParser:
     add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
     add("--plugin", action="append", metavar="FILE.py",
         help="a Python file with sources of your own (extend.md), or a module; may be repeated")
-    add("--on", metavar="HOSTFILE",
-        help="let the cores of several hosts do it: a hostfile, or slurm (the nodes of this job); sources and --out "
-             "lie in folders that all of them share, or in object stores")
-    add("--processes", type=int, metavar="N", help="worker processes, with --on of each host (default: all cores)")
+    add("--processes", type=int, metavar="N", help="worker processes (default: all cores)")
+    features.options("prepare", add)
     # fmt: on
     _add_chat(parser)
     for entry in source_entries():

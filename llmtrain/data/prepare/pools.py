@@ -1,20 +1,9 @@
-"""Workers of `llmtrain prepare`, on this machine and on others, and their units.
-
-A worker is a process with a pipe. On another host one process, `python -m llmtrain.data.prepare.pools`, has a worker
-for each core, and passes their input and output on, over ssh or srun.
-"""
+"""Workers of `llmtrain prepare`, and their units. A worker is a process with a pipe."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import os
 import selectors
-import shlex
 import signal
-import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,30 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import log, units
-from llmtrain.base.child import Child, Parent, child_environment, of_module
+from llmtrain.base.child import Child, of_module
 from llmtrain.base.errors import DataError
 from llmtrain.base.threads import usable_cores
-from llmtrain.cluster.hosts.hostfile import Host, is_here, read_hostfile
-from llmtrain.cluster.hosts.ssh import on_hosts, options
-from llmtrain.cluster.launch.slurm import hosts_of
-from llmtrain.data.prepare import out_folder
 from llmtrain.data.prepare.out_folder import PLAN
 from llmtrain.data.prepare.sources import Unit
 from llmtrain.data.prepare.worker import UnitRecord, WorkerSettings
-from llmtrain.storage.addresses import is_url
 
-_MODULE = "llmtrain.data.prepare.pools"
-_STARTS = 3
-"""Starts of a host's workers, if they are lost."""
 _TRIES = 3
 """Lost workers after which their common unit counts as the cause."""
-_REACHED_S = 30.0
-_SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0")
 _ENDED_S = 3.0
-_BEAT_S = 5.0
-"""Interval at which an idle host says that it is alive."""
+BEAT_S = 5.0
+"""Interval at which an idle link that passes on says that it is alive."""
 _SILENT_S = 60.0
-"""Silence after which a host is lost: its process is frozen, or it has no power and its connection no keepalive."""
+"""Silence after which such a link is lost: its process is frozen, or its host has no power and the connection no
+keepalive."""
 
 
 class Lost(Exception):
@@ -55,7 +35,7 @@ class Lost(Exception):
 
 
 class Link(Child):
-    """A process of ours: a worker, or ssh or srun with a host's workers."""
+    """A process of ours: a worker, or one that passes units on to several elsewhere."""
 
     def __init__(self, name: str, words: Sequence[str]) -> None:
         super().__init__(words)
@@ -81,119 +61,16 @@ class Place:
     open: Callable[[], Link]
     """Raises Lost."""
     workers: int | None = 1
-    """Units in parallel; None: the worker reports the number."""
+    """Units in parallel. None: the link passes them on to several workers, whose number it tells as `{"hello": N}` once
+    it has the settings, with the text of the preparation's plan, and `{"alive": true}` when idle."""
     starts: int = 1
     """Number of starts, if the place is lost; 1: a loss ends the preparation."""
 
 
-def local(processes: int) -> list[Place]:
-    return [Place(partial(Link, "a worker", of_module("llmtrain.data.prepare.worker")))] * processes
-
-
-# --- other hosts ---
-
-
-def places_on(where: str, processes: int | None) -> list[Place]:
-    """The hosts in a hostfile, or in this Slurm job ("slurm").
-
-    `processes`: per host; None: one per core. Raises DataError: a host cannot be reached; ConfigError: the hostfile is
-    wrong, or this is no Slurm job.
-    """
-    if where == "slurm":
-        named = [(host.name, [*_SRUN, "--nodelist", host.name]) for host in hosts_of(os.environ)]
-    else:
-        hosts = read_hostfile(where)
-        _refuse_unreachable(hosts)
-        ssh = ["ssh", *options(_REACHED_S)]
-        named = [(host.name, [] if is_here(host.name) else [*ssh, "--", host.name]) for host in hosts]
-    words = _command(processes)
-    return [
-        Place(partial(Link, name, [*before, *(words if before[:1] != ["ssh"] else [shlex.join(words)])]),
-              workers=None, starts=_STARTS)
-        for name, before in named
-    ]  # fmt: skip
-
-
-def _command(processes: int | None) -> list[str]:
-    """The command for a host, whose shell starts in another folder."""
-    words = of_module(_MODULE, os.getcwd(), str(processes or 0))
-    return ["env", f"PYTHONPATH={child_environment()['PYTHONPATH']}", *words]
-
-
-def _refuse_unreachable(hosts: Sequence[Host]) -> None:
-    names = [host.name for host in hosts if not is_here(host.name)]
-    answers = on_hosts(names, ("test", "-x", sys.executable), timeout_s=_REACHED_S) if names else {}
-    for name, answer in answers.items():
-        if answer.trouble is not None and answer.code is None:
-            raise DataError(f"--on: {name}: {answer.trouble.text} {answer.trouble.remedy}")
-        if answer.code:
-            raise DataError(f"--on: {name}: there is no {sys.executable}, this program's Python; install it there")
-
-
-def main() -> None:
-    """Serve as a host's workers. Arguments: the folder to work in, and the number of workers (0: one per core). Input
-    and output are as a worker's, with `{"hello": workers}` after the settings, and `{"alive": true}` when idle."""
-    folder, processes = sys.argv[1], int(sys.argv[2]) or usable_cores()
-    answer = Parent().tell
-    host = socket.gethostname()
-    lines = open(os.dup(0), "rb", buffering=0)  # noqa: SIM115  # until the process ends
-    settings = json.loads(lines.readline())
-    plan, stored = settings.pop("plan"), is_url(settings["out"])
-    with contextlib.ExitStack() as stack:
-        try:
-            with contextlib.suppress(*([OSError] if stored else [])):  # another host may not have the folder
-                os.chdir(folder)
-            here = stack.enter_context(out_folder.seen(settings["out"]))
-            found = (here / PLAN).read_text()
-        except (OSError, DataError) as error:
-            found = str(error)
-        if found != plan and stored:
-            answer({"error": f"--on: {host} does not see the preparation in {settings['out']} ({found[:200]}); give "
-                     "that host the store's credentials and a way to it"})  # fmt: skip
-        elif found != plan:
-            answer({"error": f"--on: {host} does not see {settings['out']} (looked from {folder}); --out, the sources "
-                    "and this program must be in a folder that all hosts share"})  # fmt: skip
-        else:
-            answer({"hello": processes})
-            _serve({**settings, "here": str(here)}, processes, lines, answer, host)
-
-
-def _serve(
-    settings: Mapping[str, Any],
-    processes: int,
-    lines: io.RawIOBase,
-    answer: Callable[[Mapping[str, Any]], None],
-    host: str,
-) -> None:
-    """Give the units that arrive on `lines` to workers, until `lines` or a worker ends."""
-    with selectors.DefaultSelector() as selector:
-        workers = [place.open() for place in local(processes)]
-        try:
-            idle = list(workers)
-            for worker in workers:
-                worker.send(settings)
-                selector.register(worker, selectors.EVENT_READ, worker)
-            selector.register(lines, selectors.EVENT_READ)
-            while True:
-                if not (ready := selector.select(_BEAT_S)):
-                    answer({"alive": True})
-                for key, _ in ready:
-                    if key.data is None:
-                        if not (line := lines.readline()):
-                            return  # the preparation is gone
-                        idle.pop().send(json.loads(line))
-                        continue
-                    for message in key.data.receive():
-                        idle += [key.data] if "done" in message else []
-                        answer(message)
-        except Lost as lost:
-            print(f"{host}: {lost}", file=sys.stderr)
-        finally:
-            for worker in workers:
-                worker.end()
-
-
-# --- distribution of the units ---
+def local(processes: int | None) -> list[Place]:
+    """`processes`: None: one for each core."""
+    worker = Place(partial(Link, "a worker", of_module("llmtrain.data.prepare.worker")))
+    return [worker] * (processes or usable_cores())
 
 
 class _Running:
@@ -272,7 +149,7 @@ def run_units(
             while waiting or any(each.under_way for each in running):
                 if not running:
                     raise DataError("no host is left to continue; run the same command again: finished shards are kept")
-                for key, _ in selector.select(_BEAT_S):
+                for key, _ in selector.select(BEAT_S):
                     _handle(key.data, waiting, on_progress, on_done, lose)
                 now = time.monotonic()
                 for each in [each for each in running if each.is_silent(now)]:
@@ -311,7 +188,3 @@ def _handle(
             del running.under_way[unit.index]
             running.give(waiting)  # first: the worker computes while the parent keeps its books
             on_done(unit, UnitRecord.from_dict(message["done"]))
-
-
-if __name__ == "__main__":
-    main()

@@ -26,7 +26,6 @@ import numpy as np
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
-from llmtrain.base.threads import usable_cores
 from llmtrain.config import plugins
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize, tokenizer_folder
@@ -289,10 +288,7 @@ def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: st
 
     if rejected > settings.max_rejected:
         raise _too_many(settings, out, work, records)
-    if settings.on is None:
-        places = pools.local(settings.processes or usable_cores())
-    else:
-        places = pools.places_on(settings.on, settings.processes)
+    places = (settings.places or pools.local)(settings.processes)
     with progress:
         for validation in (True, False):  # first the documents that no unit for training may hold
             todo = [unit for unit in work if unit.validation is validation and unit.index not in records]

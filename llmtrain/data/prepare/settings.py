@@ -7,7 +7,7 @@ documents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from dataclasses import field as of_dataclass
 from pathlib import Path
@@ -50,8 +50,8 @@ class PrepareSettings:
     shard_bytes: int | None = None
     max_rejected: int = 0
     processes: int | None = None
-    on: str | None = None
-    """Hosts whose cores do the work: a hostfile or "slurm" (prepare/pools.py); None: this one's."""
+    places: Callable[[int | None], list[Any]] | None = None
+    """Finds the Places of prepare/pools.py that do the work, by `processes`; None: those of this host."""
     chat_template: str | None = None
     """With the format chat: a file instead of the tokenizer's own template."""
     chat_template_kwargs: str | None = None

@@ -56,7 +56,7 @@ def test_a_host_that_dies_costs_its_shards_under_way_and_no_byte(lab3: Lab, corp
     while len(list((out / "unfinished").glob("unit-*.json"))) < 5:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
-    for pool in running(lab3.hosts[1], "data.prepare.pools"):  # out of memory, say: the whole host starts again
+    for pool in running(lab3.hosts[1], "prepare_hosts.hosts"):  # out of memory, say: the whole host starts again
         pool.kill()
     lab3.hosts[2].kill()
     said = process.communicate(timeout=200)[0]

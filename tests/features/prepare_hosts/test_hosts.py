@@ -17,6 +17,7 @@ from llmtrain.data.prepare import pools
 from llmtrain.data.prepare.pools import Link, Place
 from llmtrain.data.prepare.sources import Unit
 from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings
+from llmtrain.features.prepare_hosts import hosts
 from tests.helpers.chat import KINDS, write_tokenizer
 
 
@@ -32,7 +33,7 @@ def test_a_host_that_falls_silent_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its connection stays open: frozen, or without power. What it had is done elsewhere, if there is an elsewhere."""
-    monkeypatch.setattr(pools, "_BEAT_S", 0.05)
+    monkeypatch.setattr(pools, "BEAT_S", 0.05)
     monkeypatch.setattr(pools, "_SILENT_S", 0.3)
     says_hello = "import sys, time; print('{\"hello\": 1}', flush=True); time.sleep(99)"
     silent = Place(partial(Link, "node-2", [sys.executable, "-c", says_hello]), workers=None, starts=2)
@@ -46,7 +47,7 @@ def test_a_host_that_falls_silent_is_lost(
 @pytest.mark.slow
 def test_an_idle_host_says_that_it_is_there(tmp_path: Path) -> None:
     greeting: dict[str, Any] = {**asdict(settings_in(tmp_path)), "plan": "{}"}
-    words = [sys.executable, "-P", "-m", pools.__name__, str(tmp_path), "1"]
+    words = [sys.executable, "-P", "-m", hosts.__name__, str(tmp_path), "1"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(greeting) + "\n")
