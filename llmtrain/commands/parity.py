@@ -25,7 +25,7 @@ def main(argv: list[str], worker: str = WORKER) -> int:
     args, words = _arguments(argv)
     parsed = parse(words, check_paths=False)
     user = wanted(fetched(parsed.config)[0], parsed.places)
-    ranks = args.ranks or usual_ranks(user.degrees)
+    ranks = args.ranks or usual_ranks(user.mix.degrees)
     cpu = _on_cpu(args.device, max(ranks))
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"

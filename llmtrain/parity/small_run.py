@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd, lcm
 from pathlib import Path
 from typing import Any
@@ -52,27 +52,14 @@ _DROPPED = (
 _NOT_IN_FP32 = ("bf16", "bfloat16", "fp16", "data_types", "communication_data_type")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The part of the user's run that a small run copies."""
-
-    config: RunConfig
-    """YAML and JSON joined."""
-    tree: dict[str, Any]
-    """The JSON."""
-    degrees: Degrees
-    """Degrees in the JSON; data is 1."""
-    precision: str
-
-
-def wanted(config: RunConfig, places: Places) -> Wanted:
-    """Read the run's JSON and join it. Raises ConfigError."""
+def wanted(config: RunConfig, places: Places) -> Run:
+    """Return the run that small ones are to copy: joined, but for no number of ranks, with the JSON as it was written.
+    Raises ConfigError."""
     problems = Problems(places)
     tree, _ = checked(config.deepspeed, problems)
-    config = join_values(config, tree, problems)
-    mix = read_run(config, tree, problems).mix
+    run = read_run(join_values(config, tree, problems), tree, problems)
     problems.raise_if_any()
-    return Wanted(config=config, tree=tree, degrees=mix.degrees, precision=mix.precision)
+    return replace(run, deepspeed=tree)
 
 
 def usual_ranks(degrees: Degrees) -> list[int]:
@@ -83,12 +70,10 @@ def usual_ranks(degrees: Degrees) -> list[int]:
     return [smallest, 2 * smallest] if 2 * smallest <= max(4, os.cpu_count() or 1) else [smallest]
 
 
-def small_run(
-    wanted: Wanted, model: dict[str, Any], shrunk_by: float, ranks: int, steps: int, *, cpu: bool
-) -> RunConfig:
+def small_run(wanted: Run, model: dict[str, Any], shrunk_by: float, ranks: int, steps: int, *, cpu: bool) -> RunConfig:
     """Return the user's run with a small model, few short sequences and `steps` steps; all else is unchanged. `model`:
     fields of its config.json. `shrunk_by`: its parameters over the user's."""
-    config, degrees = wanted.config, wanted.degrees
+    config, degrees = wanted.config, wanted.mix.degrees
     data_parallel = max(1, ranks // degrees.world_size)
     micro = config.train.micro_batch if isinstance(config.train.micro_batch, int) else _MICRO_BATCH
     accumulation = config.train.accumulation or 1
@@ -139,12 +124,12 @@ def small_run(
     )
 
 
-def resolve_in(folder: Path, wanted: Wanted, config: RunConfig, shrunk_by: float, ranks: int, precision: str) -> Run:
+def resolve_in(folder: Path, wanted: Run, config: RunConfig, shrunk_by: float, ranks: int, precision: str) -> Run:
     """Resolve the small run under the user's JSON in "fp32", "bf16" or "fp16". Raises ConfigError."""
     from llmtrain.models.skeleton import load_config
 
     layers = load_config(config.model).get_text_config().num_hidden_layers
-    tree = small_tree(wanted.tree, shrunk_by, precision, layers)
+    tree = small_tree(wanted.deepspeed, shrunk_by, precision, layers)
     path = folder / f"{precision}.json"
     path.write_text(json.dumps(tree))
     small, problems = replace(config, deepspeed=str(path)), Problems()

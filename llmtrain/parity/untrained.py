@@ -27,7 +27,6 @@ from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.data.stream.loader import AnswerBatch, Course, MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.parity.plain import rate_of_step
-from llmtrain.parity.small_run import Wanted
 from llmtrain.training.examine import rate_of
 from llmtrain.training.stage_borders import StageBorders
 from llmtrain.training.step import Position
@@ -40,11 +39,11 @@ _SEQUENCES, _TOGETHER = 48, 4
 """Sequences to check, and rows of a micro-batch."""
 
 
-def compare_course(user: Wanted, worlds: Sequence[int]) -> tuple[list[str], bool]:
+def compare_course(user: Run, worlds: Sequence[int]) -> tuple[list[str], bool]:
     """Return (lines of the report, True if each step follows the definition). `worlds`: world sizes to resolve the run
     for; larger ones are tried if its batches need more ranks."""
     reason, run = "", None
-    for ranks in (*worlds, *(user.degrees.world_size * 2**power for power in range(12))):
+    for ranks in (*worlds, *(user.mix.degrees.world_size * 2**power for power in range(12))):
         try:
             run = run or resolve(user.config, ranks, "--ranks", epoch=sequences_of_epoch)
         except UserError as error:

@@ -37,7 +37,7 @@ from llmtrain.models.structure.small_copy import tensors_of
 from llmtrain.parity.compare import MOVEMENT, NORM, SPREADS, Difference, share
 from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.small import noise
-from llmtrain.parity.small_run import PLAN, Wanted
+from llmtrain.parity.small_run import PLAN
 from llmtrain.storage.pieces import byte_view
 
 FIRST = "first.pt"
@@ -102,7 +102,7 @@ def package_lines(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:
 
 
 def same_in_both(
-    folder: Path, user: Wanted, plans: dict[str, Run], steps: int, cpu: bool, worker: str, pythons: list[str]
+    folder: Path, user: Run, plans: dict[str, Run], steps: int, cpu: bool, worker: str, pythons: list[str]
 ) -> bool:
     """Train and print the comparison. `worker`: the module that each rank runs. `pythons`: the interpreters here and
     there. Raises UserError, RankError."""

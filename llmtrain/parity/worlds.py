@@ -28,7 +28,7 @@ from llmtrain.parity.compare import CEILINGS, COUNT, KINDS, Difference, Trace, V
 from llmtrain.parity.plain import nudged, orders, train_plainly
 from llmtrain.parity.plain_objectives import PLAIN, with_small_teacher
 from llmtrain.parity.small import attention_here, own_settings_here, patterns_here, small_model, targets_here
-from llmtrain.parity.small_run import PLAN, Wanted, degrees_text, resolve_in, small_run
+from llmtrain.parity.small_run import PLAN, degrees_text, resolve_in, small_run
 from llmtrain.parity.untrained import compare_course, compare_folder
 from llmtrain.parity.versions import TIMEOUT_S, package_lines, packages_of, same_in_both
 
@@ -44,7 +44,7 @@ _LAST_LINES = {
 
 
 def compare_worlds(
-    title: str, user: Wanted, worlds: list[int], steps: int, *, cpu: bool, worker: str, against: str | None = None
+    title: str, user: Run, worlds: list[int], steps: int, *, cpu: bool, worker: str, against: str | None = None
 ) -> int:
     """Compare on each number of ranks, and print the results. Returns SAME, PARTS or NO_ANSWER; raises UserError.
     `title`: the user's YAML. `worker`: the module that each rank runs. `against`: an environment to compare with,
@@ -65,12 +65,12 @@ def compare_worlds(
 
 
 def _worlds(
-    title: str, user: Wanted, worlds: list[int], steps: int, cpu: bool, worker: str, against: str | None
+    title: str, user: Run, worlds: list[int], steps: int, cpu: bool, worker: str, against: str | None
 ) -> Iterator[int]:
     both = [packages_of(python) for python in (sys.executable, against) if against and python]
     if not both:
         _refuse_other_scales(user)
-    fields, shrunk_by = small_model(user.config.model, user.degrees, scores=user.config.objective.scores)
+    fields, shrunk_by = small_model(user.config.model, user.mix.degrees, scores=user.config.objective.scores)
     attention = attention_here(fields, user.config.model.attention, cpu=cpu)
     model = replace(user.config.model, attention=attention, **patterns_here(fields, user.config.model))
     if both:  # a compiled layer calls no hooks of its parts
@@ -81,16 +81,16 @@ def _worlds(
     print(f"{title} with {user.config.deepspeed}: {_words(fields)}, {steps} steps", flush=True)
     if both:
         print("\n".join(package_lines(*(packages for _, packages in both))), flush=True)
-    elif (of_folder := compare_folder(user.config, user.precision)) is not None:
+    elif (of_folder := compare_folder(user.config, user.mix.precision)) is not None:
         print("\n".join(of_folder[0]), flush=True)
         yield SAME if of_folder[1] else PARTS
     with scratch_folder("parity") as made:
         if isinstance(user.config.objective, Distill):
             objective = with_small_teacher(user.config, fields, made / "teacher")
             user = replace(user, config=replace(user.config, objective=objective))
-        own = "bf16" if user.precision == "fp16" and cpu else user.precision
+        own = "bf16" if user.mix.precision == "fp16" and cpu else user.mix.precision
         in_bf16 = user.config.model.fp8 is not None and not cpu  # fp8 products come out in bf16
-        precisions = [own] if in_bf16 else list(dict.fromkeys(["fp32", own]))
+        precisions: list[str] = [own] if in_bf16 else list(dict.fromkeys(["fp32", own]))
         every = {}  # before any rank starts: a later refusal would hide the failure of an earlier world size
         for ranks in worlds:
             folder = made / f"{ranks}-ranks"
@@ -118,11 +118,11 @@ def _worlds(
                 yield NO_ANSWER
 
 
-def _refuse_other_scales(user: Wanted) -> None:
+def _refuse_other_scales(user: Run) -> None:
     """Refuse tensorwise fp8 where ranks and reference scale different tokens. Raises ConfigError. Powers of two would
     not matter: all but the smallest numbers round equally."""
     config = user.config
-    shares = {"sequence_parallel_size": user.degrees.sequence > 1,
+    shares = {"sequence_parallel_size": user.mix.degrees.sequence > 1,
               "data.isolate_documents": config.data.isolate_documents,
               "model.mlp_tile_tokens": config.model.mlp_tile_tokens is not None}  # fmt: skip
     if config.model.fp8 == "tensorwise" and any(shares.values()):
@@ -131,7 +131,7 @@ def _refuse_other_scales(user: Wanted) -> None:
         raise stop("model.fp8", config.model.fp8, rule, "compare with --model.fp8 rowwise")
 
 
-def _check(folder: Path, user: Wanted, plans: dict[str, Run], steps: int, cpu: bool, worker: str) -> int:
+def _check(folder: Path, user: Run, plans: dict[str, Run], steps: int, cpu: bool, worker: str) -> int:
     """Start the ranks, compute the references in the meantime, compare. Returns SAME, PARTS or NO_ANSWER; raises
     RankError."""
     device = torch.device("cpu" if cpu else "cuda")
@@ -174,7 +174,7 @@ def worst_of(codes: list[int]) -> int:
 
 
 def _tell(
-    user: Wanted,
+    user: Run,
     name: str,
     plan: Run,
     got: Trace,
@@ -187,8 +187,8 @@ def _tell(
     split = plan.mix.degrees.tensor > 1 or plan.mix.degrees.sequence > 1
     verdict = compare(got, want, fp32=sharp, split=split)
     instead = (
-        f" instead of {user.precision}, which DeepSpeed has on GPUs only"
-        if name != user.precision and name != "fp32"
+        f" instead of {user.mix.precision}, which DeepSpeed has on GPUs only"
+        if name != user.mix.precision and name != "fp32"
         else ""
     )
     title = f"{name} against plain PyTorch in {name}{instead}"

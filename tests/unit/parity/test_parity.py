@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.config.deepspeed.read import read_json
-from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from llmtrain.config.topology import Degrees
+from llmtrain.config.run import DataConfig, ModelConfig, Run, RunConfig, TrainConfig
+from llmtrain.config.topology import Degrees, Mix
 from llmtrain.data.stream.windows import positions_of
 from llmtrain.engine.ranks.local_ranks import RankError, Ranks
 from llmtrain.models.skeleton import load_config
@@ -42,7 +42,7 @@ from llmtrain.parity.plain import (
     orthogonalised,
     train_plainly,
 )
-from llmtrain.parity.small_run import Wanted, resolve_in, small_run, small_tree, usual_ranks
+from llmtrain.parity.small_run import resolve_in, small_run, small_tree, usual_ranks
 from llmtrain.parity.tokens import Tokens
 from tests.helpers.parity import Form, references, resolved
 from tests.helpers.processors import fp16
@@ -52,12 +52,12 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[3]
 
 
-def user(train: TrainConfig, degrees: Degrees | None = None, **sections: Any) -> Wanted:
+def user(train: TrainConfig, degrees: Degrees | None = None, **sections: Any) -> Run:
     config = RunConfig(deepspeed="ds.json", train=train, **sections)
-    return Wanted(config=config, tree={}, degrees=degrees or Degrees(), precision="bf16")
+    return Run(config=config, mix=Mix(bf16=True, degrees=degrees or Degrees()))
 
 
-def small(wanted: Wanted, ranks: int = 2) -> RunConfig:
+def small(wanted: Run, ranks: int = 2) -> RunConfig:
     return small_run(wanted, {"model_type": "llama"}, 1e-3, ranks, 20, cpu=True)
 
 

@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.config.run import RunConfig
-from llmtrain.config.topology import Degrees
+from llmtrain.config.run import Run, RunConfig
+from llmtrain.config.topology import Mix
 from llmtrain.parity import plain, worlds
 from llmtrain.parity.compare import COUNT, Difference, Trace, Verdict
-from llmtrain.parity.small_run import Wanted
 from tests.helpers.parity import Form, resolved
 
 RUN = resolved(Form(family="mixtral", steps=3))
 CPU = torch.device("cpu")
 COPY = plain._copy
-USER = Wanted(config=RunConfig(deepspeed="ds.json"), tree={}, degrees=Degrees(), precision="fp32")
+USER = Run(config=RunConfig(deepspeed="ds.json"), mix=Mix())
 
 
 @pytest.fixture(params=[1, 2], ids=lambda step: f"step {step}")
