@@ -17,10 +17,15 @@ def test_a_clone_without_the_feature_trains(name: str, small_data: str, tmp_path
     attempt(FEATURES if name == "all" else [name], write_recipe(tmp_path, small_data))
 
 
-@pytest.mark.parametrize("words", [("tests/unit/test_imports.py",), ("tests/unit", "--collect-only")], ids=str)
-def test_the_units_of_the_core_import_no_feature(words: tuple[str, ...], tmp_path: Path) -> None:
+SPEAKS_OF_FEATURES = "tests/unit/config/test_migrate.py::test_every_key_and_flag_that_the_page_names_exists"
+"""The page says to what others' settings correspond, a feature's among them."""
+
+
+@pytest.mark.timeout(1800)
+def test_the_units_of_the_core_pass_without_any_feature(tmp_path: Path) -> None:
     copy(FEATURES, tmp_path / "clone")
-    command = [sys.executable, "-m", "pytest", "-q", *words]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not (slow or more or cluster or sites or long)",
+               "tests/unit", "--deselect", SPEAKS_OF_FEATURES]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path / "clone", env=environment(PYTHONPATH=str(tmp_path / "clone")),
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]

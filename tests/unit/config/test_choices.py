@@ -51,7 +51,7 @@ def test_there_are_fields_to_refuse() -> None:
     assert {section for section, _, _ in FOREIGN} >= {"schedule", "optim", "objective"}
 
 
-SWITCHED = [("optim", "adamw", "muon_lr"), ("sites", "diloco", "fragments")]
+SWITCHED = [("optim", "adamw", "muon_lr"), ("schedule", "constant", "decay_steps")]
 
 
 @pytest.mark.parametrize(("section", "choice", "field"), SWITCHED)

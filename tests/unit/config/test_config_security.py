@@ -61,7 +61,7 @@ def attempts(tmp_path: Path) -> list[tuple[str, str, str, list[str]]]:
 def test_nothing_imports_the_canary(tmp_path: Path) -> None:
     (tmp_path / "canary.py").write_text('open("sung", "w").close()\nclass Evil:\n    pass\n')
     tries = attempts(tmp_path)
-    assert len(tries) > 60
+    assert len(tries) > 50
     (tmp_path / "attempts.json").write_text(json.dumps(tries))
     done = subprocess.run([sys.executable, "-c", ATTEMPT], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -44,12 +44,11 @@ def test_the_run_that_examples_change_is_right(here: Path) -> None:
 
 
 def test_a_rule_is_applied_once_and_not_to_a_value_that_is_wrong_by_itself(here: Path) -> None:
-    sites = {"name": "a", "coordinator": "h:1", "method": "streaming", "sync_every": 10, "fragments": 0}
-    write(here, {"sites": sites, "model": {"freeze": ["a"], "train_only": ["b"]}})
+    write(here, {"model": {"fp8": "rowwise", "mlp_tile_tokens": -100, "freeze": ["a"], "train_only": ["b"]}})
     with pytest.raises(ConfigError) as refused:
         load(["run.yaml"], RANKS)
     told = str(refused.value)
-    assert "sites.fragments = 0" in told and "multiple of sites.fragments" not in told
+    assert told.count("model.mlp_tile_tokens = -100") == 1
     assert told.count("says the opposite of model.freeze") == 1
 
 
