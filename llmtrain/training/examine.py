@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError, DataError, ModelError
-from llmtrain.base.imports import name_cpu
+from llmtrain.base.imports import hide_torchao, name_cpu
 from llmtrain.config import plugins
 from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.on_disk import starts_from_model
@@ -76,6 +76,7 @@ def examine(run: Run) -> Examined:
         references = take_columns(columns, lambda each: each.take_reference(run.mix.precision))
     prompts = Prompts.of(config, data)
     name_cpu()
+    hide_torchao()
     deep_check(run.deepspeed, config.deepspeed)
     from llmtrain.models.run.check import check_model, check_weights
 
