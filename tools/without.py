@@ -24,12 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FEATURES = sorted(path.parent.name for path in ROOT.glob("llmtrain/features/*/__init__.py"))
 
 TRIAL = """
-import os, sys, pkgutil, importlib
-import torch, transformers, deepspeed  # once, for all children
-import llmtrain
-from llmtrain import cli
+import contextlib, os, sys, pkgutil, importlib
 
-assert llmtrain.__file__.startswith(os.getcwd()), llmtrain.__file__
+for name in ("torch", "transformers.modeling_utils", "deepspeed", "peft", "torchao.float8"):  # once, for all children
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 def child(what, function):
     pid = os.fork()
@@ -44,18 +43,35 @@ def child(what, function):
     assert status == 0, f"{what} ended with {status}"
 
 def imports():
-    for module in pkgutil.walk_packages(llmtrain.__path__, "llmtrain."):
+    for module in pkgutil.walk_packages(sys.modules["llmtrain"].__path__, "llmtrain."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     return 0
 
-run, here = sys.argv[1], ["--train.run_dir", "trial", "--tracking.wandb", "disabled"]
-child("the import of every module", imports)
-child("config check", lambda: cli.main(["config", "check", run]))
-child("a run of 3 steps", lambda: cli.main(["train", run, *here, "--train.max_steps", "3"]))
-child("a resume", lambda: cli.main(["train", run, *here, "--train.max_steps", "5"]))
+def trial(folder, run):
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = folder
+    import llmtrain
+    from llmtrain import cli
+    assert llmtrain.__file__.startswith(folder), llmtrain.__file__
+    here = ["--train.run_dir", "trial", "--tracking.wandb", "disabled"]
+    child("the import of every module", imports)
+    child("config check", lambda: cli.main(["config", "check", run]))
+    child("a run of 3 steps", lambda: cli.main(["train", run, *here, "--train.max_steps", "3"]))
+    child("a resume", lambda: cli.main(["train", run, *here, "--train.max_steps", "5"]))
+    return 0
+
+answers = os.fdopen(int(sys.argv[1]), "w")
+for line in sys.stdin:
+    try:
+        child("the trial", lambda: trial(*line.rstrip("\\n").split("\\t")))
+        answer = "passed"
+    except AssertionError as error:
+        answer = str(error)
+    print(answer, file=answers, flush=True)
 """
-"""Runs in the copy. Its argument: a run's YAML."""
+"""Tries each copy that a line of its input names: folder, tab, a run's YAML."""
 
 
 def copy(names: Sequence[str], target: Path) -> None:
@@ -81,15 +97,37 @@ def _belongs(path: str, names: Sequence[str]) -> bool:
     )
 
 
-def attempt(names: Sequence[str], run: Path) -> None:
-    """Raise CalledProcessError if a copy without these features does not import, check, train, save and resume."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy(names, Path(folder))
-        environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-c", TRIAL, str(run.resolve())], cwd=folder, env=environment, check=True)
+class Trials:
+    """A process that has imported torch, transformers and DeepSpeed, and tries copies in children."""
+
+    def __init__(self) -> None:
+        read, write = os.pipe()
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [sys.executable, "-P", "-c", TRIAL, str(write)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, pass_fds=[write],
+                                         env=environment | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+        os.close(write)
+        self._answers = os.fdopen(read)
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._answers.close()
+
+    def attempt(self, names: Sequence[str], run: Path) -> str:
+        """Return "passed" if a copy without these features imports, checks, trains, saves and resumes."""
+        assert self._process.stdin is not None
+        with tempfile.TemporaryDirectory() as folder:
+            copy(names, Path(folder))
+            print(folder, run.resolve(), sep="\t", file=self._process.stdin, flush=True)
+            return self._answers.readline().strip() or "its process has died"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", metavar="NAME", choices=[*FEATURES, "all"], help=", ".join(FEATURES))
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="where the copy goes; it must not exist")
@@ -98,10 +136,14 @@ def main() -> None:
     if args.to is not None:
         args.to.mkdir(parents=True)
         copy(FEATURES if "all" in args.names else args.names, args.to)
-    for name in args.names if args.run is not None else ():
-        attempt(FEATURES if name == "all" else [name], args.run)
-        print(f"without {name}: imports, check, 3 steps, save and resume passed", flush=True)
+    if args.run is None:
+        return 0
+    with Trials() as trials:
+        answers = {name: trials.attempt(FEATURES if name == "all" else [name], args.run) for name in args.names}
+    for name, answer in answers.items():
+        print(f"without {name}: import, check, 3 steps, save and resume: {answer}", flush=True)
+    return 0 if {*answers.values()} == {"passed"} else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

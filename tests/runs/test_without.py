@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.launching import environment, write_recipe
-from tools.without import FEATURES, attempt, copy
+from tools.without import FEATURES, Trials, copy
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[Trials]:
+    with Trials() as trials:
+        yield trials
 
 
 @pytest.mark.parametrize("name", [*FEATURES, "all"])
-def test_a_clone_without_the_feature_trains(name: str, small_data: str, tmp_path: Path) -> None:
-    attempt(FEATURES if name == "all" else [name], write_recipe(tmp_path, small_data))
+def test_a_clone_without_the_feature_trains(name: str, trials: Trials, small_data: str, tmp_path: Path) -> None:
+    assert trials.attempt(FEATURES if name == "all" else [name], write_recipe(tmp_path, small_data)) == "passed"
 
 
 SPEAKS_OF_FEATURES = "tests/unit/config/test_migrate.py::test_every_key_and_flag_that_the_page_names_exists"
