@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import DataError
+from llmtrain.commands.prepare import prepare
 from llmtrain.data.prepare import pools
 from llmtrain.data.prepare.pools import Link, Place
 from llmtrain.data.prepare.sources import Unit
@@ -27,6 +28,23 @@ def settings_in(folder: Path) -> WorkerSettings:
     write_tokenizer(folder / "tokenizer", KINDS["chatml"])
     return WorkerSettings(out=str(folder), here=str(folder), field="text", dtype="<u2", max_document_bytes=1,
                           validation_fraction=0.1, cut_bytes=1, reject_limit=1)  # fmt: skip
+
+
+def test_this_host_in_a_hostfile_makes_the_bytes_of_its_own_workers(tmp_path: Path) -> None:
+    """Without ssh: its pool of workers is a process here."""
+    source, listed = tmp_path / "a.jsonl", tmp_path / "hosts"
+    source.write_text("".join(f'{{"text": "sentence number {i} {i * i}"}}\n' for i in range(2000)))
+    listed.write_text("localhost slots=1\n")
+    words: dict[str, Any] = {"vocab_size": 300, "shard_bytes": 20_000, "processes": 2}
+    prepare(source, tmp_path / "alone", **words)
+    assert prepare(source, tmp_path / "set", on=listed, **words).tokens["train"] > 0
+    alone, made = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.bin")}
+        for folder in (tmp_path / "alone", tmp_path / "set")
+    )
+    assert len(alone) > 2 and made == alone
+    with pytest.raises(DataError, match="it has no option hosts; `llmtrain prepare --help` lists them"):
+        prepare(source, tmp_path / "other", hosts=listed)
 
 
 def test_a_host_that_falls_silent_is_lost(
