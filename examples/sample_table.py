@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from llmtrain import Part
-from llmtrain.data.stream.train_data import Prompts
-from llmtrain.training.samples import continuations
+from llmtrain.features.samples.continuing import Prompts, continuations
 
 
 @dataclass(kw_only=True)
@@ -21,8 +20,7 @@ class SampleTable(Part, entry="sample_table"):
 
     def open(self, launch: Any) -> None:
         self.setup, self.file = launch.setup, launch.folder.path / "samples.md"
-        train = replace(self.setup.run.config.train, sample_prompts=[self.prompt], sample_tokens=self.tokens)
-        self.prompts = Prompts.of(replace(self.setup.run.config, train=train), self.setup.data.first)
+        self.prompts = Prompts.of([self.prompt], self.tokens, self.setup.data.first)
 
     def after_step(self, done: Any) -> None:
         if done.position.step % self.every == 0:

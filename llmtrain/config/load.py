@@ -80,8 +80,6 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     if config is WRONG:
         raise problems.error()
     config = _from_step_0(config, problems)
-    if check_paths and isinstance(config.train.sample_prompts, str):
-        config = _read_prompts(config, config.train.sample_prompts, problems)
     if config.train.run_dir is None:
         config = replace(config, train=replace(config.train, run_dir=f"runs/{Path(configs[-1]).stem}"))
     rules.check_values(config, problems)
@@ -128,19 +126,6 @@ def _from_step_0(config: RunConfig, problems: Problems) -> RunConfig:
         before, after = f"data.stages[{number + 1}]", f"data.stages[{number}]"
         places |= {key.replace(before, after, 1): place for key, place in moved.items() if key.startswith(before)}
     return replace(config, data=replace(config.data, stages=later))
-
-
-def _read_prompts(config: RunConfig, path: str, problems: Problems) -> RunConfig:
-    key, lines = "train.sample_prompts", []
-    try:
-        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not lines:
-            problems.add(key, path, "has no line with text", "write one prompt a line")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        problems.add(key, path, f"cannot be read: {reason} (looked from {Path.cwd()})",
-                     'give the path of a file with one prompt a line, or a list: ["..."]')  # fmt: skip
-    return replace(config, train=replace(config.train, sample_prompts=lines))
 
 
 def run_words(argv: list[str]) -> list[str]:

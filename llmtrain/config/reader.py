@@ -8,6 +8,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from llmtrain.base.choice import HOST_PATH, Choice, Entry, default_of
@@ -91,8 +92,24 @@ def read(kind: Any, value: Any, key: str, problems: Problems) -> Any:
     if made is WRONG:
         _refuse_type(kind, key, value, problems)
     elif isinstance(made, str) and is_path:
-        return host_path(key, made, problems)
+        path = host_path(key, made, problems)
+        of_lines = problems.paths and any(get_origin(each) is list for each in kinds)
+        return _lines(key, path, problems) if of_lines else path
     return made
+
+
+def _lines(key: str, path: str, problems: Problems) -> list[str]:
+    """Return the lines with text of a file that stands for a list."""
+    lines: list[str] = []
+    try:
+        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not lines:
+            problems.add(key, path, "has no line with text", "write an entry on each line")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        problems.add(key, path, f"cannot be read: {reason} (looked from {Path.cwd()})",
+                     'give the path of a file with an entry on each line, or a list: ["..."]')  # fmt: skip
+    return lines
 
 
 def _refuse_type(kind: Any, key: str, value: Any, problems: Problems) -> None:

@@ -205,17 +205,11 @@ def _notes_of_stages(run: Run) -> list[str]:
     return notes
 
 
-def _measures(config: RunConfig) -> bool:
-    return bool(config.train.eval or config.eval.sets or config.eval.choices or config.train.sample_prompts)
-
-
 def _unread(config: RunConfig, given: Iterable[str]) -> list[str]:
     """Return notes on given keys that other settings make idle."""
-    train = config.train
     unread = {
         **{f"{name}.": not feature.asked(config) and feature.idle for name, feature in features.features().items()},
-        "train.eval_every": not _measures(config) and "train.eval is off, and nothing else is measured",
-        "train.sample_tokens": not train.sample_prompts and "there are no train.sample_prompts",
+        "train.eval_every": not config.evaluates and "train.eval is off, and nothing else is measured",
         "checkpoint.when_busy": config.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
     }
     found = {start: sorted(key for key in given if key.startswith(start)) for start, why in unread.items() if why}
@@ -231,7 +225,7 @@ def _undecided(config: RunConfig) -> list[str]:
 
 def _odd_values(run: Run) -> list[str]:
     config, max_steps, train, notes = run.config, run.max_steps, run.config.train, []
-    if max_steps is not None and (train.eval_every or 0) > max_steps and _measures(config):
+    if max_steps is not None and (train.eval_every or 0) > max_steps and config.evaluates:
         notes.append(f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so only its end is measured")
     lengths = {key: getattr(train, key) for key in ("max_steps", "max_tokens", "epochs")}
     given = [f"train.{key} {show(value)}" for key, value in lengths.items() if value is not None]

@@ -365,10 +365,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("metrics.NAME",), lambda r: [f"metrics.{name}" for name in sorted(r.metrics)] if r.objective.scores else [],
          lambda r, _: f"are made of likelihoods of tokens, and objective.name {r.objective.name} gives scores",
          "remove them", {"objective.name": "reward", "metrics.NAME": {}}, each=True),
-    *(Rule((key,), lambda r, key=key: r.objective.scores and value_of(key, r),  # type: ignore[misc]
-           lambda r, _: f"a model of objective.name {r.objective.name} gives scores and no text", "remove it",
-           {"objective.name": "reward", key: text})
-      for key, text in (("train.sample_prompt", "a"), ("train.sample_prompts", ["a"]))),
+    Rule(("train.sample_prompt",), lambda r: r.objective.scores and r.train.sample_prompt,
+         lambda r, _: f"a model of objective.name {r.objective.name} gives scores and no text", "remove it",
+         {"objective.name": "reward", "train.sample_prompt": "a"}),
     Rule(("objective.reference",), lambda r: r.objective.reference == "online" and r.adapter.r is None,
          "is the model with its adapter switched off, and the run has none",
          "set adapter.r; or leave it out and run `llmtrain reference RUN.yaml`",

@@ -29,7 +29,7 @@ from llmtrain.base.trees import lookup
 from llmtrain.config.stages import STAGED, Batch, Stages, data_of
 from llmtrain.config.stages import DataConfig as DataConfig
 from llmtrain.config.topology import Mix
-from llmtrain.features import names_of_sections, with_sections
+from llmtrain.features import asked, names_of_sections, with_sections
 from llmtrain.objectives.by_token import NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Optimizer
@@ -191,11 +191,6 @@ class TrainConfig:
     """URL of a folder in an object store, not of one with checkpoints, to which the export is uploaded."""
     sample_prompt: str | None = None
     """Print a continuation of this prompt at the end of the run."""
-    sample_prompts: list[str] | HostPath = field(default_factory=list)
-    """Texts that the model continues at each evaluation by its likeliest tokens: a list, or the path of a file with a
-    text on each line. The continuations go to the log, events.jsonl, W&B and the report."""
-    sample_tokens: int = bounded(32, AT_LEAST_1, "32 is the default")
-    """Upper limit of tokens in a continuation. Each takes a forward pass."""
     stop_early: StopEarly = field(default_factory=StopEarly)
 
 
@@ -306,6 +301,12 @@ class RunConfig:
         """Return the section of a feature. `kind`: the class of the section."""
         section: Section = getattr(self, names_of_sections()[kind])
         return section
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the run has evaluations."""
+        measures = any(feature.measures for feature in asked(self))
+        return measures or bool(self.train.eval or self.eval.sets or self.eval.choices)
 
 
 def same_command(config: RunConfig, *more: str) -> str:

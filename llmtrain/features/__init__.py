@@ -55,6 +55,8 @@ class Feature:
     """It changes no number of a step: replays and proofs leave it out."""
     reorders: ClassVar[bool] = False
     """It changes the order of a step's sums alone: proofs leave it out."""
+    measures: ClassVar[bool] = False
+    """An evaluation calls its part, so that a run evaluates even if it measures nothing else."""
     most_sequences: ClassVar[int] = 1
     """Times `train.micro_batch` that a forward pass takes at most; 1: all micro-batches have one shape."""
     variants: ClassVar[tuple[str, ...]] = ()
@@ -116,6 +118,9 @@ class Feature:
 
     def check_model(self, config: Any, model: Any, problems: Any) -> None:
         """Add to the Problems why the PreTrainedModel, without values, cannot train with the feature."""
+
+    def check_data(self, config: Any, data: Any) -> None:
+        """Raise DataError for what does not fit the TrainData of the first stage; before the model is read."""
 
     def stores(self, config: Any) -> Mapping[str, str]:
         """Return the URLs of folders in object stores to which a run with the feature writes, by their keys."""

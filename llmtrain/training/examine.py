@@ -24,8 +24,9 @@ from llmtrain.config.run import Run
 from llmtrain.config.stages import Stage, Stages
 from llmtrain.data.manifest import NEW_COLUMN, Manifest, check_vocabulary, other_begin
 from llmtrain.data.stream.run_data import RunData
-from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
+from llmtrain.data.stream.train_data import EvalSet, TrainData
 from llmtrain.engine.ranks.plugin_code import called
+from llmtrain.features import asked as asked_features
 from llmtrain.objectives.by_token import Distill
 from llmtrain.tracking.metrics import metrics
 
@@ -74,7 +75,8 @@ def examine(run: Run) -> Examined:
     references = None
     if config.objective.reference == "column":
         references = take_columns(columns, lambda each: each.take_reference(run.mix.precision))
-    prompts = Prompts.of(config, data)
+    for feature in asked_features(config):
+        feature.check_data(config, data)
     name_cpu()
     hide_torchao()
     deep_check(run.deepspeed, config.deepspeed)
@@ -115,7 +117,7 @@ def examine(run: Run) -> Examined:
              for name, each in sets.items() if each.whole]  # fmt: skip
     notes = (*notes, *_epochs(run, [data, *later]), *_too_large(run, spec), *whole)
     run = replace(run, notes=(*run.notes, *notes, *_cut(choices, config.data.sequence_length)))
-    opened = RunData(stages=(data, *later), sets=sets, choices=choices, prompts=prompts, references=references,
+    opened = RunData(stages=(data, *later), sets=sets, choices=choices, references=references,
                      teachers=teachers, teacher_config=None if config.objective.reference else compared)  # fmt: skip
     return run, spec, opened
 

@@ -85,7 +85,7 @@ class Part(Entry, section="parts"):
     Count(Part, entry="count")`), whose fields are set below `parts.count`.
     """
 
-    own_methods: ClassVar[frozenset[str]] = frozenset({"around_passes", "variants", "last"})
+    own_methods: ClassVar[frozenset[str]] = frozenset({"around_passes", "eval_figures", "variants", "last"})
     """Methods that are called on llmtrain's own parts alone: a plugin's class with one of them is refused."""
     key = ""
     """Name of its entry in a checkpoint's trainer.json; empty: it has none."""
@@ -129,6 +129,11 @@ class Part(Entry, section="parts"):
     def figures(self, done: Done) -> dict[str, Any]:
         """Return figures for the metrics of a logged step, by their keys in tracking/metrics.py; those of a plugin's
         part are logged as NAME/KEY. Rank 0's are used."""
+        return {}
+
+    def eval_figures(self, step: int) -> dict[str, float]:
+        """Called at each evaluation: return further figures, by their keys in tracking/metrics.py. Not of a plugin's
+        part."""
         return {}
 
     def variants(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:

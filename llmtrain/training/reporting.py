@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -103,8 +102,7 @@ class Evaluation(Part):
         """True if an evaluation follows the step; after the last step the caller evaluates."""
         setup = self._setup
         every = setup.run.config.train.eval_every
-        wanted = bool(self._measured or setup.data.choices or setup.data.prompts)
-        return wanted and (done.complete if done.last else is_due(every, done.steps))
+        return setup.run.config.evaluates and (done.complete if done.last else is_due(every, done.steps))
 
     def after_step(self, done: Done) -> None:
         if self.is_due(done) and not done.last:
@@ -120,8 +118,8 @@ class Evaluation(Part):
         if setup.run.config.train.eval:
             self._measured[0] = self._stages[setup.course.done(position.step).stage]
         with heart.during("evaluate"):
-            self._sample(position.step)
-            row = {key: value for index in range(len(self._measured)) for key, value in self._figures(index).items()}
+            row = {key: value for part in self._parts for key, value in part.eval_figures(position.step).items()}
+            row |= {key: value for index in range(len(self._measured)) for key, value in self._figures(index).items()}
             for name, choices in setup.data.choices.items():
                 figures = choices.figures(choice_log_probs(setup, choices))
                 row |= {f"eval/{name}/{figure}": value for figure, value in figures.items()}
@@ -156,18 +154,6 @@ class Evaluation(Part):
                 self.ended = reason
                 self._tracker.event("stop_early", step=step, reason=reason)
                 log.info(f"the run is complete at step {step}: {reason}")
-
-    def _sample(self, step: int) -> None:
-        prompts = self._setup.data.prompts
-        if prompts is None:
-            return
-        from llmtrain.training.samples import continuations  # most runs have none
-
-        texts = continuations(self._setup, prompts)
-        self._tracker.event("samples", step=step, prompts=prompts.texts, texts=texts)
-        for prompt, text in zip(prompts.texts, texts, strict=True):
-            log.info(f"step {step}  sample {json.dumps(prompt, ensure_ascii=False)}: "
-                     f"{json.dumps(text, ensure_ascii=False)}")  # fmt: skip
 
     def _count_bytes(self, measured: Measured) -> int:
         assert self._lengths is not None

@@ -192,6 +192,7 @@ ORDER: tuple[Callable[[Launch], Part | Iterable[Part]] | str, ...] = (
     "balance",
     "ema",
     _plugins,
+    "samples",
     Logging,
     Evaluation,
     StageBorders,

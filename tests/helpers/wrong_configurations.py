@@ -250,16 +250,6 @@ CASES = [
         {"checkpoint": {"keep_best": "eval/loss"}},
     ),
     Wrong(
-        "a file of prompts that is not there",
-        ('train.sample_prompts = "prompts.txt"', "cannot be read: No such file", "one prompt a line"),
-        {"train": {"sample_prompts": "prompts.txt"}},
-    ),
-    Wrong(
-        "continuations of no token",
-        ("train.sample_tokens = 0", "at least 1", "32 is the default"),
-        {"train": {"sample_prompts": ["a"], "sample_tokens": 0}},
-    ),
-    Wrong(
         "vocabulary too small",
         ("model.config.vocab_size = 100", "512 tokens", "set model.config.vocab_size to 512"),
         {"model": {"config": {"vocab_size": 100}}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
+from llmtrain.data.stream.train_data import EvalSet, TrainData
 
 if TYPE_CHECKING:
     from llmtrain.data.stream.choices import ChoiceSet
@@ -21,7 +21,6 @@ class RunData:
     """The sets of the section `eval`, by name."""
     choices: dict[str, ChoiceSet] = field(default_factory=dict)
     """Sets of multiple-choice questions, by name."""
-    prompts: Prompts | None = None
     references: list[str] | None = None
     """Distinct hashes of the weights that computed the reference's log-probabilities; None: no reference column."""
     teachers: list[str] = field(default_factory=list)

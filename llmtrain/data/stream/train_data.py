@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from llmtrain.base.errors import DataError
-from llmtrain.config.run import DataConfig, RunConfig
+from llmtrain.config.run import DataConfig
 from llmtrain.data.manifest import SPLITS, Manifest, Split, other_begin
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
 from llmtrain.data.stream.order import Mixture, permute, position_of
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from llmtrain.data.origins import Origins
     from llmtrain.data.stream.columns import TeacherColumn
     from llmtrain.data.stream.rows import Conversations
-    from llmtrain.data.tokenize import Encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,46 +361,6 @@ def _open_member(folder: str, config: DataConfig) -> _Member:
     separator_id = prepared.manifest.separator_id
     train, validation = (kind(prepared.split(split), config, separator_id) for split in SPLITS)
     return _Member(prepared=prepared, train=train, validation=validation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """The prompts of a run in its data's tokenizer."""
-
-    encoder: Encoder
-    texts: list[str]
-    ids: list[list[int]]
-    ends: set[int]
-    """Tokens at which a continuation ends."""
-    tokens: int
-    """Longest continuation, in tokens."""
-
-    @classmethod
-    def of(cls, config: RunConfig, data: TrainData) -> Prompts | None:
-        """The prompts of a run; None without any. Raises DataError: one is too long, or has no token."""
-        texts, tokens = config.train.sample_prompts, config.train.sample_tokens
-        if not texts:
-            return None
-        assert isinstance(texts, list), "a file is read with the configuration"
-        from llmtrain.data.tokenize import Encoder
-
-        # As the run's texts begin; without any, as `llmtrain generate` begins a prompt.
-        bare = any(each.chat is None for each in data.manifests) and not data.first_tokens
-        encoder = Encoder(data.tokenizer_dir, bare=bare)
-        ids = [[*encoder.begin.tolist(), *each.tolist()] if len(each) else [] for each in encoder.encode(texts)]
-        for text, each in zip(texts, ids, strict=True):
-            if not each or len(each) + tokens > data.sequence_length:
-                raise DataError(
-                    f"train.sample_prompts {text[:40]!r}: has {len(each)} tokens; it needs 1 or more, and with "
-                    f"train.sample_tokens {tokens} at most data.sequence_length {data.sequence_length}"
-                )
-        stops = [token for each in data.manifests if each.chat for token in each.chat.stop_tokens]
-        ends = {data.separator_id, *(number for token in stops if (number := encoder.id_of(token)) is not None)}
-        return cls(encoder=encoder, texts=list(texts), ids=ids, ends=ends, tokens=tokens)
-
-    def text(self, row: int, new: list[int]) -> str:
-        before = self.encoder.decode(self.ids[row])
-        return self.encoder.decode(self.ids[row] + new)[len(before) :]
 
 
 def counted_bytes(data: TrainData, sequences: int, lengths: np.ndarray) -> int:

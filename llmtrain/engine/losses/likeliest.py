@@ -1,10 +1,9 @@
-"""Loss functions over a model's likeliest words: distillation, a teacher's column, continuations of texts."""
+"""Loss functions over a model's likeliest words: distillation, a teacher's column."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from llmtrain.data.stream.loader import MicroBatch, TaughtBatch
@@ -59,28 +58,3 @@ class Likeliest(PerToken):
         )
         self.found.append((micro.sample_indices, words.cpu(), logs.cpu()))
         return likeliest.logs[:, -1].exp().sum().unsqueeze(0)
-
-
-class NextWord:
-    """The likeliest next token of each row, to continue texts with any engine. The figures are the ids: an engine sums
-    figures over all ranks, so each rank gets all ids."""
-
-    def __init__(self, rows: int) -> None:
-        """`rows`: number over all micro-batches on all ranks; sample indices are row numbers."""
-        self.figures: tuple[str, ...] = ("loss", *(f"row {index}" for index in range(rows)))
-
-    def weight(self, micro: MicroBatch) -> int:
-        return len(micro.sample_indices)
-
-    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1 + rows]: 0 for the loss, then the ids of this micro-batch's rows; fp32 is exact for integers below
-        2^24."""
-        here = head.own(micro.labels != IGNORE)
-        words = head.top_words(hidden[here], 1, 1.0).words[:, 0]
-        samples = torch.tensor([0, *micro.sample_indices], device=hidden.device)[1:]
-        rows = samples[here.nonzero()[:, 0]] + 1
-        return torch.zeros(len(self.figures), device=hidden.device).index_add(0, rows, words.float())
-
-    def ids(self, found: dict[str, float], weight: int) -> list[int]:
-        """Return the id of each row, from an engine's figures and their weight."""
-        return [round(found[name] * weight) for name in self.figures[1:]]

@@ -44,7 +44,7 @@ _STOPPED = 75
 """Exit code of a launch that was asked to stop."""
 _QUIET = {
     "train.log_every": 1, "train.eval": "off", "train.eval_every": "null", "train.export": False,
-    "train.max_minutes": "null", "train.stop_early.metric": "null", "train.sample_prompts": "[]",
+    "train.max_minutes": "null", "train.stop_early.metric": "null",
     "checkpoint.every_steps": "null", "checkpoint.every_minutes": "null", "checkpoint.keep": 1000,
     "checkpoint.keep_best.metric": "null", "checkpoint.dir": "null",
     "fault.preempt_file": "null", "spikes.pinned": 0, "tracking.wandb": "disabled",

@@ -79,12 +79,12 @@ def test_no_value_in_the_model_makes_a_traceback_in_check_or_in_the_model(
     """Whatever stands in `model.config`: check refuses it, or the model that it lets through computes a loss."""
     write(weird_folder, {"model": {"config": {"num_attention_heads": 4, "intermediate_size": 32, key: value}}})
     try:
-        config = examine(load(["--config", "run.yaml"], 2)).run.config
+        run, _, _ = examine(load(["--config", "run.yaml"], 2))
     except UserError as error:
         assert "Traceback" not in str(error)
         return
-    model = skeleton.construct(skeleton.load_config(config.model), "sdpa", torch.float32)
-    tokens = torch.randint(0, 512, (1, config.data.sequence_length))
+    model = skeleton.construct(skeleton.load_config(run.config.model), "sdpa", torch.float32)
+    tokens = torch.randint(0, 512, (1, run.config.data.sequence_length))
     model(input_ids=tokens, labels=tokens).loss.backward()
 
 

@@ -259,13 +259,13 @@ def test_max_steps_from_tokens(here: Path, train: dict[str, Any], steps: int) ->
 
 def test_keys_that_others_make_idle_are_noted(here: Path) -> None:
     run = {
-        "train": {"max_steps": 100, "eval": False, "eval_every": 5, "sample_tokens": 4},
+        "train": {"max_steps": 100, "eval": False, "eval_every": 5},
         "tracking": {"wandb": "disabled"},
         "checkpoint": {"mode": "sync", "when_busy": "skip"},
     }
     notes = [note.partition(": no effect")[0] for note in loaded(here, run).notes if "no effect" in note]
-    assert notes == ["train.eval_every", "train.sample_tokens", "checkpoint.when_busy"]
-    run["train"] |= {"sample_prompts": ["Once"]}
+    assert notes == ["train.eval_every", "checkpoint.when_busy"]
+    run["train"] |= {"eval": True}
     run |= {"checkpoint": {"when_busy": "skip"}}
     assert not any(key in note for note in loaded(here, run).notes for key in ("train.", "when_busy"))
 

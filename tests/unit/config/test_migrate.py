@@ -142,7 +142,7 @@ def test_a_name_of_other_stacks_is_answered_from_the_page_and_no_unrelated_word_
         ("dataset_train_split", "train", "`llmtrain prepare --source`: `hf:ORG/NAME/data/train-*`"),
         ("hub_strategy", "end", "nothing is pushed while a run trains; `llmtrain checkpoint to-hf --push`"),
         ("save_safetensors", True, "remove it: always"),
-        ("predict_with_generate", True, "did you mean train.sample_prompts?"),
+        ("predict_with_generate", True, "did you mean samples.prompts?"),
         ("plugin", "mine.py", "give it on the command line: --plugin mine.py"),
         ("local_rank", 0, "the launcher gives it"),
     ],

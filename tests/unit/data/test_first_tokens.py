@@ -18,12 +18,12 @@ from transformers import AutoTokenizer
 from llmtrain.base.errors import DataError
 from llmtrain.cli import main as command
 from llmtrain.commands.prepare import main
-from llmtrain.config.run import DataConfig, RunConfig, TrainConfig
+from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.chat.encoder import ChatOptions
 from llmtrain.data.prepare.questions import ChoiceEncoder
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.show import shown_text
-from llmtrain.data.stream.train_data import EvalSet, Prompts, TrainData
+from llmtrain.data.stream.train_data import EvalSet, TrainData
 from llmtrain.data.tokenize import SEPARATOR, Encoder, train_bpe
 from llmtrain.parity.untrained import differences
 from tests.helpers.config_workplace import write
@@ -72,7 +72,7 @@ def tokens(folder: Path, split: str) -> np.ndarray:
 
 @pytest.mark.parametrize("form", ["begin", "both", "separator"])
 def test_a_document_is_what_the_tokenizers_own_encoding_makes_of_it(root: Path, tmp_path: Path, form: str) -> None:
-    """Against transformers: packing, validation, several workers, windows, prompts and questions."""
+    """Against transformers: packing, validation, several workers, windows and questions."""
     folder = prepared(root, form, tmp_path / "set")
     tokenizer = AutoTokenizer.from_pretrained(root / form)
     end = tokenizer.eos_token_id
@@ -104,12 +104,6 @@ def test_a_document_is_what_the_tokenizers_own_encoding_makes_of_it(root: Path, 
     assert all(label in (-100, ids[at]) for at, label in labels_at.items())
     assert {at for at, position in positions_at.items() if position == 0} == begins & positions_at.keys()
 
-    config = RunConfig(deepspeed="x.json", train=TrainConfig(sample_prompts=["one cat", "7"], sample_tokens=4))
-    prompts = Prompts.of(config, train)
-    assert prompts is not None
-    assert [
-        each[: len(mine)] for each, mine in zip(tokenizer(prompts.texts)["input_ids"], prompts.ids, strict=True)
-    ] == prompts.ids and {mine[0] for mine in prompts.ids} == {first}
     asked = {"question": "one", "choices": ["cat", "two"], "answer": 0}
     row = ChoiceEncoder(folder / "tokenizer", ChatOptions(field="", stop_tokens=(), choices=True)).rows(
         json.dumps(asked)
@@ -148,12 +142,6 @@ def test_without_special_tokens_the_folder_is_that_of_a_tokenizer_that_has_none(
 
     one, other = (TrainData(DataConfig(path=str(each), sequence_length=T)) for each in (bare, with_them))
     assert one.fingerprint != other.fingerprint, "a resume compares it"
-    assert (
-        Prompts.of(RunConfig(deepspeed="x.json", train=TrainConfig(sample_prompts=["7"], sample_tokens=4)), one).ids[0][
-            0
-        ]
-        != 0
-    )  # type: ignore[union-attr]
     with pytest.raises(
         DataError, match=r"data.mixture: the texts of .*begin.*prepare .*bare again, or .*--no-special-tokens"
     ):

@@ -1,0 +1,16 @@
+"""Rules of the section `samples`."""
+
+from __future__ import annotations
+
+from llmtrain.base.choice import Rule
+from llmtrain.features.samples import SamplesConfig
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        ("samples.prompts",),
+        lambda r: r.objective.scores and r.section(SamplesConfig).prompts,
+        lambda r, _: f"a model of objective.name {r.objective.name} gives scores and no text",
+        "remove it",
+        {"objective.name": "reward", "samples.prompts": ["a"]},
+    ),
+)
