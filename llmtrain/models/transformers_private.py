@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +26,6 @@ ATTENTION_KERNELS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 """Ops that torch's scaled_dot_product_attention becomes, for model.recompute.keep; torch has no public name."""
-
-GROUPED = torch.ops.aten._grouped_mm.default
-"""The product of torch's grouped experts."""
-
-READ = torch.ops.aten._local_scalar_dense.default
-"""The operator that reads a tensor's only element: `item`, `tolist`, `bool`."""
 
 OperatorMode = TorchDispatchMode
 """torch.utils._python_dispatch.TorchDispatchMode, which torch documents without a public place: sees operators."""
@@ -245,38 +239,13 @@ def varlen_backward(
     return of_q, of_k, of_v
 
 
-def without_memory() -> contextlib.AbstractContextManager[Any]:
-    """torch._subclasses.fake_tensor.FakeTensorMode: tensors made in it have a shape and no elements."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def needs_values(error: BaseException) -> bool:
-    """torch._subclasses.fake_tensor.DynamicOutputShapeException and DataDependentOutputException: tensors without
-    elements have no answer."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-
-
 def is_without_memory(tensor: Tensor) -> bool:
     """torch._subclasses.fake_tensor.FakeTensor, or on the meta device: a shape and no elements."""
     return type(tensor).__name__ == "FakeTensor" or tensor.is_meta
 
 
-def arguments_by_name(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names in torch._ops.OpOverload._schema."""
-    return dict(zip((each.name for each in operator._schema.arguments), args, strict=False)) | kwargs
-
-
-def in_backward() -> bool:
-    """True inside an autograd pass of this thread (torch._C._current_graph_task_id)."""
-    return torch._C._current_graph_task_id() != -1
-
-
 with_values = _disable_current_modes
-"""A context in which tensors have elements again, inside `without_memory` and below any `OperatorMode`."""
+"""A context in which tensors have elements again, where others have none, and below any `OperatorMode`."""
 
 
 @contextlib.contextmanager

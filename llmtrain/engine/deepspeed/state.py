@@ -100,25 +100,6 @@ class State(ABC):
                 found.append(home.tensor(PARAM, home.flat.narrow(0, home.offset, home.numel)))
         return found
 
-    def held(self) -> Iterator[tuple[str, bool, Tensor]]:
-        """Yield all that stays between steps: (its name, in host memory, tensor)."""
-        on_host, module = bool(self.engine.zero_cpu_offload()), self.engine.module
-        for buffer in module.buffers():
-            yield "buffers", False, buffer
-        for parameter in module.parameters():
-            if not hasattr(parameter, "ds_tensor"):
-                yield "weights", False, parameter
-        for home in self.homes():
-            if home.flat is not home.held.parameter:
-                yield "masters", on_host, home.flat
-            for moment in self.moments(home.flat).values():
-                yield "moments", on_host, moment
-            if home.flat.grad is not None:
-                yield "gradients", on_host, home.flat.grad
-        for piece in self.whole_moments():
-            with piece.open() as momentum:
-                yield "moments", on_host, momentum
-
     def _packed(self, held: LocalParameter, packed: Packed) -> StateTensor:
         """Return a frozen quantized parameter: `open` unpacks the values, `write` takes all of them."""
         home = Home(held, held.parameter, 0, 0, held.region.numel, self.replica(held))
@@ -240,14 +221,6 @@ class Zero12State(State):
             if low < high:
                 yield parameter, low - begin, low - place, high - low
 
-    def held(self) -> Iterator[tuple[str, bool, Tensor]]:
-        yield from super().held()
-        if self.optimizer.cpu_offload:
-            yield "buckets", False, self.optimizer.temp_grad_buffer_for_gpu_offload
-            yield "buckets", True, self.optimizer.temp_grad_buffer_for_cpu_offload
-            for buffer in self.optimizer.param_buffer_of_bit16_for_cpu_offload_groups:
-                yield "weights", True, buffer
-
     def moments(self, flat: Tensor) -> dict[str, Tensor]:
         """Return no moments for Muon, whose momentum comes from `whole_moments`."""
         return {} if self.settings(flat).get("use_muon") else super().moments(flat)
@@ -307,17 +280,6 @@ class Zero3State(State):
                 group, offset, _ = optimizer.grad_position[optimizer.get_param_id(held.parameter)]
                 start, numel = _partition(held.parameter)
                 yield Home(held, optimizer.fp32_partitioned_groups_flat[group], offset, start, numel, held.copy)
-
-    def held(self) -> Iterator[tuple[str, bool, Tensor]]:
-        optimizer = self.optimizer
-        yield from super().held()
-        yield "gradients", optimizer.offload_optimizer, optimizer.grad_partitions_flat_buffer
-        for bucket in optimizer.ipg_buckets.values():
-            yield "buckets", False, bucket.buffer
-        for parameter in self.engine.module.parameters():
-            if hasattr(parameter, "ds_tensor"):
-                yield "gathered parameters", False, parameter  # empty, or small enough to stay gathered
-                yield "weights", optimizer.offload_param and not parameter.ds_persist, parameter.ds_tensor
 
     def untrained(self, held: LocalParameter) -> Home:
         parameter: Any = held.parameter

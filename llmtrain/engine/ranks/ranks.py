@@ -61,11 +61,6 @@ class Ranks:
     store: dist.Store | None = None
     """Keys and values that all ranks see, served by rank 0's process."""
 
-    @property
-    def group_name(self) -> str | None:
-        """torch's name of the group that carries the messages, if there is one."""
-        return None
-
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in order of rank, on all ranks."""
         return [value] * self.world_size
@@ -149,11 +144,6 @@ class ConnectedRanks(Ranks):
 
     control: Any
     """A gloo group over the site."""
-
-    @property
-    def group_name(self) -> str:
-        name: str = self.control.group_name
-        return name
 
     def gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.world_size

@@ -30,13 +30,11 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.topology import Mix
 from llmtrain.engine import losses
 from llmtrain.engine.deepspeed import optimizers, zero_step
+from llmtrain.features.plan.torch_private import GROUPED, READ, in_backward
 from llmtrain.features.plan.work import Work
 from llmtrain.models import distillation, head, loss
 from llmtrain.models.transformers_private import (
-    GROUPED,
-    READ,
     OperatorMode,
-    in_backward,
     is_without_memory,
     storage_of,
     with_values,

@@ -31,17 +31,18 @@ from llmtrain.data.stream.run_data import RunData
 from llmtrain.engine.api import Engine
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.process_memory import collected_by_hand
-from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.engine.ranks.ranks import ConnectedRanks, Ranks
 from llmtrain.features import parts_of
 from llmtrain.features.plan.device import on_gpu as choices_on_gpu
+from llmtrain.features.plan.held import held
 from llmtrain.features.plan.ledger import Ledger
 from llmtrain.features.plan.rehearsed_ranks import (
     RehearsedRanks,
     beyond_pinned,
-    held,
     make_room_for_messages,
     rehearsed_ranks,
 )
+from llmtrain.features.plan.torch_private import needs_values, without_memory
 from llmtrain.features.plan.work import Counts, Work
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import TRIED
@@ -51,7 +52,6 @@ from llmtrain.models.skeleton import DTYPES
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import Teacher, empty_teacher
-from llmtrain.models.transformers_private import needs_values, without_memory
 from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.storage.region import Region
 from llmtrain.training.examine import Examined
@@ -241,7 +241,8 @@ def walk(
     `fill`: gives the parameters their values, where there is memory for them.
     """
     run, spec, data = examined
-    work, pipeline = Work(ranks.group_name), run.mix.degrees.pipeline
+    agreements = ranks.control.group_name if isinstance(ranks, ConnectedRanks) else None
+    work, pipeline = Work(agreements), run.mix.degrees.pipeline
     ledger = Ledger(run.mix, work, one_memory=not on_gpu)
     with ledger:
         kind = RehearsedSetup if isinstance(ranks, RehearsedRanks) else Setup

@@ -23,6 +23,7 @@ from llmtrain.engine import progress
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.patches import Private, check
 from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.features.plan import held
 from llmtrain.models.parallel.deepspeed_private import TravellingTokens
 from llmtrain.models.transformers_private import with_values
 from llmtrain.optim.optimizers import AdamW, Lion
@@ -49,7 +50,7 @@ def rehearsed_ranks(rank: int, world_size: int, slots: int, imbalance: float = 1
     this rank's experts get, over the mean of the ranks that share experts."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    check(PRIVATE)
+    check((*PRIVATE, *held.PRIVATE))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % slots), DS_ACCELERATOR="cpu")
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -70,15 +71,6 @@ def rehearsed_ranks(rank: int, world_size: int, slots: int, imbalance: float = 1
     finally:
         nn.Module._apply = _torchs_apply  # type: ignore[method-assign]
         dist.destroy_process_group()
-
-
-def held(engine: Engine) -> Iterator[tuple[str, bool, Tensor]]:
-    """Yield all that this rank keeps between steps: (weights, masters, moments, gradients or buckets; in host memory;
-    tensor)."""
-    from llmtrain.engine.deepspeed.engine import ZeroEngine, state_of
-
-    assert isinstance(engine, ZeroEngine)
-    return state_of(engine.deepspeed).held()
 
 
 _sent = TravellingTokens.exchanged

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.models.transformers_private import GROUPED, arguments_by_name, in_backward
+from llmtrain.features.plan.torch_private import GROUPED, arguments_by_name, in_backward
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
     from llmtrain.features import features
     from llmtrain.features.plan import rehearsal
     from llmtrain.features.plan.rehearsed_ranks import rehearsed_ranks
-    from llmtrain.models.transformers_private import without_memory
+    from llmtrain.features.plan.torch_private import without_memory
     from tests.helpers import fake_cuda
 
     folder.mkdir()

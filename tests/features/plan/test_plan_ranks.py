@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch import Tensor
 
-from llmtrain.features.ema import EmaConfig
+from llmtrain.features import features
 from llmtrain.features.plan.ledger import HOST
 from llmtrain.features.plan.rehearsal import COPIES, Rehearsed, kinds, rehearse, walk
 from llmtrain.features.plan.work import Counts, Message
@@ -46,7 +46,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
 }
 STAGES, WORKS = (0, 1, 2, 3), ("plain", "recompute", "offload")
-FORMS = ("none", "pipeline", "tensor", "sequence", "expert", "lora", "ema", "online")
+FORMS = tuple(
+    form
+    for form in ("none", "pipeline", "tensor", "sequence", "expert", "lora", "ema", "online")
+    if form != "ema" or form in features()
+)
 SMALL = {"reduce_bucket_size": 40_000}
 SMALL_3 = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
 CELLS = 40
@@ -138,8 +142,9 @@ def written(folder: Path, model: dict[str, Any]) -> str:
 
 def run_of(cell: Cell, case: Case) -> Examined:
     run, *rest = examined(resolved_run(case, RANKS))
-    ema = EmaConfig(decay=0.9 if cell.form == "ema" else None)
-    return replace(run, config=replace(run.config, ema=ema)), *rest
+    if cell.form == "ema":
+        run = replace(run, config=replace(run.config, ema=replace(run.config.ema, decay=0.9)))
+    return run, *rest
 
 
 def counted(cell: Cell, case: Case, among: int) -> tuple[int, int, int, Work]:

@@ -28,7 +28,7 @@ from llmtrain.models.run import build_for_rank
 from llmtrain.models.skeleton import decoder_layers
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure import projections
-from llmtrain.models.transformers_private import OperatorMode, storage_of, without_memory
+from llmtrain.models.transformers_private import OperatorMode, storage_of
 from tests.helpers.families import summed_loss
 from tests.helpers.launching import REPO
 from tests.runs.test_bench import load
@@ -169,7 +169,7 @@ def test_the_benchmark_knows_what_lora_needs(tmp_path, name):
     run = run_of(tmp_path, ZERO_1, model, length=preset.sequence, micro_batch=preset.micro_batch, adapter=adapter)
     spec, need = ModelSpec.of(model, adapter), preset.needs["llmtrain lora"]
     module: Any = build_for_rank.build_model(run, spec, torch.device("meta"), None).train()  # type: ignore[arg-type]
-    with without_memory():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         module.to_empty(device="cpu")
         for parameter in module.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
