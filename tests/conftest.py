@@ -25,7 +25,10 @@ for _name in [name for name in os.environ if name.upper().startswith(_OF_A_USER)
     if _name != "LLMTRAIN_GPU_TESTS_ON_CPU":  # it is asked of the tests
         del os.environ[_name]
 _HOME = tempfile.mkdtemp(prefix="llmtrain-tests-")
-os.environ.update(NETRC=os.devnull, WANDB_CONFIG_DIR=_HOME, HF_TOKEN_PATH=os.devnull, LLMTRAIN_CACHE=_HOME)
+os.environ.update(
+    NETRC=os.devnull, WANDB_CONFIG_DIR=_HOME, HF_TOKEN_PATH=os.devnull, LLMTRAIN_CACHE=_HOME, WANDB_MODE="disabled"
+)  # where no test asks for it
+
 
 from tests.helpers import targets  # noqa: E402
 from tests.helpers.ranks import THREADS, RankPool  # noqa: E402  # it reads the environment

@@ -55,7 +55,7 @@ def trial(folder, run):
     import llmtrain
     from llmtrain import cli
     assert llmtrain.__file__.startswith(folder), llmtrain.__file__
-    here = ["--train.run_dir", "trial", "--tracking.wandb", "disabled"]
+    here = ["--train.run_dir", "trial"]
     child("the import of every module", imports)
     child("config check", lambda: cli.main(["config", "check", run]))
     child("a run of 3 steps", lambda: cli.main(["train", run, *here, "--train.max_steps", "3"]))
@@ -103,9 +103,9 @@ class Trials:
     def __init__(self) -> None:
         read, write = os.pipe()
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         command = [sys.executable, "-P", "-c", TRIAL, str(write)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, pass_fds=[write],
-                                         env=environment | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, pass_fds=[write], env=environment)
         os.close(write)
         self._answers = os.fdopen(read)
 

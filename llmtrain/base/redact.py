@@ -1,4 +1,4 @@
-"""Keep keys, tokens and passwords out of files, W&B and error texts."""
+"""Keep keys, tokens and passwords out of files, trackers and error texts."""
 
 from __future__ import annotations
 

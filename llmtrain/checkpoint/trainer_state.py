@@ -16,6 +16,8 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, differences, read_file, step_of
 
 _SETTINGS = ("run", "deepspeed", "model_config", "versions", "layout")
+_AT_FIRST = {"wandb_id": "run_id"}
+"""Keys of version 0.1.0 -> keys now."""
 _WORDS = {int: "a number", str: "text", dict: "a map", list: "a list"}
 
 
@@ -32,7 +34,8 @@ class TrainerState:
     optimizer_step: int | None = None
     """Updates that the optimizer has applied; None: as many as steps."""
     loss_scale: dict[str, Any] = field(default_factory=dict)
-    wandb_id: str | None = None
+    run_id: str | None = None
+    """The same in every launch of the run."""
     began_from: dict[str, Any] | None = None
     """The checkpoint of another run that this one started from: `origin`, and its folder."""
     model_config: dict[str, Any] | None = None
@@ -93,7 +96,7 @@ class TrainerState:
         for key in ("step", "tokens"):
             if type(number := tree.get(key)) is not int or not 0 <= number < 2**63:
                 raise _wrong(file, key, number, "a whole number, 0 or more")
-        kinds = _kinds()
+        kinds, tree = _kinds(), {_AT_FIRST.get(key, key): value for key, value in tree.items()}
         known = {key: value for key, value in tree.items() if key in kinds and value is not None}
         for key, value in known.items():
             if not any(_fits(value, kind) for kind in kinds[key]):

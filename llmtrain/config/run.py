@@ -35,7 +35,6 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import AdamW, Optimizer
 from llmtrain.optim.schedules import Cosine, Schedule
 from llmtrain.storage.addresses import local_folder
-from llmtrain.tracking.sink import TrackingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,12 +287,11 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     parts: dict[str, Any] = field(default_factory=dict)
     """Parts of plugins in the run: NAME: {FIELD: VALUE} for each; `NAME:` alone takes the defaults."""
     trackers: dict[str, Any] = field(default_factory=dict)
-    """Trackers in addition to W&B and the local files, in the form of `parts`: those below, and those of plugins."""
+    """Trackers in addition to the local files, in the form of `parts`: those below, and those of plugins."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Figures of plugins in addition to the loss, in the form of `parts`."""
 

@@ -43,6 +43,8 @@ class Feature:
     """The folder's, and also of its section, its part in the order of parts, and its page in docs, if it has these."""
     section: ClassVar[type[Any] | None] = None
     """The frozen dataclass of the YAML's section; of a section of choices its base class."""
+    key: ClassVar[str] = ""
+    """The section's name in the YAML, if it is not the folder's."""
     default: ClassVar[type[Any] | None] = None
     """The class of a section of choices that a YAML without the section has."""
     entries: ClassVar[tuple[type[Any], ...]] = ()
@@ -53,6 +55,8 @@ class Feature:
     """Why keys of the section have no effect in a run that does not ask for the feature."""
     observes: ClassVar[bool] = False
     """It changes no number of a step: replays and proofs leave it out."""
+    left_out: ClassVar[Any] = None
+    """The section of a run without the feature, if that is not the section's default."""
     reorders: ClassVar[bool] = False
     """It changes the order of a step's sums alone: proofs leave it out."""
     measures: ClassVar[bool] = False
@@ -68,6 +72,8 @@ class Feature:
     """Commands of the command line: (name, module with its `main`, what it does)."""
     agent: ClassVar[str] = ""
     """Module of a process beside the ranks of each host; local rank 0 starts it, as base/rank/watched.py says."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Packages whose versions the record of a run has."""
     passes_on: ClassVar[bool] = False
     """The commands pass variables of their process on to other hosts."""
 
@@ -148,6 +154,14 @@ class Feature:
         definition. None: there are none."""
         return None
 
+    def tracker(self, section: Any) -> Any:
+        """Make the Sink of a run with this section, on rank 0; None: it has none."""
+        return None
+
+    def run_id(self) -> str:
+        """The id that the environment gives a new run, in which its trackers group its launches; empty: none."""
+        return ""
+
     def before_launch(self, run: Any, words: Sequence[str], hosts: Sequence[Any], port: int) -> str | None:
         """Examine the hosts of a launch before ranks start on several: once, not before a restart.
 
@@ -189,14 +203,14 @@ def features() -> dict[str, Feature]:
     found = {}
     for folder in sorted(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg):
         feature: Feature = importlib.import_module(f"{__name__}.{folder}").FEATURE
-        type(feature).name = folder
+        type(feature).name, type(feature).key = folder, feature.key or folder
         found[folder] = feature
     return found
 
 
 @functools.cache
 def names_of_sections() -> dict[type[Any], str]:
-    return {feature.section: name for name, feature in features().items() if feature.section is not None}
+    return {feature.section: feature.key for feature in features().values() if feature.section is not None}
 
 
 def asked(config: Any) -> list[Feature]:
@@ -206,8 +220,8 @@ def asked(config: Any) -> list[Feature]:
 
 def defaults() -> dict[str, Any]:
     """Section -> its object in a run without it, for all features with a section."""
-    classes = {name: feature.default or feature.section for name, feature in features().items()}
-    return {name: section() for name, section in classes.items() if section is not None}
+    classes = {feature.key: feature.default or feature.section for feature in features().values()}
+    return {key: section() for key, section in classes.items() if section is not None}
 
 
 def variants() -> list[str]:
@@ -215,8 +229,33 @@ def variants() -> list[str]:
 
 
 def observing() -> dict[str, Any]:
-    """Return the `defaults` of the features that only observe."""
-    return {name: section for name, section in defaults().items() if features()[name].observes}
+    """Return the sections that leave out the features that only observe."""
+    return {
+        feature.key: feature.left_out or defaults()[feature.key]
+        for feature in features().values()
+        if feature.observes and feature.section is not None
+    }
+
+
+def trackers(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the Sinks of features by the keys that the YAML has for them. `sections`: the run's by their names; maps of
+    fields, such as JSON has kept, will do. Raises TypeError: a map of another version."""
+    found = {}
+    for feature in features().values():
+        tracks = type(feature).tracker is not Feature.tracker
+        if tracks and feature.section is not None and (section := sections.get(feature.key)):
+            section = feature.section(**section) if isinstance(section, Mapping) else section
+            found[f"{feature.key}.{feature.name}"] = feature.tracker(section)
+    return {key: sink for key, sink in found.items() if sink is not None}
+
+
+def run_id() -> str:
+    """The id that the environment gives a new run; empty: none."""
+    return next(filter(None, (feature.run_id() for feature in features().values())), "")
+
+
+def packages() -> tuple[str, ...]:
+    return tuple(package for feature in features().values() for package in feature.packages)
 
 
 def parts_of(setup: Any) -> list[Any]:
@@ -226,10 +265,11 @@ def parts_of(setup: Any) -> list[Any]:
 
 def shortened(config: Any, steps: int) -> dict[str, Any]:
     """Return the sections for a proof of few steps, without what it leaves out."""
+    without = defaults() | observing()
     return {
-        name: default if feature.observes or feature.reorders else feature.shortened(getattr(config, name), steps)
-        for name, default in defaults().items()
-        for feature in (features()[name],)
+        key: without[key] if feature.observes or feature.reorders else feature.shortened(getattr(config, key), steps)
+        for feature in features().values()
+        if (key := feature.key) in without
     }
 
 
@@ -317,13 +357,13 @@ def rules(config: Any) -> Rules:
 
 
 def _changed(feature: Feature, config: Any) -> bool:
-    return feature.section is not None and getattr(config, feature.name) != defaults()[feature.name]
+    return feature.section is not None and getattr(config, feature.key) != defaults()[feature.key]
 
 
 def with_sections(cls: type[Any]) -> type[Any]:
     """Add a field to the class of a run for each feature with a section, before it becomes a dataclass."""
-    for name, feature in features().items():
+    for feature in features().values():
         if feature.section is not None:
-            cls.__annotations__[name] = feature.section
-            setattr(cls, name, field(default_factory=feature.default or feature.section))
+            cls.__annotations__[feature.key] = feature.section
+            setattr(cls, feature.key, field(default_factory=feature.default or feature.section))
     return cls

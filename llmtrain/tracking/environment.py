@@ -15,7 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from llmtrain import features
 from llmtrain.base.files import replace_file
+from llmtrain.base.rank.messages import LAUNCH
 from llmtrain.base.redact import redact, redact_argv
 from llmtrain.tracking.local import to_json
 
@@ -28,7 +30,6 @@ _PACKAGES = (
     "safetensors",
     "numpy",
     "pyarrow",
-    "wandb",
 )
 # An allow-list: the rest of the environment (keys included) is private.
 _VARIABLES = (
@@ -67,15 +68,16 @@ def _series(version: str) -> tuple[int, ...]:
 
 
 def new_run_id() -> str:
-    """The W&B run id of a new run: WANDB_RUN_ID, else 8 random characters (from no seeded generator)."""
-    if given := os.environ.get("WANDB_RUN_ID"):
+    """The id of a new run: that of the environment, the mark of its launch, which restarts have as well, or 8 random
+    characters (from no seeded generator)."""
+    if given := features.run_id() or os.environ.get(LAUNCH):
         return given
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *features.packages()):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

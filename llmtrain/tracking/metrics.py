@@ -97,7 +97,7 @@ OF_SET = "eval/NAME/FIGURE"
 
 
 def metrics() -> dict[str, Metric]:
-    """Every key of metrics.jsonl and W&B, for any run and objective."""
+    """Every key of metrics.jsonl and the trackers, for any run and objective."""
     figures = {figure.name: figure for objective in Objective.CHOICES.values() for figure in objective.figures}
     return {
         **_OF_A_RUN,

@@ -1,33 +1,12 @@
-"""`Sink`: a tracker of a run, such as the console, the local files, W&B, or a user's own."""
+"""`Sink`: a tracker of a run, such as the console, the local files, or a user's own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from llmtrain.base.choice import Entry
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
-    """Weights & Biases. The local files metrics.jsonl and events.jsonl are always written."""
-
-    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: online with an API key and a network, else offline."""
-    project: str = "llmtrain"
-    """W&B project."""
-    entity: str | None = None
-    """W&B team or user."""
-    name: str | None = None
-    """W&B run name. Default: the run folder's name."""
-    tags: list[str] = field(default_factory=list)
-    """W&B tags."""
-    group: str | None = None
-    """W&B group: runs that its pages show together, such as a sweep's or several sites'."""
-    job_type: str | None = None
-    """W&B job type within the group, such as pretrain."""
 
 
 class Sink(Entry, section="trackers"):
@@ -42,6 +21,9 @@ class Sink(Entry, section="trackers"):
     """Modules that it imports, from packages that llmtrain does not need: without them the run is refused, with the
     extra of its name. They are imported before its thread starts: two threads that import large packages at once can
     deadlock on module locks, which Python resolves by handing out half-initialised modules."""
+
+    late = False
+    """True: its rows are scores of steps that the run has done before, from a process of their own."""
 
     def open(self, run_dir: Path, run_id: str, config: dict[str, Any], start_step: int) -> None:
         """Called once, before all others, on a tracker with a thread.
@@ -68,6 +50,10 @@ class Sink(Entry, section="trackers"):
 
     def close(self, *, exit_code: int) -> None:
         """Write everything out, in at most 20 s. `exit_code`: 1 if the run has failed, else 0."""
+
+    def fault(self, run_dir: Path, run_id: str, event: dict[str, Any]) -> None:
+        """In place of `open`: mark a run as failed whose ranks hang or are dead. It may raise or hang: it is called in
+        a process of its own. `event`: the text, cause and step of the fault, secrets redacted."""
 
     def abandon(self) -> None:
         """End everything that would hold up the process. Training calls it on its own thread, after a method that

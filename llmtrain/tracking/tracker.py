@@ -17,8 +17,7 @@ from llmtrain.base.log import LiveLine
 from llmtrain.base.redact import redact, redact_text
 from llmtrain.tracking.local import LocalFiles
 from llmtrain.tracking.metrics import loss_unit, metric_of
-from llmtrain.tracking.sink import Sink, TrackingConfig
-from llmtrain.tracking.wandb_mode import asked_mode
+from llmtrain.tracking.sink import Sink
 
 _RATE_WINDOW = 5  # newest log points, over which the time per step is averaged for the ETA
 
@@ -158,18 +157,17 @@ Status = Literal["finished", "stopped", "failed"]
 class Tracker:
     """Metrics and events of one launch.
 
-    `config`: W&B's configuration (YAML, DeepSpeed dict, environment), redacted here. `norm` and `show`: see `Console`.
+    `config`: of the run (YAML, DeepSpeed dict, environment), redacted here. `norm` and `show`: see `Console`.
     `start_step`: step of the resumed checkpoint (0: a new run); rows of later steps are dropped, because training
-    writes them again. `trackers`: the run's `trackers`, by name; `where`: from an exception of theirs to the place in
-    the user's code. With `enabled=False` (ranks other than 0) every call is a no-op. No method raises for a full disk
-    or a failing W&B.
+    writes them again. `trackers`: by their keys in the YAML; `where`: from an exception of theirs to the place in the
+    user's code. With `enabled=False` (ranks other than 0) every call is a no-op. No method raises for a full disk or a
+    failing tracker.
     """
 
     def __init__(
         self,
         run_dir: Path | str,
         *,
-        tracking: TrackingConfig,
         run_id: str,
         config: dict[str, Any],
         total_steps: int | None,
@@ -196,11 +194,7 @@ class Tracker:
             Console(total_steps=total_steps, epochs=epochs, norm=norm, show=show),
             files,
         ]
-        if asked_mode(tracking.wandb)[0] != "disabled":
-            from llmtrain.tracking.wandb_sink import WandbSink  # rank 0 alone has one
-
-            self._queued.append(Queued("tracking.wandb", WandbSink(tracking=tracking), where))
-        self._queued += [Queued(f"trackers.{name}", sink, where) for name, sink in (trackers or {}).items()]
+        self._queued = [Queued(key, sink, where) for key, sink in (trackers or {}).items()]
         self._hand_over("open", run_dir, run_id, redact(config), start_step)
         if files.dropped_rows:
             self.event("rewind", step=start_step, dropped_rows=files.dropped_rows)

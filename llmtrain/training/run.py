@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from llmtrain import features
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.base.rank import messages, watch
@@ -24,7 +25,7 @@ from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.plugins import hashes, place_of
-from llmtrain.config.run import Run, same_command
+from llmtrain.config.run import Run, RunConfig, same_command
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.data.stream.run_data import RunData
@@ -34,11 +35,11 @@ from llmtrain.engine.ranks.device import device_name, max_memory_gib, use_determ
 from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.engine.ranks.rendezvous import introduce, leave_all
 from llmtrain.engine.ranks.stop_requests import StopAsked, StopRequests
-from llmtrain.features import decided, expected, features
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import VARLEN
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
+from llmtrain.tracking.sink import Sink
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.guards import DataCheck, Limits, SkippedSteps
 from llmtrain.training.parts import Done, Launch, Part
@@ -76,7 +77,7 @@ def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
         },
     )
     introduce(ranks)
-    run = decided(run, ranks)
+    run = features.decided(run, ranks)
     config = run.config
     _describe(run, ranks)
     heart.phase("model")
@@ -96,7 +97,8 @@ def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
             _train(Setup(run, spec, data, ranks), folder, checkpoints, requests)
         except Exception as error:
             with contextlib.suppress(RuntimeError, MemoryError):  # the device, or the host, may answer nothing more
-                for words in filter(None, (each.explain(error, run, ranks.device) for each in features().values())):
+                told = [each.explain(error, run, ranks.device) for each in features.features().values()]
+                for words in filter(None, told):
                     print(f"rank {ranks.rank}: {words}", file=sys.stderr, flush=True)  # whichever rank it is
             watch.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
@@ -105,9 +107,9 @@ def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
 
 def _describe(run: Run, ranks: Ranks) -> None:
     """Give the agent the facts about the run, before memory is taken."""
-    tracking, mix, known = run.config.tracking, run.mix, expected(run, on_gpu=ranks.device.type == "cuda")
+    mix, known = run.mix, features.expected(run, on_gpu=ranks.device.type == "cuda")
     watch.describe(
-        tracking={"wandb": tracking.wandb, "project": tracking.project, "entity": tracking.entity},
+        sections={key: asdict(getattr(run.config, key)) for key in features.defaults()},
         again=same_command(run.config).capitalize(),
         zero_stage=mix.zero_stage,
         alike=mix.degrees.pipeline == 1,
@@ -162,7 +164,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
         raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
     finally:
         tracker.close(status)
-    log.info(last_words)  # the last words: closing W&B may have printed
+    log.info(last_words)  # the last words: closing a tracker may have printed
 
 
 def _plugins(launch: Launch) -> Iterable[Part]:
@@ -212,7 +214,7 @@ def _parts(launch: Launch) -> Iterator[Part]:
     """Make the parts of the run. Raises AgreedError."""
     for entry in ORDER:
         if isinstance(entry, str):
-            feature = features().get(entry)
+            feature = features.features().get(entry)
             if (
                 feature is not None
                 and feature.asked(launch.setup.run.config)
@@ -287,23 +289,28 @@ def _after(position: Position, skipped: bool, sample_index: int, tokens: int) ->
 def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any) -> None:
     """Close all parts, the last first, even if some raise."""
     if isinstance(error, Exception) and not isinstance(error, TrainingStopped):
-        watch.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
+        watch.failed(error)  # now: closing a tracker may take 20 s, and the other hosts' ranks wait for this one
     with contextlib.ExitStack() as stack:
         for part in parts:
             stack.callback(part.close, error)
 
 
+def _trackers(config: RunConfig) -> dict[str, Sink]:
+    named = {f"trackers.{name}": sink for name, sink in config.trackers.items()}
+    return {**features.trackers(vars(config)), **named}
+
+
 def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict[str, Any]) -> Tracker:
+    first = setup.ranks.rank == 0
     return Tracker(
         folder.path,
-        tracking=setup.run.config.tracking,
         run_id=start.run_id,
         config={"run": asdict(setup.run.config), "deepspeed": setup.run.deepspeed, "environment": environment}
         | {"parameters": setup.spec.facts.parameters},
         total_steps=setup.run.max_steps,
-        enabled=setup.ranks.rank == 0,
+        enabled=first,
         start_step=start.position.step,
-        trackers=setup.run.config.trackers,
+        trackers=_trackers(setup.run.config) if first else {},
         where=place_of,
         norm=norm_of(setup.run.config.optim.name, zero=setup.run.mix.zero_stage > 0),
         show=messages.show_progress(),
@@ -356,7 +363,7 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
         if complete:
             heart.phase("export")
             device = setup.ranks.device
-            if known := expected(setup.run, on_gpu=device.type == "cuda"):
+            if known := features.expected(setup.run, on_gpu=device.type == "cuda"):
                 measured, whose = units.size(max_memory_gib(device) * units.GIB), "tensors"
                 whose = whose if device.type == "cuda" else "the process with its code"
                 log.info(f"memory: planned {units.size(known.tensors)} of tensors, measured {measured} of {whose}")

@@ -44,8 +44,8 @@ class Start:
     @property
     def run_id(self) -> str:
         """The same in every launch of a run."""
-        assert self.trainer.wandb_id is not None
-        return self.trainer.wandb_id
+        assert self.trainer.run_id is not None
+        return self.trainer.run_id
 
 
 def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder) -> Start:
@@ -88,7 +88,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     heart.at_step(position.step)
     own = resumed.folder.parent == checkpoints.path
     if own:  # several runs may branch off another one's checkpoint
-        trainer = replace(trainer, wandb_id=saved.wandb_id or trainer.wandb_id)
+        trainer = replace(trainer, run_id=saved.run_id or trainer.run_id)
     return Start(trainer=trainer, position=position, frozen=frozen, saved_step=position.step if own else None,
                  folder=resumed.folder, kept=saved.entries, lines=lines)  # fmt: skip
 
@@ -97,7 +97,7 @@ def state_of(setup: Setup) -> TrainerState:
     """Return the state before the first step. All ranks call it together."""
     config, data, mix, course = setup.run.config, setup.data.first, setup.run.mix, setup.course
     state = TrainerState(
-        wandb_id=setup.ranks.first(new_run_id),
+        run_id=setup.ranks.first(new_run_id),
         model_config=setup.engine.module.config.to_dict(),
         data_fingerprint=course.done(0).data.fingerprint,
         optimizer=config.optim.name,

@@ -71,7 +71,7 @@ def trainer_state(step: int, **changes: Any) -> dict[str, Any]:
         "skipped_steps": 0,
         "optimizer_step": step,
         "loss_scale": {},
-        "wandb_id": "abcdefgh",
+        "run_id": "abcdefgh",
         "optimizer": "adamw",
         "vocab_size": 32,
         "data_fingerprint": "0" * 32,

@@ -57,7 +57,7 @@ def checkpoint_of(model: Any, run: Path, /, precision: str = "bf16", step: int =
         trainer={
             "step": step,
             "tokens": 100,
-            "wandb_id": run.name,
+            "run_id": run.name,
             "model_config": config,
             "separator_id": 1,
             "tokenizer_dir": "/nonexistent",

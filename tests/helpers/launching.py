@@ -54,8 +54,6 @@ train:
 checkpoint:
   every_steps: 5
   keep: 2
-tracking:
-  wandb: disabled
 """
 
 
@@ -90,7 +88,6 @@ def write_run(folder: Path, data: str, deepspeed: dict[str, Any], train: dict[st
         "optim": {"lr": 3e-3},
         "schedule": {"name": "constant"},
         "train": {"run_dir": str(folder / "run"), "log_every": 1, "eval": False, "export": False, **train},
-        "tracking": {"wandb": "disabled"},
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(tree | sections, sort_keys=False))

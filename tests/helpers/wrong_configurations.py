@@ -97,17 +97,16 @@ CASES = [
         ("must be one of next_token", "grpo is not here: no objective draws answers from the model while it trains"),
         argv=["--objective.name", "grpo"],
     ),
-    Wrong("tracking that is off", ('"off"', "did you mean disabled?"), {"tracking": {"wandb": "off"}}),
     Wrong("a resume that is true", ("resume = true", "write auto, none or the path"), {"resume": True}),
     # types
     Wrong("text for a number", ('optim.lr = "fast"', "must be a number"), {"optim": {"lr": "fast"}}),
     Wrong("fraction for an int", ("train.max_steps = 1.5", "write a whole number"), {"train": {"max_steps": 1.5}}),
     Wrong("bool for an int", ("train.log_every = true", "write a whole number"), {"train": {"log_every": True}}),
     Wrong("number for a bool", ("train.export = 1", "write true or false"), {"train": {"export": 1}}),
-    Wrong("number for text", ("tracking.name = 7", 'quotes: "7"'), {"tracking": {"name": 7}}),
-    Wrong("word not in the list", ('"ofline"', "did you mean offline?"), {"tracking": {"wandb": "ofline"}}),
+    Wrong("number for text", ("train.sample_prompt = 7", 'quotes: "7"'), {"train": {"sample_prompt": 7}}),
+    Wrong("word not in the list", ('"asynk"', "did you mean async?"), {"checkpoint": {"mode": "asynk"}}),
     Wrong("one beta", ("optim.betas = [0.9]", "write a list of 2 numbers"), {"optim": {"betas": [0.9]}}),
-    Wrong("map for text", ("tracking.name = {", "write text"), {"tracking": {"name": {"class_path": "os.system"}}}),
+    Wrong("map for text", ("model.revision = {", "write text"), {"model": {"revision": {"class_path": "os.system"}}}),
     Wrong(
         "null for a number",
         ("train.seed = null", "must be a whole number", "remove the line"),
@@ -148,7 +147,11 @@ CASES = [
         {"data": {"path": "~nobody_here/x"}},
     ),
     Wrong("a home", ("train.run_dir = ", "it is your home"), {"train": {"run_dir": "~"}}),
-    Wrong("null in quotes", ('tracking.name = "~"', "word for null", "write null"), {"tracking": {"name": "~"}}),
+    Wrong(
+        "null in quotes",
+        ('model.revision = "~"', "word for null", "write null"),
+        {"model": {"revision": "~"}},
+    ),
     Wrong(
         "a run folder of a variable that is not set",
         ('train.run_dir = "$NOT_SET_HERE/x"', "$NOT_SET_HERE means nothing", "set the variable", "--env-file"),

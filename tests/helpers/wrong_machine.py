@@ -119,9 +119,7 @@ class Machine:
         with mock.patch.object(training, "GLOBAL_BATCH", global_batch):
             self.setup = setup = training.make_setup(case, proves=False)
         self.rank = setup.ranks.rank
-        tracker = Tracker(
-            ".", tracking=setup.run.config.tracking, run_id="", config={}, total_steps=None, enabled=False
-        )
+        tracker = Tracker(".", run_id="", config={}, total_steps=None, enabled=False)
         self.events: list[str] = []
         tracker.event = lambda kind, **fields: self.events.append(fields["what"])  # type: ignore[method-assign]
         self.loader = setup.loader(0, step=0)

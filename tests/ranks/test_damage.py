@@ -55,7 +55,7 @@ def save_run(case: Case, run: str, steps: list[int]) -> None:
             "step": step,
             "tokens": 384 * step,
             "sample_index": 12 * step,
-            "wandb_id": "w",
+            "run_id": "w",
             **counted(engine),
         }
         save_checkpoint(engine, Path(run) / "checkpoints", step, state, resolved_run(case, ranks.world_size), ranks)
@@ -269,7 +269,7 @@ def imported(run, tmp_path_factory) -> dict[str, str]:
             out / "unrecorded" / "step-00000001",
             both,
             data_fingerprint=None,
-            wandb_id=None,
+            run_id=None,
             run=None,
             optimizer=None,
             vocab_size=None,

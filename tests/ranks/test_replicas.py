@@ -191,7 +191,7 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
             batch.micro_batches[0].inputs[0, 3] += 1
         seed_step(0 + (wrong and fault == "seed"), 4, ranks.rank // degrees.tensor)
         position = {"step": 5 + (wrong and fault == "step"), "tokens": 500}
-        tracker = Tracker(".", tracking=run.config.tracking, run_id="", config={}, total_steps=None, enabled=False)
+        tracker = Tracker(".", run_id="", config={}, total_steps=None, enabled=False)
         data: Any = SimpleNamespace(fingerprint="another" if wrong and fault == "data" else "folder")
         setup.course.data = (data,)
         launch: Any = SimpleNamespace(setup=setup, tracker=tracker)

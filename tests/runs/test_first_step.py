@@ -32,7 +32,6 @@ objective: {objective}
 adapter: {adapter}
 train: {{run_dir: {run}, global_batch: 2, micro_batch: 2, max_steps: 1, log_every: 1, eval: false, export: false}}
 schedule: {{warmup_steps: 0}}
-tracking: {{wandb: disabled}}
 """
 
 

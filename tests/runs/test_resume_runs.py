@@ -141,12 +141,12 @@ def test_weights_alone_from_a_read_only_folder_and_a_restart(trained, read_only,
     assert sorted(losses(run)) == [1, 2, 3, 4] and losses(run)[1] < losses(trained[1])[1] - 0.01
     state, source = (json.loads((p / "trainer.json").read_text()) for p in (newest(run), path))
     assert state["optimizer_step"] == 4 and state["sample_index"] == 32
-    assert state["wandb_id"] != source["wandb_id"]
+    assert state["run_id"] != source["run_id"]
 
     output = forked.train(recipe, *command, "--train.max_steps", "6", "--optim.lr", "1e-4", "--data.seed", "3")
     assert f"resumed from {run / 'checkpoints' / 'step-00000004'} at step 4" in output
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
-    assert json.loads((newest(run) / "trainer.json").read_text())["wandb_id"] == state["wandb_id"]
+    assert json.loads((newest(run) / "trainer.json").read_text())["run_id"] == state["run_id"]
 
 
 def newest(run: Path) -> Path:

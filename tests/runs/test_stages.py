@@ -96,7 +96,7 @@ def test_other_data_goes_on_from_a_checkpoint(trained, small_data, other_data, c
         assert f"stage 1 at step {at}: {other_data} from sequence {index}, 256 tokens a step" in output, output
     want = losses(trained / "staged")
     assert losses(branch) == {step: loss for step, loss in want.items() if step > 4} and len(want) == 8
-    ids = [json.loads((complete_checkpoints(run / "checkpoints")[0] / "trainer.json").read_text())["wandb_id"]
+    ids = [json.loads((complete_checkpoints(run / "checkpoints")[0] / "trainer.json").read_text())["run_id"]
            for run in (first, branch)]  # fmt: skip
     assert ids[0] != ids[1]
     last = [[row["eval/loss"] for row in rows(run) if "eval/loss" in row][-1] for run in (branch, trained / "staged")]

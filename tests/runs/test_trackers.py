@@ -1,4 +1,4 @@
-"""Trackers of one run over a resume that repeats steps: a plugin's that raises, and W&B."""
+"""Trackers of one run over a resume that repeats steps: a plugin's that raises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from tests.helpers.forked import train
 from tests.helpers.launching import rows, write_recipe
-from tests.helpers.wandb_files import read_back
 
 DEAD = """
 from dataclasses import dataclass
@@ -40,10 +39,7 @@ def two_launches(folder: Path, data: str, *words: str) -> tuple[str, dict[int, f
 
 
 @pytest.mark.timeout(300)
-def test_a_dead_tracker_is_given_up_and_wandb_groups_both_launches(small_data: str, tmp_path: Path) -> None:
+def test_a_dead_tracker_is_given_up(small_data: str, tmp_path: Path) -> None:
     (mine := tmp_path / "mine.py").write_text(DEAD)
-    named = ("--tracking.wandb", "offline", "--tracking.group", "sweep", "--tracking.job_type", "pretrain")
-    output, *_ = two_launches(tmp_path, small_data, "--plugin", str(mine), "--trackers.dead.why", "it is gone", *named)
+    output, *_ = two_launches(tmp_path, small_data, "--plugin", str(mine), "--trackers.dead.why", "it is gone")
     assert "trackers.dead is given up" in output and "OSError: it is gone" in output
-    launches = [read_back(folder) for folder in (tmp_path / "run/wandb").glob("offline-run-*")]
-    assert [(sent["group"], sent["job_type"]) for sent in launches] == [("sweep", "pretrain")] * 2

@@ -23,7 +23,7 @@ SMALL = [
     *("--model.config.num_hidden_layers", "2", "--model.config.vocab_size", "300"),
     *("--data.path", "data/mine", "--data.sequence_length", "32", "--train.eval_sequences", "8"),
     *("--train.log_every", "1", "--train.eval_every", "2", "--schedule.warmup_steps", "1"),
-    *("--tracking.wandb", "disabled", "--train.export", "false"),
+    *("--train.export", "false"),
 ]
 
 

@@ -85,13 +85,13 @@ def run(home: Path, data: Path, paces: Sequence[tuple[float, float]], stage: int
                   "max_steps": options.steps if len(paces) > 1 else min(options.steps, LAST + 4),
                   "log_every": 1, "eval": False, "export": False},
         "balance": {"mode": mode},
-        "tracking": {"wandb": "disabled"},
     }  # fmt: skip
     (home / "recipe.yaml").write_text(json.dumps(tree))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = child_environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", WORLD_SIZE=str(len(paces)),
+                               WANDB_MODE="disabled",
                                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")  # fmt: skip
     middle = options.steps // 2 * options.accumulation
     ranks = []

@@ -208,7 +208,7 @@ def enter(threads: int) -> None:
 
 
 def run_llmtrain(clock: Clock, task: Task) -> None:
-    """The loop that `llmtrain train` runs, from the YAML on, without checkpoints and W&B."""
+    """The loop that `llmtrain train` runs, from the YAML on, without checkpoints and trackers."""
     timed_run(clock, _write_yaml(task))
 
 
@@ -238,7 +238,6 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
         setup.prove()  # as a run: what it leaves behind in compiled layers is in the figures
         tracker = Tracker(
             folder.path,
-            tracking=config.tracking,
             run_id=start.run_id,
             config={"run": asdict(config)},
             total_steps=run.max_steps,
@@ -295,7 +294,6 @@ def _write_yaml(task: Task, fp8: str | None = None) -> Path:
             "log_every": LOG_EVERY,
             "eval": False,
         },
-        "tracking": {"wandb": "disabled"},
     }
     path.write_text(yaml.safe_dump(fields))
     return path

@@ -149,7 +149,6 @@ def recipe(home: Path, options: argparse.Namespace, batch: int, steps: int, seed
         "train": {"run_dir": str(home / "run"), "global_batch": batch, "micro_batch": options.batch,
                   "max_steps": steps, "seed": seed, "log_every": 10, "export": False},
         "checkpoint": {"every_steps": 10 * steps},
-        "tracking": {"wandb": "disabled"},
     }  # fmt: skip
     (home / "recipe.yaml").write_text(json.dumps(tree))
     return home

@@ -62,7 +62,7 @@ def llmtrain(folder: Path) -> None:
     from llmtrain.cli import main
 
     heart.end_step = lambda step: told(folder)  # type: ignore
-    run = ("--data.path", str(folder / "data"), "--train.run_dir", str(folder / "run"), "--tracking.wandb", "disabled")
+    run = ("--data.path", str(folder / "data"), "--train.run_dir", str(folder / "run"))
     main(["train", "--config", str(RECIPE), *run])
 
 
@@ -113,6 +113,7 @@ def measure(name: str, folder: Path) -> dict[str, float]:
     """One start."""
     environment = {
         **os.environ,
+        "WANDB_MODE": "disabled",
         "DS_ACCELERATOR": "cpu",
         "TOKENIZERS_PARALLELISM": "false",
         "RANK": "0",

@@ -219,7 +219,6 @@ def write_yaml(task: Tuning, how: str) -> Path:
             "max_steps": task.total_steps,
             "eval": how == "dpo",
         },
-        "tracking": {"wandb": "disabled"},
     }
     if how == "lora":
         fields["adapter"] = {**ADAPTER, "start": str(folder / "adapter")}

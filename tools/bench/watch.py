@@ -43,7 +43,6 @@ model: {{config: {{model_type: llama, vocab_size: 512, hidden_size: {hidden}, in
 data: {{path: {data}, sequence_length: 128}}
 train: {{run_dir: {run}, global_batch: 8, micro_batch: 2, max_steps: {steps}, log_every: 10, eval_sequences: 2,
   export: false}}
-tracking: {{wandb: disabled}}
 """
 
 
@@ -225,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps = BLOCK * asked.blocks + 1
         recipe.write_text(RECIPE.format(repo=REPO, data=data, run=Path(folder) / "run", steps=steps, **shape))
         env = child_environment(WORLD_SIZE="2", LOCAL_SIZE="2", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
+                                WANDB_MODE="disabled",
                                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # fmt: skip
         command = [sys.executable, __file__, "rank", str(recipe), str(results), "control" if asked.control else ""]
         ranks = [

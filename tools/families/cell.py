@@ -66,7 +66,6 @@ def write_run(
         "train": {"run_dir": str(folder / "run"), "micro_batch": 2, "accumulation": 2 if form == "pp2" else 1,
                   "max_steps": STEPS, "log_every": 1, "eval_sequences": 4, "export": export},
         "schedule": {"warmup_steps": 2},
-        "tracking": {"wandb": "disabled"},
     }  # fmt: skip
     path = folder / "run.yaml"
     path.write_text(json.dumps(run, indent=1))  # JSON is YAML
@@ -137,7 +136,7 @@ def _launched(rank: int, port: int, words: list[str]) -> Callable[[], int]:
     def start() -> int:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE=str(RANKS),
-            WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WANDB_MODE="disabled",
         )  # fmt: skip
         return _main([*words, f"--local_rank={rank}"])
 

@@ -84,7 +84,7 @@ def met(everyone: list[dict[str, Any]]) -> None:
 
 
 def describe(**about_run: Any) -> None:
-    """Add facts about the run for fault reports: `tracking` and `run_id` for W&B, `experts`, `zero_stage`, ..."""
+    """Add facts about the run for fault reports: `sections` of features and `run_id` for trackers, `experts` ..."""
     if (first := _first_of_host()) is not None:
         first.describe(about_run)
 

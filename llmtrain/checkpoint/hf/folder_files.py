@@ -156,7 +156,7 @@ class Export(Conversion):
 
 
 def run_id(checkpoint: Path, trainer: TrainerState) -> str:
-    return str(trainer.wandb_id or checkpoint.resolve().parent.parent)
+    return str(trainer.run_id or checkpoint.resolve().parent.parent)
 
 
 def write_others(folder: Path, made: Export, files: WeightFiles) -> None:

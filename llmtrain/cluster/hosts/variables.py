@@ -1,8 +1,8 @@
 """Environment variables: the user's --env-file, variables for the ranks of other hosts, secrets.
 
-DeepSpeed passes on four prefixes and `.deepspeed_env`, unescaped, in the argv of pdsh and ssh: W&B's and Hugging Face's
-variables are left out, a token is in `ps` on every host, and `$(...)` runs. Here an allow-list travels, escaped, and
-secrets travel in a file of mode 0600 through ssh's standard input.
+DeepSpeed passes on four prefixes and `.deepspeed_env`, unescaped, in the argv of pdsh and ssh: Hugging Face's
+and trackers' are left out, a token is in `ps` on every host, and `$(...)` runs. Here an allow-list travels, escaped,
+and secrets travel in a file of mode 0600 through ssh's standard input.
 
 An --env-file is a strict part of a POSIX shell's grammar: `. FILE` gives the same values. Text that a shell would
 expand is refused.

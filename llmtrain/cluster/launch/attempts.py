@@ -209,7 +209,7 @@ class Supervisor:
 
 _POLL_S = 0.2
 _LEAVES_S = 60.0
-"""Time after a job's fault or end message until it is ended by force; closing W&B may take 20 s."""
+"""Time after a job's fault or end message until it is ended by force; closing a tracker may take 20 s."""
 _MEETS_S = 120.0
 """Added to fault.start_timeout_s: imports on a cold file system."""
 _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0

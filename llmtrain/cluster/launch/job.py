@@ -202,7 +202,7 @@ def _everywhere(
 
 
 AGENTS_LEAVE_S = 12.0
-"""Time for the agents to end after the ranks: after a fault they report to W&B."""
+"""Time for the agents to end after the ranks: after a fault they report to trackers."""
 _SAVES_S = 1800.0
 """Time for the ranks to save and leave; nobody is left to end a rank that hangs."""
 

@@ -105,7 +105,7 @@ class Pdsh(Launcher):
                     self._guardian = kept.enter_context(guardian)
                     yield job
             finally:
-                # The agents of a complete job leave at once; after a fault one may still be reporting to W&B.
+                # The agents of a complete job leave at once; after a fault one may still be reporting to a tracker.
                 for line in end_all(placement.names, self._mark, AGENTS_LEAVE_S):
                     say(f"warning: {line}")
                 if secret is not None:

@@ -104,8 +104,6 @@ def make_placement(options: Options, hosts: Sequence[Host], mark: str, words: Se
     ours = {messages.SUPERVISED: "1", messages.LAUNCH: mark}
     ours |= {messages.VERBOSE: "1"} if options.verbose else {}
     ours |= {messages.TERMINAL: "1"} if on_terminal() else {}
-    if "WANDB_RUN_ID" not in os.environ:  # so that a restart before the first checkpoint continues the same run
-        given = {"WANDB_RUN_ID": mark, **given}
     travel = travelling(os.environ, {**given, **ours})
     travel = replace(travel, private={**travel.private, **options.carried})
     return Placement(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel, verbose=options.verbose)

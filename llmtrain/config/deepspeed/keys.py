@@ -329,8 +329,8 @@ _DEEPCOMPILE = Why(
     "remove it; model.compile_layers in the YAML compiles the layers",
 )
 _TRACKING = Why(
-    "llmtrain does the tracking (metrics.jsonl, W&B, `llmtrain report`): two records would appear",
-    "remove the section or set enabled to false; the YAML's `tracking` section decides",
+    "llmtrain does the tracking (metrics.jsonl, trackers, `llmtrain report`): two records would appear",
+    "remove the section or set enabled to false; the YAML's `trackers` decide",
 )
 _MONITOR = {"enabled": _no(False, *_TRACKING), **_all({"output_path": "", "job_name": "DeepSpeedJobName"}, unread=_OFF)}
 _SCALED_BEFORE = dict.fromkeys((2, 3), Why(

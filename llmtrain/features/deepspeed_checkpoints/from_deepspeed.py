@@ -543,5 +543,5 @@ def _report(
     lines += optimizer
     if not source.kinds and not files.zero and not files.universal and layout["precision"] != "fp32":
         lines.append(f"the weights are the {layout['precision']} copies; there were no fp32 masters")
-    lines.append("not recorded by DeepSpeed, so not carried over: tokens, data order, W&B id, schedule")
+    lines.append("not recorded by DeepSpeed, so not carried over: tokens, data order, run id, schedule")
     return [*lines, f"wrote {path}, read back and equal"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain import features
 from llmtrain.base import untrusted
 from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.base.files import lock_folder
@@ -18,12 +19,10 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.tracking.local import JsonLines
-from llmtrain.tracking.sink import TrackingConfig
 from llmtrain.tracking.tracker import Queued
-from llmtrain.tracking.wandb_sink import WandbSink
 
 _REMEDY = "pip install 'llmtrain[eval]'"
-_TO_WANDB_S = 20.0
+_TO_TRACKERS_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def _scores_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def record(target: Target, scores: dict[str, dict[str, float]], about: dict[str, Any]) -> str:
-    """Write the scores to the run's metrics and to W&B, at the checkpoint's step. Returns a summary."""
+    """Write the scores to the run's metrics and trackers, at the checkpoint's step. Returns a summary."""
     assert target.run is not None and target.checkpoint is not None
     trainer, now = TrainerState.read(target.checkpoint), time.time()
     scored = {f"tasks/{task}/{metric}": value for task, metrics in scores.items() for metric, value in metrics.items()}
@@ -154,25 +153,30 @@ def record(target: Target, scores: dict[str, dict[str, float]], about: dict[str,
     files[1].write({"time_unix_s": now, "kind": "tasks", "step": trainer.step, **about})
     for file in files:
         file.close()
-    return f"{target.run / 'metrics.jsonl'}, step {trainer.step}{_to_wandb(target.run, trainer, row)}"
+    return f"{target.run / 'metrics.jsonl'}, step {trainer.step}{_to_trackers(target.run, trainer, row)}"
 
 
-def _to_wandb(run: Path, trainer: TrainerState, row: dict[str, Any]) -> str:
-    """Give W&B a row of an earlier step. Returns the end of a sentence about it."""
+def _to_trackers(run: Path, trainer: TrainerState, row: dict[str, Any]) -> str:
+    """Give the trackers of the run a row of an earlier step. Returns the end of a sentence about it."""
     try:
-        tracking = TrackingConfig(**trainer.section("tracking"))
+        sinks = features.trackers(trainer.run or {})
     except TypeError:
         return ""
-    run_id = trainer.wandb_id
-    if tracking.wandb == "disabled" or not run_id or not trainer.section("tracking"):
+    if not sinks or not trainer.run_id:
         return ""
+    names = " and ".join(type(sink).__name__ for sink in sinks.values())
     try:
         os.close(lock_folder(run))
-    except OSError:  # two processes cannot write to one run of W&B
-        return "; not to W&B, which the run that is under way writes to"
-    tracker = Queued("tracking.wandb", WandbSink(tracking=tracking, late=True), lambda _: "")
-    tracker.call("open", run, run_id, {}, 0)
-    tracker.call("log", row, more=False)
-    tracker.end(0)
-    tracker.join(time.monotonic() + _TO_WANDB_S)
-    return ", and to W&B"
+    except OSError:  # two processes cannot write to one run of a tracker
+        return f"; not to {names}, which the run that is under way writes to"
+    queued = []
+    for key, sink in sinks.items():
+        sink.late = True
+        queued.append(Queued(key, sink, lambda _: ""))
+        queued[-1].call("open", run, trainer.run_id, {}, 0)
+        queued[-1].call("log", row, more=False)
+        queued[-1].end(0)
+    until_s = time.monotonic() + _TO_TRACKERS_S
+    for tracker in queued:
+        tracker.join(until_s)
+    return f", and to {names}"

@@ -90,7 +90,7 @@ class Mirrored:
         return {step: (step, MANIFEST) in files for step in others}
 
     def run(self, step: int) -> str | None:
-        return self._trainer(step).wandb_id
+        return self._trainer(step).run_id
 
     def _trainer(self, step: int) -> TrainerState:
         name = name_of(step, TRAINER)
@@ -132,7 +132,7 @@ def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
         store = Mirrored(url)
         newest = next(iter(store.complete()), None)
         theirs = None if newest is None else store.run(newest)
-        ours = [TrainerState.read(folder).wandb_id for folder in here[:1]]
+        ours = [TrainerState.read(folder).run_id for folder in here[:1]]
     except (OSError, ValueError):  # a resume reports a damaged checkpoint
         return
     if newest is None:
@@ -234,7 +234,7 @@ class _Mirroring:
         links = folder.with_name(f"{folder.name}.mirror-{os.getpid()}.tmp")
         try:
             size, there = 0, self._store.complete()
-            manifest, run = (folder / MANIFEST).read_bytes(), TrainerState.read(folder).wandb_id
+            manifest, run = (folder / MANIFEST).read_bytes(), TrainerState.read(folder).run_id
             if there and self._store.run(next(iter(there))) != run:
                 raise CheckpointError("it holds checkpoints of another run; give each run an address of its own")
             # Newer steps than the newest here, and another checkpoint of this step, belong to an abandoned course.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class SamplesConfig:
     """Texts that the model continues at each evaluation by its likeliest tokens. The continuations go to the log,
-    events.jsonl, W&B and the report."""
+    events.jsonl, the trackers and the report."""
 
     prompts: list[str] | HostPath = field(default_factory=list)
     """A list of texts, or the path of a file with a text on each line."""

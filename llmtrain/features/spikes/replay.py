@@ -47,7 +47,7 @@ _QUIET = {
     "train.max_minutes": "null", "train.stop_early.metric": "null",
     "checkpoint.every_steps": "null", "checkpoint.every_minutes": "null", "checkpoint.keep": 1000,
     "checkpoint.keep_best.metric": "null", "checkpoint.dir": "null",
-    "fault.preempt_file": "null", "spikes.pinned": 0, "tracking.wandb": "disabled",
+    "fault.preempt_file": "null", "spikes.pinned": 0,
     "trackers": "{}", "eval.sets": "{}", "eval.choices": "{}",
 }  # fmt: skip
 """Settings that change no number of a step."""

@@ -40,9 +40,8 @@ _LONGEST = 4 << 20
 _HELLO_S, _HELLO_BYTES = 5.0, 4 << 10
 _STRANGERS, _AT_ONCE = 32, 1024
 """Connections that may wait without the token; those that are accepted in one round."""
-_GENTLE = ("wandb-core",)
-"""Programs that remove their sockets when they are asked to end."""
 _GENTLE_S = 2.0
+"""Time for programs that are not Python's, which may have sockets to remove."""
 _WITHIN_S = 8.0
 _LAUNCHER_LEAVES_S = 40.0
 _LAUNCHER = "deepspeed.launcher.launch"
@@ -234,24 +233,24 @@ _ENDED_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 """Pauses before another start of an agent that has ended before its ranks; each is twice as long as the last."""
 _NOTE_WITHIN_S = 9.5
-"""Limit of one process that writes an event; W&B needs seconds."""
+"""Limit of one process that writes an event; a tracker may need seconds."""
 
 
 class _Notes:
-    """Writes an agent's events, each in a process of its own: no full disk and no W&B holds up the agent."""
+    """Writes an agent's events, each in a process of its own: no full disk and no tracker holds up the agent."""
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
         self._open: list[tuple[subprocess.Popen[bytes], float]] = []
 
     def write(self, kind: str, event: dict[str, Any], run: dict[str, Any] | None = None) -> None:
-        """Start to write an event to events.jsonl; with `run` (the file RUN) W&B gets it, too."""
+        """Start to write an event to events.jsonl; with `run` (the file RUN) the trackers get it, too."""
         if not os.path.isdir(self._run_dir):
             return
         content = {"run_dir": self._run_dir, "kind": kind, "event": event, "run": run or {}}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "llmtrain.tracking.fault_note"],
+                [sys.executable, "-m", "llmtrain.features.watch.note"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -627,8 +626,7 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[
         if not alive or time.monotonic() > deadline:
             break
         for process in alive:
-            gentle = any(os.path.basename(word) in _GENTLE for word in words(process.pid)[:2])
-            waits = gentle and time.monotonic() - began < _GENTLE_S
+            waits = time.monotonic() - began < _GENTLE_S and not _is_python(process.pid)
             process.send(signal.SIGTERM if waits else signal.SIGKILL)
         time.sleep(0.1)
     if launcher is not None and ours:
@@ -639,6 +637,13 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[
             time.sleep(0.1)
         launcher.send(signal.SIGKILL)
     return sorted(process.pid for process in known if process.alive())
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        return os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe")
+    except OSError:  # it has ended
+        return True
 
 
 def _family(known: set[Process], mark: str) -> set[Process]:

@@ -16,7 +16,7 @@ _MORE_NEWS_S = 1.5
 _STEPS_WITHOUT_S = 8.0
 _OTHERS_LEAVE_S, _ALL_LEAVE_S = 30.0, 600.0
 """Time for all ranks to leave: after one left with a user's mistake or a signal to the job; after the end of the run,
-while W&B is closed and libraries end."""
+while trackers are closed and libraries end."""
 
 
 @dataclass

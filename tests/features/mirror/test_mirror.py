@@ -193,7 +193,7 @@ def test_a_store_with_another_runs_checkpoints_is_refused(tmp_path: Path, url: s
     for continues in (True, False):
         with pytest.raises(CheckpointError, match=r"holds step-00000002, which this run has not written"):
             refuse_other(url, mine, continues=continues)
-    write_checkpoint(tmp_path / "mine", 1, seed=1, wandb_id="mine")
+    write_checkpoint(tmp_path / "mine", 1, seed=1, run_id="mine")
     with pytest.raises(CheckpointError, match=r"which this run has not written"):
         refuse_other(url, mine, continues=True)
     mirror, told = mirroring(tmp_path / "mine", Mirrored(url))
@@ -207,7 +207,7 @@ def test_a_store_with_another_runs_checkpoints_is_refused(tmp_path: Path, url: s
 def test_a_run_below_another_ones_address_is_left_alone(tmp_path: Path, url: str) -> None:
     one, below = tmp_path / "one", tmp_path / "below"
     for step in (1, 2):
-        write_checkpoint(below, step, seed=step, wandb_id="another")
+        write_checkpoint(below, step, seed=step, run_id="another")
         mirroring(below, Mirrored(f"{url}/below"))[0].go_on()
     for step in (3, 4):
         write_checkpoint(one, step, seed=step)

@@ -43,7 +43,8 @@ class Job:
     def __init__(self, lab: Lab, folder: Path, data: str, warm: WarmCommands, *overrides: str) -> None:
         self.lab, self.folder, self.run = lab, folder, folder / "run"
         recipe = write_recipe(folder, data)
-        (folder / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\nLLMTRAIN_SUPERVISED=1\n")
+        variables = ("OMP_NUM_THREADS=1", "DS_ACCELERATOR=cpu", "LLMTRAIN_SUPERVISED=1", "WANDB_MODE=disabled")
+        (folder / ".deepspeed_env").write_text("".join(f"{each}\n" for each in variables))
         self.log = open(folder / "output", "w+")  # noqa: SIM115  # as long as the job
         first = lab.hosts[0]
         self.process = first.popen(

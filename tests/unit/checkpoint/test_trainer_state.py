@@ -36,7 +36,7 @@ def test_a_conversion_may_record_little() -> None:
         ({"run": "x"}, "run is 'x', where the state of a run has a map"),
         ({"data_stages": [5]}, r"data_stages is \[5\], where the state of a run has a list"),
         ({"separator_id": {}}, "separator_id is {}, where the state of a run has a number or a list"),
-        ({"wandb_id": 3}, "wandb_id is 3, where the state of a run has text.*take another checkpoint"),
+        ({"run_id": 3}, "run_id is 3, where the state of a run has text.*take another checkpoint"),
     ],
 )
 def test_a_wrong_type_is_refused_by_its_key(change: dict[str, Any], message: str) -> None:

@@ -17,13 +17,11 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.variables import travelling
 from llmtrain.cluster.launch.placement import (
-    Options,
     Placement,
     check,
     command,
     command_length,
     environment,
-    make_placement,
     threads,
 )
 from llmtrain.commands.launch import main as launch
@@ -115,25 +113,6 @@ def test_secrets_stay_out_of_the_launchers_environment_unless_it_starts_the_rank
     assert shlex.split(mine["PDSH_SSH_ARGS_APPEND"])[:2] == ["-p", "2222"]
     alone = environment(placement(host("localhost", 0), variables=variables), "F", {})
     assert alone["WANDB_API_KEY"] == "correct-horse"
-
-
-def test_all_attempts_of_a_launch_have_one_run_of_wandb(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Options(
-        hosts=(Host(name="localhost", slots=1, devices=(0,), line=1),),
-        words=(str(recipe),),
-        launcher="pdsh",
-        max_restarts=1,
-        min_hosts=1,
-        env_file=None,
-        dry_run=False,
-    )
-    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    first, second, other = (
-        make_placement(options, options.hosts, mark).travel.open for mark in ("a" * 16, "a" * 16, "b")
-    )
-    assert first["WANDB_RUN_ID"] == second["WANDB_RUN_ID"] != other["WANDB_RUN_ID"]
-    monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    assert make_placement(options, options.hosts, "c").travel.open["WANDB_RUN_ID"] == "mine"
 
 
 def test_threads_are_shared_out_on_the_fullest_host() -> None:

@@ -21,10 +21,9 @@ from llmtrain.config import strict_yaml
 from llmtrain.config.load import load, parse
 from llmtrain.config.problems import Problems
 from llmtrain.config.resolve import resolve, solve
-from llmtrain.config.run import ModelConfig, Run, RunConfig
+from llmtrain.config.run import ModelConfig, Run, RunConfig, TrainConfig
 from llmtrain.config.schema import schema
 from llmtrain.config.strict_yaml import dump
-from llmtrain.tracking.sink import TrackingConfig
 from tests.helpers.config_workplace import RUN, ranks_at_least, write
 
 ROOT = Path(__file__).parents[3]
@@ -176,10 +175,11 @@ def test_the_same_value_in_both_files_is_fine(here: Path) -> None:
 
 
 def test_overrides_win_over_the_yaml(here: Path) -> None:
-    argv = ["--optim.lr", "1e-3", "--train.export=false", "--tracking.tags", "[a, b]", "--tracking.name", "007"]
+    argv = ["--optim.lr", "1e-3", "--train.export=false", "--model.freeze", "[a, b]"]
     argv += ["--model.config.hidden_size", "128", "--optim.betas=[0.9,0.99]", "--train.sample_prompt", "a: b"]
+    argv += ["--fault.preempt_file", "007"]
     config = loaded(here, None, None, *argv, "--local_rank=1").config
-    assert (config.optim.lr, config.train.export, config.tracking.tags, config.tracking.name) == (
+    assert (config.optim.lr, config.train.export, config.model.freeze, config.fault.preempt_file) == (
         1e-3,
         False,
         ["a", "b"],
@@ -260,7 +260,6 @@ def test_max_steps_from_tokens(here: Path, train: dict[str, Any], steps: int) ->
 def test_keys_that_others_make_idle_are_noted(here: Path) -> None:
     run = {
         "train": {"max_steps": 100, "eval": False, "eval_every": 5},
-        "tracking": {"wandb": "disabled"},
         "checkpoint": {"mode": "sync", "when_busy": "skip"},
     }
     notes = [note.partition(": no effect")[0] for note in loaded(here, run).notes if "no effect" in note]
@@ -336,19 +335,19 @@ def test_a_solution_keeps_what_was_given(
 
 
 def test_a_dump_reads_back_to_the_same_run(here: Path) -> None:
-    write(here, {"tracking": {"tags": ["off", "a: b"]}, "train": {"sample_prompt": "x\ny"}})
-    first = resolve(parse(["--config", "run.yaml", "--tracking.name", "1e-3"]).config, 2).config
+    write(here, {"model": {"freeze": ["off", "a: b"]}, "train": {"sample_prompt": "x\ny"}})
+    first = resolve(parse(["--config", "run.yaml", "--fault.preempt_file", "1e-3"]).config, 2).config
     (here / "again.yaml").write_text(dump(first))
     assert parse(["--config", "again.yaml"]).config == first
-    assert first.tracking.name == "1e-3"
+    assert first.fault.preempt_file == "1e-3"
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.text(max_size=20))
 def test_any_text_survives_a_dump(text: str) -> None:
-    config = RunConfig(deepspeed="x", model=ModelConfig(pretrained="m"), tracking=TrackingConfig(name=text))
+    config = RunConfig(deepspeed="x", model=ModelConfig(pretrained="m"), train=TrainConfig(sample_prompt=text))
     tree = strict_yaml.parse(dump(config), "dump").tree
-    assert tree["tracking"]["name"] == text
+    assert tree["train"]["sample_prompt"] == text
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,17 @@ from tests.helpers.config_workplace import write
 
 
 def test_the_later_file_wins_key_by_key(here: Path) -> None:
-    change = {"optim": {"betas": [0.8, 0.9], "lr": 1e-3}, "tracking": {"tags": ["a", "b"]}}
+    change = {"optim": {"betas": [0.8, 0.9], "lr": 1e-3}, "model": {"freeze": ["a", "b"]}}
     write(here, change)
     (here / "more.yaml").write_text(
-        "model: {config: {hidden_size: 128}}\noptim: {betas: [0.9, 0.99]}\ntracking: {tags: [c]}\ntrain:\n"
+        "model: {config: {hidden_size: 128}}\noptim: {betas: [0.9, 0.99]}\ntrain:\n"
         "data: {path: null, mixture: {data/x: 2}}\n"
     )
-    (here / "last.yaml").write_text("data: {mixture: {data/x: 3}}\n")
+    (here / "last.yaml").write_text("data: {mixture: {data/x: 3}}\nmodel: {freeze: [c]}\n")
     layered = load(["run.yaml", "--config", "more.yaml", "last.yaml", "--optim.lr", "2e-3"], 2)
     change = {
-        "model": {"config": {"hidden_size": 128}},
+        "model": {"config": {"hidden_size": 128}, "freeze": ["c"]},
         "optim": {"betas": [0.9, 0.99], "lr": 2e-3},
-        "tracking": {"tags": ["c"]},
         "data": {"path": None, "mixture": {"data/x": 3}},
         "train": {"run_dir": "runs/last"},
     }
@@ -53,7 +52,7 @@ def test_another_choice_of_a_later_file_drops_the_fields_that_it_has_not(here: P
 
 
 def test_show_tells_where_each_value_came_from(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(here, {"tracking": {"name": "x # y"}, "train": {"sample_prompt": "long " * 400}}, {"gradient_clipping": 0.5})
+    write(here, {"train": {"sample_prompt": "x # y " + "long " * 400}}, {"gradient_clipping": 0.5})
     (here / "more.yaml").write_text("\noptim:\n  lr: 1e-3\nmodel: {config: {hidden_size: 128}}\n")
     words = ["run.yaml", "more.yaml", "--train.log_every=3", "--model.config.vocab_size", "640"]
     assert cli.main(["config", "show", *words, "--world-size", "2"]) == 0
@@ -73,10 +72,10 @@ def test_home_and_variables_in_paths(here: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HOME", str(here))
     monkeypatch.setenv("OUT", "runs/of me")
     write(here, {"deepspeed": "~/ds.json", "data": {"path": None, "mixture": {"${HOME}/data/x": 1}}})
-    run = load(["run.yaml", "--train.run_dir=$OUT/1", "--tracking.name", "$OUT"], 2)
+    run = load(["run.yaml", "--train.run_dir=$OUT/1", "--train.sample_prompt", "$OUT"], 2)
     config = run.config
     assert (config.deepspeed, config.data.mixture) == (f"{here}/ds.json", {f"{here}/data/x": 1.0})
-    assert (config.train.run_dir, config.tracking.name) == ("runs/of me/1", "$OUT")
+    assert (config.train.run_dir, config.train.sample_prompt) == ("runs/of me/1", "$OUT")
     assert "train.run_dir: $OUT/1 is runs/of me/1 here" in run.notes
     (here / "~").mkdir()
     (here / "~/ds.json").write_text((here / "ds.json").read_text())  # what is there as it is written is meant

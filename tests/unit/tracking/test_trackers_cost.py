@@ -1,4 +1,4 @@
-"""Cost of all trackers at once: W&B, those of features, one that is dead and one that sleeps in each call."""
+"""Cost of all trackers at once: those of features, one that is dead and one that sleeps in each call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain import features
 from llmtrain.base.choice import Entry
 from llmtrain.tracking import tracker as tracker_module
 from llmtrain.tracking.metrics import metrics
-from llmtrain.tracking.sink import Sink, TrackingConfig
+from llmtrain.tracking.sink import Sink
 from llmtrain.tracking.tracker import Tracker
 
 pytestmark = [pytest.mark.needs("tensorboard", "mlflow", "sqlalchemy", "alembic"), pytest.mark.timeout(300)]
@@ -34,12 +35,11 @@ class Sleeping(Sink):
 
 
 def made(folder: Path, five: bool) -> Tracker:
-    ours = {
-        name: sink() for name, sink in Entry.SECTIONS["trackers"].items() if sink.__module__.startswith("llmtrain.")
-    }
-    trackers = {**ours, "dead": Dead(), "sleeping": Sleeping()}
-    return Tracker(folder, tracking=TrackingConfig(wandb="offline" if five else "disabled"), run_id="r", config={},
-                   total_steps=None, enabled=True, trackers=trackers if five else {})  # fmt: skip
+    ours = [sink for sink in Entry.SECTIONS["trackers"].values() if sink.__module__.startswith("llmtrain.")]
+    by_default = list(features.trackers(features.defaults()).values())
+    sinks = [*by_default, *(sink() for sink in ours), Dead(), Sleeping()] if five else []
+    return Tracker(folder, run_id="r", config={}, total_steps=None, enabled=True,
+                   trackers={f"trackers.{type(sink).__name__.lower()}": sink for sink in sinks})  # fmt: skip
 
 
 def step(size: int, times: int) -> None:
@@ -85,6 +85,7 @@ def test_a_row_to_five_trackers_is_handed_over_at_once(
     """5 ms are 1 % of the 0.5 s that ten steps (train.log_every) of 50 ms take. On the clock a row takes longer where
     other jobs have the processor; a call that waited for the tracker that sleeps would take 30 s."""
     monkeypatch.setattr(tracker_module, "_CLOSES_S", 2.0)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # tests/conftest.py disables it
     _, _, computed, waited = share(tmp_path, blocks=20, steps=10, size=64, times=4)
     assert statistics.median(computed) < 5e-3, computed
     assert max(waited) < 5, waited
@@ -94,9 +95,10 @@ def test_a_row_to_five_trackers_is_handed_over_at_once(
 
 
 @pytest.mark.slow
-def test_the_step_time_with_five_trackers_is_within_a_percent(tmp_path: Path) -> None:
+def test_the_step_time_with_five_trackers_is_within_a_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """60 pairs of blocks, beside none against none in the same way (docs/developers/benchmarks.md). A call
     that waited for the tracker that sleeps would take 30 s: other jobs on the processor take the longest times."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
     words: dict[str, Any] = {"blocks": 60, "steps": 10, "size": 768, "times": 1}
     noise, *_ = share(tmp_path / "noise", **words, five=False)
     ratio, step_s, computed, waited = share(tmp_path / "five", **words)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import random
 import re
 import sys
 import threading
@@ -17,19 +18,17 @@ import pytest
 
 from llmtrain.base import log, units
 from llmtrain.base.redact import REDACTED, is_secret, redact, redact_argv, redact_text
-from llmtrain.tracking.environment import VERIFIED, describe_environment, unverified, write_environment
+from llmtrain.tracking.environment import VERIFIED, describe_environment, new_run_id, unverified, write_environment
 from llmtrain.tracking.local import JsonLines, read_rows, truncate_after
-from llmtrain.tracking.sink import Sink, TrackingConfig
+from llmtrain.tracking.sink import Sink
 from llmtrain.tracking.tracker import Console, Queued, Tracker
 
 ROOT = Path(__file__).parents[3]
-NO_WANDB = TrackingConfig(wandb="disabled")
 
 
 def tracker(run_dir: Path, *, start_step: int = 0, enabled: bool = True) -> Tracker:
     return Tracker(
         run_dir,
-        tracking=NO_WANDB,
         run_id="r",
         config={},
         total_steps=10,
@@ -349,3 +348,18 @@ def test_a_tracker_that_ends_well_is_not_abandoned() -> None:
     tracker.end(0)
     tracker.join(time.monotonic() + 30)
     assert not sink.abandoned
+
+
+def test_run_ids_differ_are_those_of_the_launch_and_leave_seeded_generators_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LLMTRAIN_LAUNCH", "mark")
+    assert new_run_id() == "mark", "a restart before the first checkpoint continues the same run"
+    monkeypatch.delenv("LLMTRAIN_LAUNCH")
+    random.seed(0)
+    ids = {new_run_id() for _ in range(50)}
+    assert len(ids) == 50
+    assert all(re.fullmatch("[a-z0-9]{8}", run_id) for run_id in ids)
+    after = random.random()
+    random.seed(0)
+    assert random.random() == after

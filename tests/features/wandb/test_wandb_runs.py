@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 from llmtrain.checkpoint.format import complete_checkpoints
+from tests.features.wandb.wandb_files import read_back
+from tests.features.wandb.wandb_server import serving
 from tests.helpers import forked
 from tests.helpers.launching import environment, rows, write_recipe
-from tests.helpers.wandb_files import read_back
-from tests.helpers.wandb_server import serving
+from tests.runs.test_trackers import two_launches
 
 COMMON = ("--schedule.name", "constant", "--train.eval_every", "4")
 
@@ -90,7 +91,7 @@ def test_each_step_of_all_launches_stands_in_wandb_once_and_in_order(small_data,
         assert done.returncode == 0, done.stderr
         print(done.stdout, done.stderr)
     saved = json.loads((complete_checkpoints(run / "checkpoints")[0] / "trainer.json").read_text())
-    assert server.runs == {saved["wandb_id"]}
+    assert server.runs == {saved["run_id"]}
     assert server.overwritten == 0
     history, local = server.rows(), {}
     for row in rows(run):
@@ -104,12 +105,12 @@ def test_each_step_of_all_launches_stands_in_wandb_once_and_in_order(small_data,
 LAUNCH = """
     import os, sys
     from pathlib import Path
-    from llmtrain.tracking import wandb_sink
+    from llmtrain.features.wandb import TrackingConfig
+    from llmtrain.features.wandb.sink import WandB
     from llmtrain.tracking.local import JsonLines
-    from llmtrain.tracking.sink import TrackingConfig
 
     run, step = Path(sys.argv[1]), int(sys.argv[2])
-    sink = wandb_sink.WandbSink(tracking=TrackingConfig(wandb="offline"))
+    sink = WandB(tracking=TrackingConfig(wandb="offline"))
     if step == 1:  # `wandb.init` has returned
         sink._catch_up = lambda *_: (JsonLines(run / "metrics.jsonl").write({"step": 1}), os.kill(os.getpid(), 9))
     sink.open(run, "r", {}, step - 1)
@@ -140,3 +141,25 @@ def test_an_offline_file_holds_the_configuration(small_data, tmp_path):
     parameters = json.loads((run / "environment.json").read_text())["parameters"]
     assert session["config"]["parameters"] == parameters > 0
     assert session["config"]["units"]["loss"] == "nats/token" and session["config"]["units"]["max_memory_gib"] == "GiB"
+
+
+def test_both_launches_of_a_run_have_its_group_and_its_job_type(small_data, tmp_path):
+    two_launches(tmp_path, small_data, "--tracking.wandb", "offline", "--tracking.group", "sweep",
+                 "--tracking.job_type", "pretrain")  # fmt: skip
+    launches = [read_back(folder) for folder in (tmp_path / "run/wandb").glob("offline-run-*")]
+    assert [(sent["group"], sent["job_type"]) for sent in launches] == [("sweep", "pretrain")] * 2
+
+
+def test_a_fault_is_in_the_run_of_its_ranks(small_data, tmp_path):
+    stalls = pytest.importorskip("tests.features.watch.stalls")
+    words = ("--train.max_steps", "100000", "--fault.stall_timeout_s", "4", "--tracking.wandb", "offline")
+    job = forked.Launch(write_recipe(tmp_path, small_data), *words, before=stalls.raises)
+    assert None not in job.wait(120), job.output()[-3000:]
+    deadline, told = time.monotonic() + 20, []
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.5)
+        folders = files(tmp_path / "run")
+        told = [found for folder in folders if "fault" in (found := read_back(folder))["summary"]]
+    assert len(told) == 1 and "raised ValueError: token 600" in told[0]["summary"]["fault"]
+    # By the folders: on a busy machine rank 0's is ended before anything of it is in its file.
+    assert {folder.name.rpartition("-")[2] for folder in folders} == {told[0]["id"]}

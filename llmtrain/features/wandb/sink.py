@@ -21,10 +21,11 @@ import psutil
 
 from llmtrain.base import log, untrusted
 from llmtrain.base.redact import redact_text
+from llmtrain.features.wandb import TrackingConfig
+from llmtrain.features.wandb.mode import QUIET, Mode, choose_mode
 from llmtrain.tracking.local import read_rows, rows_after
 from llmtrain.tracking.metrics import metrics
-from llmtrain.tracking.sink import Sink, TrackingConfig
-from llmtrain.tracking.wandb_mode import QUIET, Mode, choose_mode
+from llmtrain.tracking.sink import Sink
 
 _INIT_TIMEOUT_S = 60.0
 _HEADER_BYTES = 7
@@ -47,14 +48,10 @@ class _Sent:
 
 
 @dataclass(kw_only=True)
-class WandbSink(Sink):
+class WandB(Sink):
     """One W&B run that continues under the same id in every launch of the training run."""
 
     tracking: TrackingConfig
-    late: bool = False
-    """The rows are scores of earlier steps: they take the next free `_step`; the charts show them at their own `step`.
-    """
-
     MODULES = ("wandb",)
 
     def __post_init__(self) -> None:
@@ -155,7 +152,7 @@ class WandbSink(Sink):
         """Send a row of a step that earlier launches have not sent. Texts of samples are a table."""
         if self._run is None:
             return
-        if self.late:
+        if self.late:  # it takes the next free `_step`; the charts show it at its own `step`
             self._run.log(row)
         elif row["step"] > self._sent.before:
             self._send(row, more=more)
@@ -191,6 +188,26 @@ class WandbSink(Sink):
             self._save_sent()
         # Ends wandb-core and takes away W&B's exit hook, which could hold up the interpreter's end.
         wandb.teardown()
+
+    def fault(self, run_dir: Path, run_id: str, event: dict[str, Any]) -> None:
+        """Mark the run as failed, with the paragraph in its summary under `fault`."""
+        mode, _ = choose_mode(self.tracking.wandb)
+        if mode == "disabled":
+            return
+        os.environ.update(QUIET)
+        import wandb
+
+        run = wandb.init(
+            id=run_id,
+            resume="allow",
+            mode=mode,
+            dir=str(run_dir),
+            project=self.tracking.project,
+            entity=self.tracking.entity,
+            settings=wandb.Settings(console="off", disable_code=True, disable_git=True, save_code=False, silent=True),
+        )
+        run.summary.update({"fault": event["text"], "fault_cause": event["cause"], "fault_step": event["step"]})
+        run.finish(exit_code=1)
 
     def abandon(self) -> None:
         """End wandb-core, then W&B's exit hook, which waits without limit for a stuck upload."""

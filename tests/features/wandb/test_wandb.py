@@ -20,16 +20,20 @@ import psutil
 import pytest
 import wandb
 
+from llmtrain import features
 from llmtrain.base import log
+from llmtrain.base.errors import ConfigError
+from llmtrain.config.load import parse
+from llmtrain.features.wandb import TrackingConfig, sink
+from llmtrain.features.wandb import mode as modes
+from llmtrain.features.wandb.mode import choose_mode
+from llmtrain.features.wandb.sink import WandB
 from llmtrain.tracking import tracker as trackers
-from llmtrain.tracking import wandb_mode, wandb_sink
 from llmtrain.tracking.environment import new_run_id
 from llmtrain.tracking.local import JsonLines, truncate_after
-from llmtrain.tracking.sink import TrackingConfig
 from llmtrain.tracking.tracker import Queued, Tracker
-from llmtrain.tracking.wandb_mode import choose_mode
-from llmtrain.tracking.wandb_sink import WandbSink
-from tests.helpers.wandb_files import read_back
+from tests.features.wandb.wandb_files import read_back
+from tests.helpers.config_workplace import write
 
 pytestmark = pytest.mark.long
 
@@ -52,15 +56,15 @@ def python(code: str, *argv: str, **environment: str) -> subprocess.CompletedPro
 
 TWO_LAUNCHES = """
     import os, sys, psutil
-    from llmtrain.tracking.sink import TrackingConfig
+    from llmtrain import features
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.tracking.environment import describe_environment, write_environment
 
     config = {"run": {"optim": {"lr": 3e-4}}, "deepspeed": {"zero_optimization": {"stage": 2}},
               "wandb_api_key": os.environ["WANDB_API_KEY"], "note": "key is " + os.environ["WANDB_API_KEY"]}
     for start, end, status in ((0, 6, "failed"), (4, 9, "finished")):
-        tracker = Tracker(sys.argv[1], tracking=TrackingConfig(wandb="offline", project="proj"), run_id="run12345",
-                          config=config, total_steps=9, enabled=True, start_step=start)
+        tracker = Tracker(sys.argv[1], run_id="run12345", config=config, total_steps=9, enabled=True, start_step=start,
+                          trackers=features.trackers({"tracking": {"wandb": "offline", "project": "proj"}}))
         environment = describe_environment(ranks=[], plugins={}, argv=["x", "--api_key", os.environ["WANDB_API_KEY"]])
         write_environment(sys.argv[1], environment)
         tracker.event("start", environment=environment, key=os.environ["WANDB_API_KEY"])
@@ -106,10 +110,11 @@ def test_a_kill_leaves_no_process(tmp_path):
     code = """
         import os, sys, time, psutil
         from pathlib import Path
-        from llmtrain.tracking.sink import TrackingConfig
+        from llmtrain import features
         from llmtrain.tracking.tracker import Tracker
-        from tests.helpers.wandb_files import read_back
-        tracker = Tracker(sys.argv[1], tracking=TrackingConfig(), run_id="r1", config={}, total_steps=9, enabled=True)
+        from tests.features.wandb.wandb_files import read_back
+        tracker = Tracker(sys.argv[1], run_id="r1", config={}, total_steps=9, enabled=True,
+                          trackers=features.trackers({"tracking": {"wandb": "auto"}}))
         tracker.log({"step": 1, "loss": 1.0})
         deadline = time.monotonic() + 40
         while not [path for path in Path(sys.argv[1]).rglob("*.wandb") if read_back(path.parent)["rows"]]:
@@ -143,10 +148,10 @@ def test_a_server_that_never_answers_costs_nothing_and_leaves_no_process(tmp_pat
             import sys, time, psutil
             from pathlib import Path
             from llmtrain.tracking import tracker
-            from llmtrain.tracking.sink import TrackingConfig
+            from llmtrain import features
             tracker._CLOSES_S = 0.5
-            run = tracker.Tracker(Path(sys.argv[1]), tracking=TrackingConfig(), run_id="r1", config={},
-                                  total_steps=1, enabled=True)
+            run = tracker.Tracker(Path(sys.argv[1]), run_id="r1", config={}, total_steps=1, enabled=True,
+                                  trackers=features.trackers({"tracking": {"wandb": "auto"}}))
             while not psutil.Process().children():
                 time.sleep(0.05)
             run.log({"step": 1, "loss": 1.0})
@@ -169,10 +174,10 @@ def test_a_dead_wandb_core_is_said_once_and_leaves_no_traceback(tmp_path):
     code = """
         import sys, time, psutil
         from pathlib import Path
-        from llmtrain.tracking.sink import TrackingConfig
+        from llmtrain import features
         from llmtrain.tracking.tracker import Tracker
-        tracker = Tracker(sys.argv[1], tracking=TrackingConfig(wandb="offline"), run_id="r1", config={},
-                          total_steps=50, enabled=True)
+        tracker = Tracker(sys.argv[1], run_id="r1", config={}, total_steps=50, enabled=True,
+                          trackers=features.trackers({"tracking": {"wandb": "offline"}}))
         while not list(Path(sys.argv[1]).rglob("*.wandb")):
             time.sleep(0.05)
         for child in psutil.Process().children():
@@ -236,8 +241,9 @@ def fake_wandb(monkeypatch, *, run: FakeRun | None = None, init=None) -> types.M
 
 
 def tracker_of(folder: Path, *, wandb: str = "offline", start_step: int = 0, late: bool = False, **tracking) -> Queued:
-    sink = WandbSink(tracking=TrackingConfig(wandb=wandb, **tracking), late=late)
-    tracker = Queued("tracking.wandb", sink, lambda _: "")
+    made = WandB(tracking=TrackingConfig(wandb=wandb, **tracking))
+    made.late = late
+    tracker = Queued("tracking.wandb", made, lambda _: "")
     tracker.call("open", folder, "r", {}, start_step)
     return tracker
 
@@ -331,8 +337,8 @@ def test_online_that_fails_falls_back_to_offline_under_the_same_id(tmp_path, mon
 def test_disabled_does_not_even_import(tmp_path, monkeypatch, capsys, given, word):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setenv("WANDB_MODE", word)
-    off = TrackingConfig(wandb=given)
-    Tracker(tmp_path, tracking=off, run_id="r", config={}, total_steps=1, enabled=True).close()
+    made = features.trackers({"tracking": TrackingConfig(wandb=given)})
+    Tracker(tmp_path, run_id="r", config={}, total_steps=1, enabled=True, trackers=made).close()
     assert "given up" not in capsys.readouterr().err
 
 
@@ -343,7 +349,7 @@ def launch(
     folder = run / "wandb" / name
     fake = FakeRun(folder=folder, starting_step=0 if server_has is None else server_has + 1)
     fake_wandb(monkeypatch, run=fake).Table = lambda columns, data: data
-    monkeypatch.setattr(wandb_sink, "choose_mode", lambda asked: (asked, ""))
+    monkeypatch.setattr(sink, "choose_mode", lambda asked: (asked, ""))
     folder.mkdir(parents=True)
     (folder / "run-r.wandb").write_bytes(b"rows of W&B")
     start = steps[0] - 1
@@ -403,7 +409,7 @@ def test_scores_after_a_killed_offline_launch_come_with_its_rows(tmp_path, monke
 def test_one_save_covers_all_rows_of_earlier_launches(tmp_path, monkeypatch):
     saves, rows = [], range(1, 41)
     launch(tmp_path, monkeypatch, "offline-run-1-r", rows, killed=True)
-    monkeypatch.setattr(WandbSink, "_save_sent", lambda sink: saves.append(sink._sent.step))
+    monkeypatch.setattr(WandB, "_save_sent", lambda sink: saves.append(sink._sent.step))
     assert launch(tmp_path, monkeypatch, "offline-run-2-r", range(41, 42)) == [*rows, 41]
     assert saves == [40, 40, 41, 41]  # before `wandb.init`, before the rows, after the new row, at the end
 
@@ -496,26 +502,44 @@ def test_base_url_of_the_settings_file(no_credentials):
     folder = no_credentials / ".config" / "wandb"
     folder.mkdir(parents=True)
     (folder / "settings").write_text("[default]\nbase_url = https://wandb.mine\n")
-    assert wandb_mode.base_url() == "https://wandb.mine"
+    assert modes.base_url() == "https://wandb.mine"
     (folder / "settings").write_text("broken [")
-    default = wandb_mode.base_url()
+    default = modes.base_url()
     assert default == wandb.Settings().base_url != "https://wandb.mine"
     for host in (urlsplit(default).hostname, "api.wandb.ai"):  # of `wandb login`, now and before
         (no_credentials / ".netrc").write_text(f"machine {host} login user password secret\n")
-        assert wandb_mode.has_api_key(default) and not wandb_mode.has_api_key("https://wandb.mine")
+        assert modes.has_api_key(default) and not modes.has_api_key("https://wandb.mine")
 
 
-def test_run_ids_differ_and_leave_seeded_generators_alone(monkeypatch):
-    import random
-
+def test_a_new_run_takes_the_id_of_the_environment(monkeypatch):
+    monkeypatch.setenv("LLMTRAIN_LAUNCH", "mark")
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     assert new_run_id() == "mine"
-    monkeypatch.delenv("WANDB_RUN_ID")
 
-    random.seed(0)
-    ids = {new_run_id() for _ in range(50)}
-    assert len(ids) == 50
-    assert all(re.fullmatch("[a-z0-9]{8}", run_id) for run_id in ids)
-    after = random.random()
-    random.seed(0)
-    assert random.random() == after
+
+@pytest.mark.parametrize(("word", "meant"), [("off", "disabled"), ("ofline", "offline")])
+def test_a_wrong_mode_is_refused_with_the_right_one(tmp_path, monkeypatch, word, meant):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"tracking": {"wandb": word}})
+    with pytest.raises(ConfigError, match=f'tracking.wandb = "{word}"(.|\n)*did you mean {meant}?'):
+        parse(["--config", "run.yaml"])
+
+
+def test_a_fault_is_in_the_summary_and_fails_the_run(tmp_path):
+    """In a process of its own, as the one that the watch starts."""
+    code = """
+        import sys
+        from dataclasses import asdict
+        from pathlib import Path
+        from llmtrain import features
+        others = {key: asdict(section) for key, section in features.defaults().items()}
+        (sink,) = features.trackers(others | {"tracking": {"wandb": "offline", "project": "proj"}}).values()
+        sink.fault(Path(sys.argv[1]), "run12345", {"text": "rank 1 is dead", "cause": "killed", "step": 7})
+    """
+    done = python(code, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    told = read_back(folder)
+    summary = {"fault": "rank 1 is dead", "fault_cause": "killed", "fault_step": 7}
+    assert (told["id"], told["project"], told["exit"]) == ("run12345", "proj", 1)
+    assert summary.items() <= told["summary"].items()
