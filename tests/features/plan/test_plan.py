@@ -34,6 +34,7 @@ from llmtrain.features.plan.rehearsal import kinds, prepared, walk
 from llmtrain.features.plan.speed import Speeds, message_s
 from llmtrain.features.plan.work import Message
 from llmtrain.models.loss import IGNORE
+from llmtrain.models.run.check import check_model
 from llmtrain.models.spec import ModelFacts, ModelSpec
 from tests.unit import test_cli
 
@@ -392,6 +393,14 @@ def test_tensors_of_a_feature_have_its_name(
 @pytest.mark.parametrize("key", ["mlp_tile_tokens 16", "compile_layers true"])
 def test_layers_that_are_sliced_or_compiled(folder: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
     assert plan(capsys, f"--device cpu --model.{key}")["peak"] <= plan(capsys, "--device cpu")["peak"]
+
+
+def test_recomputed_layers_of_experts_are_a_number(folder: Path) -> None:
+    experts = "model_type: mixtral, num_local_experts: 4, num_experts_per_tok: 2"
+    Path("run.yaml").write_text(RUN.replace("model_type: llama", experts))
+    run = resolve(parse(["run.yaml", "--model.recompute.layers=auto"], check_paths=False).config, 1)
+    with pytest.raises(ConfigError, match="auto counts bytes before any token is routed"):
+        check_model(run)
 
 
 def test_room_on_the_host_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -470,6 +470,17 @@ def test_every_family_knows_the_fields_that_it_writes_itself() -> None:
     assert tried >= 150
 
 
+def test_auto_that_no_feature_decides_takes_least_memory(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmtrain.features.decides", list)
+    write(here, {"model": {"recompute": {"layers": "auto"}}, "train": {"micro_batch": "auto", "global_batch": 8}})
+    assert cli.main(["config", "check", "run.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert "train.micro_batch auto: nothing here decides it by the device's memory, and it is 1\n" in told
+    assert "model.recompute.layers auto: nothing here decides it by the device's memory, and it is all\n" in told
+
+
 def test_check_tells_the_degrees_and_what_no_device_holds(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here, None, {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}})
     assert cli.main(["config", "check", "run.yaml", "--world-size", "4"]) == 0
