@@ -140,49 +140,14 @@ FAULTS = (
 """The first match counts: special texts come before general ones."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimedOut:
-    """NCCL's watchdog's report of a collective that took too long."""
-
-    number: int
-    """Its number in its process group."""
-    name: str
-    limit_s: float
-
-
-_TIMED_OUT = re.compile(
-    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<name>\w+),"
-    r".*?Timeout\(ms\)=(?P<limit>\d+)\)"
-)
-# Lines of standard error: torch's logging of errors, std::terminate's report of an exception, NCCL's log.
-_ENDS = re.compile(r"\s*(?:(?:\[rank\d+\]:)?\[[EF]\d+ [^\]]*\]|what\(\):|.*NCCL WARN)\s*(?P<said>.+)$")
-
-
 def device_fault(text: str) -> DeviceFault | None:
     return next((row for row in FAULTS if row.matches(text)), None)
-
-
-def timed_out(text: str) -> TimedOut | None:
-    match = _TIMED_OUT.search(text)
-    if match is None:
-        return None
-    return TimedOut(number=int(match["number"]), name=match["name"].lower(), limit_s=int(match["limit"]) / 1000)
 
 
 def with_reason(message: str) -> str:
     """The first line of an exception's message, and for NCCL the line after "Last error:", the reason."""
     first, *more = message.strip().splitlines() or [""]
     return " ".join([first, *(line for before, line in pairwise([first, *more]) if before.startswith("Last error"))])
-
-
-def telling_line(output: str) -> str:
-    """The first line of standard error that reports a fault; later lines are its consequences."""
-    for line in output.splitlines():
-        if match := _ENDS.match(line):
-            said = match["said"].strip()
-            if timed_out(said) or device_fault(said):
-                return said[:500]
-    return ""
 
 
 _SECONDARY = re.compile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -10,15 +9,12 @@ import shutil
 import signal
 import socket
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from llmtrain.base import log, units
-from llmtrain.base.files import lock_folder, replace_file
+from llmtrain.base.files import replace_file
 from llmtrain.base.rank import messages, processes
-from llmtrain.base.rank.heartbeat import read
-from llmtrain.base.rank.processes import Process
 
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 """Files: the agent's address; the hosts of the job; facts about the run."""
@@ -26,10 +22,10 @@ RECORD_WANTED = "record.wanted"
 """Made when the agent wants every rank's excerpt of NCCL's flight recorder."""
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its Python stacks into its file."""
-_STALE_S = 600.0
 LEAST_FREE = 1 << 20
 """Free bytes in /dev/shm below which another folder is taken. A rank takes 20 KiB, 16 of them for a stack."""
-_NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
+NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
+"""The name that `make_folder` gives: id and start time of the launcher."""
 
 
 def make_folder() -> Path:
@@ -67,22 +63,6 @@ def own(folder: Path) -> None:
     found = folder.lstat()
     if found.st_uid != os.getuid() or folder.is_symlink() or found.st_mode & 0o077:
         raise PermissionError(13, "another user's folder is in the way of the watch", str(folder))
-
-
-def sweep(this: Path) -> None:
-    """Remove the folders of killed agents: launcher and ranks are dead, and no process holds the lock. Ranks may
-    outlive an agent, and containers that share /dev/shm do not see each other's processes."""
-    for folder in this.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
-        with contextlib.suppress(OSError):
-            if folder == this or time.time() - folder.stat().st_mtime <= _STALE_S:
-                continue
-            launcher = _NAME.fullmatch(folder.name)
-            beats = [beat for path in folder.glob("rank-*.beat") if (beat := read(path)) is not None]
-            users = [Process(beat.pid, beat.started) for beat in beats]
-            users += [Process(int(launcher["pid"]), int(launcher["started"]))] if launcher else []
-            if not any(user.alive() for user in users):
-                os.close(lock_folder(folder))
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -73,53 +73,6 @@ def words(pid: int) -> list[str]:
         return []
 
 
-def has_mark(pid: int, mark: str) -> bool:
-    """True if a process was started with this mark in its environment; False for other users' processes."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{MARK}={mark}".encode() in file.read().split(b"\0")
-    except OSError:
-        return False
-
-
-def descendants(roots: set[int]) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for pid in pids():
-        found = stat(pid)
-        if found is not None:
-            children.setdefault(found.parent, []).append(pid)
-    below: set[int] = set()
-    queue = list(roots)
-    while queue:
-        for child in children.get(queue.pop(), []):
-            if child not in below and child not in roots:
-                below.add(child)
-                queue.append(child)
-    return below
-
-
-def oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory; 0 if unknown."""
-    try:
-        with open("/proc/vmstat", "rb") as file:
-            for line in file:
-                if line.startswith(b"oom_kill "):
-                    return int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return 0
-
-
-def waits_in(pid: int) -> str:
-    """The kernel function in which a process waits; empty if unknown."""
-    try:
-        with open(f"/proc/{pid}/wchan") as file:
-            found = file.read().strip()
-    except OSError:
-        return ""
-    return "" if found == "0" else found
-
-
 MARK = "LLMTRAIN_WATCH"
 """Environment variable of every process of a job: the heartbeat folder on this host."""
 

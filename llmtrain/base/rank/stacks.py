@@ -16,24 +16,6 @@ class Frame:
     function: str
 
 
-_FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)$')
-
-
-def parse_stacks(text: str) -> tuple[Frame, ...]:
-    """The main thread's stack in faulthandler's newest dump, innermost frame first: the "Current thread" after a
-    signal, else the last one, which is the oldest."""
-    blocks: list[tuple[str, list[Frame]]] = []
-    for line in text.splitlines():
-        if "(most recent call first):" in line:
-            blocks.append((line, []))
-        elif blocks and (match := _FRAME.match(line)):
-            blocks[-1][1].append(Frame(match["file"], int(match["line"]), match["function"]))
-    if not blocks:
-        return ()
-    current = [frames for head, frames in blocks if head.startswith("Current thread") and frames]
-    return tuple(current[-1] if current else blocks[-1][1])
-
-
 _WRAPS = "llmtrain/base/rank/heartbeat.py"
 """The file whose wrapper is around every collective."""
 

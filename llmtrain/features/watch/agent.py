@@ -29,11 +29,12 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.base.files import lock_folder
 from llmtrain.base.rank import messages
-from llmtrain.base.rank.folder import AGENT, JOB, RUN, own, read_json, sweep, write_json
-from llmtrain.base.rank.processes import Process, descendants, has_mark, identify, oom_kills, pids, words
+from llmtrain.base.rank.folder import AGENT, JOB, NAME, RUN, own, read_json, write_json
+from llmtrain.base.rank.heartbeat import read
+from llmtrain.base.rank.processes import Process, identify, pids, words
 from llmtrain.features.watch.causes import explain
 from llmtrain.features.watch.facts import Explanation, HostFacts, JobFacts, RankFacts
-from llmtrain.features.watch.observe import HostRanks, captured, with_answer
+from llmtrain.features.watch.observe import HostRanks, captured, descendants, has_mark, oom_kills, with_answer
 from llmtrain.features.watch.verdict import SILENT_S, Judge, Pauses, Stragglers, Verdict
 
 _LONGEST = 4 << 20
@@ -44,6 +45,7 @@ _GENTLE_S = 2.0
 """Time for programs that are not Python's, which may have sockets to remove."""
 _WITHIN_S = 8.0
 _LAUNCHER_LEAVES_S = 40.0
+_STALE_S = 600.0
 _LAUNCHER = "deepspeed.launcher.launch"
 _HUSH = signal.SIGRTMIN + 5
 """From an agent to its keeper: close your output, as I close mine."""
@@ -725,6 +727,22 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sweep(Path(settings["folder"]))
     return kept(settings)
+
+
+def sweep(this: Path) -> None:
+    """Remove the folders of killed agents: launcher and ranks are dead, and no process holds the lock. Ranks may
+    outlive an agent, and containers that share /dev/shm do not see each other's processes."""
+    for folder in this.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            if folder == this or time.time() - folder.stat().st_mtime <= _STALE_S:
+                continue
+            launcher = NAME.fullmatch(folder.name)
+            beats = [beat for path in folder.glob("rank-*.beat") if (beat := read(path)) is not None]
+            users = [Process(beat.pid, beat.started) for beat in beats]
+            users += [Process(int(launcher["pid"]), int(launcher["started"]))] if launcher else []
+            if not any(user.alive() for user in users):
+                os.close(lock_folder(folder))
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def kept(settings: dict[str, Any]) -> int:

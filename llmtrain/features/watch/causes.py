@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llmtrain.base import units
-from llmtrain.base.rank.device_faults import FAULTS, DeviceFault, device_fault, timed_out
+from llmtrain.base.rank.device_faults import FAULTS, DeviceFault, device_fault
 from llmtrain.base.rank.folder import LEAST_FREE
 from llmtrain.base.rank.stacks import Recorded, place
 from llmtrain.cluster.gpus import Xid, read_xids
@@ -32,6 +32,7 @@ from llmtrain.features.watch.facts import (
     names,
     rank_list,
     stands,
+    timed_out,
     where,
     who,
 )

@@ -8,8 +8,43 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from llmtrain.base import units
-from llmtrain.base.rank.device_faults import is_echo, timed_out
+from llmtrain.base.rank.device_faults import device_fault, is_echo
 from llmtrain.base.rank.stacks import Frame, Recorded, own_line, place
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedOut:
+    """NCCL's watchdog's report of a collective that took too long."""
+
+    number: int
+    """Its number in its process group."""
+    name: str
+    limit_s: float
+
+
+_TIMED_OUT = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<name>\w+),"
+    r".*?Timeout\(ms\)=(?P<limit>\d+)\)"
+)
+# Lines of standard error: torch's logging of errors, std::terminate's report of an exception, NCCL's log.
+_ENDS = re.compile(r"\s*(?:(?:\[rank\d+\]:)?\[[EF]\d+ [^\]]*\]|what\(\):|.*NCCL WARN)\s*(?P<said>.+)$")
+
+
+def timed_out(text: str) -> TimedOut | None:
+    match = _TIMED_OUT.search(text)
+    if match is None:
+        return None
+    return TimedOut(number=int(match["number"]), name=match["name"].lower(), limit_s=int(match["limit"]) / 1000)
+
+
+def telling_line(output: str) -> str:
+    """The first line of standard error that reports a fault; later lines are its consequences."""
+    for line in output.splitlines():
+        if match := _ENDS.match(line):
+            said = match["said"].strip()
+            if timed_out(said) or device_fault(said):
+                return said[:500]
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import time
@@ -12,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base.rank import processes
-from llmtrain.base.rank.device_faults import telling_line
 from llmtrain.base.rank.folder import RECORD_WANTED, STACK_SIGNAL, of_rank, read_json
 from llmtrain.base.rank.heartbeat import OTHERS, Beat, read
 from llmtrain.base.rank.processes import Process, Stat
-from llmtrain.base.rank.stacks import parse_stacks
+from llmtrain.base.rank.stacks import Frame
 from llmtrain.cluster.gpus import MEMORY_REPORT, Command, KernelLog, memory_fault, read_report
-from llmtrain.features.watch.facts import HostFacts, RankFacts
+from llmtrain.features.watch.facts import HostFacts, RankFacts, telling_line
 
 _SAMPLE_S = 2.0
 _BUSY_SHARE, _BUSY_BYTES = 0.1, 256 << 10
@@ -39,6 +39,71 @@ _CRASHES = {
 }
 """First line of faulthandler's dump -> signal."""
 _D_STATE_S = 5.0
+
+
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)$')
+
+
+def parse_stacks(text: str) -> tuple[Frame, ...]:
+    """The main thread's stack in faulthandler's newest dump, innermost frame first: the "Current thread" after a
+    signal, else the last one, which is the oldest."""
+    blocks: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        if "(most recent call first):" in line:
+            blocks.append((line, []))
+        elif blocks and (match := _FRAME.match(line)):
+            blocks[-1][1].append(Frame(match["file"], int(match["line"]), match["function"]))
+    if not blocks:
+        return ()
+    current = [frames for head, frames in blocks if head.startswith("Current thread") and frames]
+    return tuple(current[-1] if current else blocks[-1][1])
+
+
+def has_mark(pid: int, mark: str) -> bool:
+    """True if a process was started with this mark in its environment; False for other users' processes."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return f"{processes.MARK}={mark}".encode() in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def descendants(roots: set[int]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for pid in processes.pids():
+        found = processes.stat(pid)
+        if found is not None:
+            children.setdefault(found.parent, []).append(pid)
+    below: set[int] = set()
+    queue = list(roots)
+    while queue:
+        for child in children.get(queue.pop(), []):
+            if child not in below and child not in roots:
+                below.add(child)
+                queue.append(child)
+    return below
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has killed for lack of memory; 0 if unknown."""
+    try:
+        with open("/proc/vmstat", "rb") as file:
+            for line in file:
+                if line.startswith(b"oom_kill "):
+                    return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def waits_in(pid: int) -> str:
+    """The kernel function in which a process waits; empty if unknown."""
+    try:
+        with open(f"/proc/{pid}/wchan") as file:
+            found = file.read().strip()
+    except OSError:
+        return ""
+    return "" if found == "0" else found
 
 
 @dataclass(frozen=True)
@@ -180,7 +245,7 @@ class HostRanks:
             report["native"] = bool(crash) and b"\nCurrent thread" not in text
         frames = parse_stacks(text.decode(errors="replace"))
         report["stack"] = [[f.file, f.line, f.function] for f in frames[:40]]
-        report["waits_in"] = processes.waits_in(report["pid"])
+        report["waits_in"] = waits_in(report["pid"])
         if report["awaits"] not in (0, OTHERS, report["pid"]):
             report["awaited"] = _awaited(report["awaits"])
 
@@ -301,7 +366,7 @@ def _used(beat: Beat, found: Stat) -> _Use:
         pid, child = beat.awaits, processes.stat(beat.awaits)
         own_s, below_s, resident = 0.0, child.cpu_s if child else 0.0, child.resident if child else 0
     moved = processes.bytes_moved(pid)
-    for each in processes.descendants({pid}):
+    for each in descendants({pid}):
         below = processes.stat(each)
         below_s += below.cpu_s if below else 0.0
         moved += processes.bytes_moved(each)
@@ -316,8 +381,8 @@ def _awaited(pid: int) -> dict[str, str]:
             file = os.readlink(f"/proc/{pid}/fd/{handle}")
             files += [file] if file.startswith("/") and not file.startswith(("/dev/", "/memfd:")) else []
     program = words[words.index("-m") + 1] if "-m" in words[:-1] else " ".join(words[:1])
-    state, waits_in = found.state if found else "", processes.waits_in(pid)
-    return {"program": program, "state": state, "waits_in": waits_in, "file": files[-1]}
+    state = found.state if found else ""
+    return {"program": program, "state": state, "waits_in": waits_in(pid), "file": files[-1]}
 
 
 def _text(path: Path) -> str:

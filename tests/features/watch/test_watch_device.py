@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from llmtrain.base.rank.device_faults import device_fault, is_echo, telling_line, timed_out, with_reason
+from llmtrain.base.rank.device_faults import device_fault, is_echo, with_reason
 from llmtrain.base.rank.folder import RECORD_WANTED
 from llmtrain.base.rank.heartbeat import Heartbeat
 from llmtrain.base.rank.stacks import Recorded, excerpt
 from llmtrain.cluster import gpus
 from llmtrain.features.watch import observe
 from llmtrain.features.watch.causes import explain
-from llmtrain.features.watch.facts import HostFacts, RankFacts
+from llmtrain.features.watch.facts import HostFacts, RankFacts, telling_line, timed_out
 from tests.features.watch.test_watch_explain import CLOSED, job, waiting
 from tests.helpers import gpu_texts as texts
 

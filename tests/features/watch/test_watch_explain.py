@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from llmtrain.base.rank.stacks import Frame, parse_stacks
+from llmtrain.base.rank.stacks import Frame
 from llmtrain.features.watch.causes import explain
 from llmtrain.features.watch.facts import HostFacts, JobFacts, RankFacts
+from llmtrain.features.watch.observe import parse_stacks
 
 IN_BACKWARD = (
     Frame("/x/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),

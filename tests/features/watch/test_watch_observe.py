@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.files import lock_folder
-from llmtrain.base.rank import folder, processes
+from llmtrain.base.rank import processes
 from llmtrain.base.rank.heartbeat import OTHERS, Heartbeat, named, read
 from llmtrain.features.watch import agent, observe
 from llmtrain.features.watch.agent import Server, answers, call, wait
@@ -83,7 +83,7 @@ def test_folders_that_somebody_uses_are_not_swept(tmp_path):
         if what != "young":
             os.utime(each, (time.time() - 3600, time.time() - 3600))
     held = lock_folder(folders["watch"])
-    folder.sweep(tmp_path / f"llmtrain-watch-{uid}-own")
+    agent.sweep(tmp_path / f"llmtrain-watch-{uid}-own")
     os.close(held)
     assert [what for what, each in folders.items() if not each.exists()] == ["dead"]
 
