@@ -1,4 +1,4 @@
-"""`llmtrain train` for a start by hand, from a clone that need not be installed; `llmtrain launch` does without it:
+"""`llmtrain train` for a start by hand, from a clone that need not be installed. `llmtrain launch` does not need it.
 
 deepspeed --hostfile hosts launch/train.py --config launch/recipes/NAME.yaml [--section.key value ...]
 

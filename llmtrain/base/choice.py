@@ -230,7 +230,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Rules by what they need to know; config/rules.py says when each kind is asked, and of which subject."""
+    """Rules by what they need to know; `parse` (config/load.py) and `resolve` ask them."""
 
     of_values: tuple[Rule, ...] = ()
     of_forms: tuple[Rule, ...] = ()

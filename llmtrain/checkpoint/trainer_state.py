@@ -16,8 +16,6 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, differences, read_file, step_of
 
 _SETTINGS = ("run", "deepspeed", "model_config", "versions", "layout")
-_AT_FIRST = {"wandb_id": "run_id"}
-"""Keys of version 0.1.0 -> keys now."""
 _WORDS = {int: "a number", str: "text", dict: "a map", list: "a list"}
 
 
@@ -96,7 +94,7 @@ class TrainerState:
         for key in ("step", "tokens"):
             if type(number := tree.get(key)) is not int or not 0 <= number < 2**63:
                 raise _wrong(file, key, number, "a whole number, 0 or more")
-        kinds, tree = _kinds(), {_AT_FIRST.get(key, key): value for key, value in tree.items()}
+        kinds = _kinds()
         known = {key: value for key, value in tree.items() if key in kinds and value is not None}
         for key, value in known.items():
             if not any(_fits(value, kind) for kind in kinds[key]):

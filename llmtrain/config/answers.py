@@ -86,7 +86,7 @@ def _names(cls: type[Any]) -> list[str]:
     return [*selector, *dict.fromkeys(item.name for each in (cls, *choices) for item in fields(each) if item.init)]
 
 
-def of_section(cls: type[Any], key: str, value: Any) -> tuple[str, str]:
+def of_section(cls: type[Any], value: Any) -> tuple[str, str]:
     """Return rule and remedy for a section that is given as one value."""
     names = _names(cls)
     missing = re.match(r"(\w+)\s*[:=]?\s*(\S.*)", str(value))

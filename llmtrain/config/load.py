@@ -44,7 +44,7 @@ def load(
     *,
     epoch: Callable[[DataConfig], int] | None = None,
 ) -> Run:
-    """`parse` and `resolve` in one, for the training process.
+    """`parse` and `resolve` in one.
 
     Raises: ConfigError.
     """

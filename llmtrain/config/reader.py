@@ -219,7 +219,7 @@ def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
     if not isinstance(given, dict):
         from llmtrain.config import answers
 
-        problems.add(key, given, *answers.of_section(cls, key, given))
+        problems.add(key, given, *answers.of_section(cls, given))
         return WRONG
     is_choice = issubclass(cls, Choice)
     if is_choice and cls not in cls.CHOICES.values():

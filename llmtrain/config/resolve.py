@@ -208,7 +208,7 @@ def _notes_of_stages(run: Run) -> list[str]:
 def _unread(config: RunConfig, given: Iterable[str]) -> list[str]:
     """Return notes on given keys that other settings make idle."""
     unread = {
-        **{f"{name}.": not feature.asked(config) and feature.idle for name, feature in features.features().items()},
+        **{f"{feature.key}.": not feature.asked(config) and feature.idle for feature in features.features().values()},
         "train.eval_every": not config.evaluates and "train.eval is off, and nothing else is measured",
         "checkpoint.when_busy": config.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
     }

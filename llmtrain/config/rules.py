@@ -531,7 +531,7 @@ OF_FORMS: tuple[Rule, ...] = (
            {key: value, _ZERO: 3, "zero_optimization.zero_hpz_partition_size": 2})
       for key, value in (("adapter.r", 8), ("model.train_only", ["lm_head.*"]), ("model.freeze", ["lm_head.*"]))),
 )
-"""Rules of a run in a form."""
+"""Rules of a run with its `Mix`."""
 
 OF_MASKS: tuple[Rule, ...] = (
     Rule(("model.attention",), lambda r: r.config.model.attention == "varlen" and _split(r),

@@ -1,7 +1,7 @@
 """The run's YAML as frozen dataclasses. A field's docstring is its help text and carries its unit.
 
 A field whose default is None and whose docstring says "or from the JSON" may be in the DeepSpeed JSON instead.
-`config/deepspeed/join.py` joins the two; a `Run` has the result, without None.
+`config/deepspeed/join.py` joins the two; a `Run` has the result; only values that are `auto` are still open.
 Nothing here imports torch, and no field can name code (no callables, no class paths).
 """
 
@@ -337,8 +337,9 @@ def _written(given: dict[str, int], key: str) -> str:
 class Run:
     """A run whose YAML, JSON and command line `config/resolve.py` has joined for a number of ranks.
 
-    Values that may be in two files are in `stages` and `config.optim`, where none is missing. It is made in this order:
-    `join.read_run`, `resolve.with_stages`, `join.with_exact_dict`; the rules take it as far as it has come.
+    Read numbers of a batch from `stages`, not from `config.train`, where some are None. A run is made in three steps:
+    `join.read_run`, `resolve.with_stages`, `join.with_exact_dict`. Each kind of rules runs after the step whose values
+    it needs.
     """
 
     config: RunConfig

@@ -86,7 +86,7 @@ _AXES = ("pipeline", "data", "sequence", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """A run's way of computing, as far as the rules between features need it."""
+    """A run's way of computing: its ZeRO stage, precision, degrees, and what the rules between them need."""
 
     zero_stage: int = 0
     fp16: bool = False

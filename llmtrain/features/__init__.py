@@ -2,8 +2,8 @@
 
 A folder's `__init__.py` has a class derived from `Feature`: what the feature adds to the core. It imports nothing but
 the classes of sections, which each program that reads a YAML needs; methods import the rest where a run asks for it. No
-other file of the package imports a feature; training/run.py names those with a part, in the order of the parts. A new
-feature is a new folder.
+other file of the package imports a feature; ORDER of training/run.py names those with a part. A new feature is a new
+folder, and a line there if it has a part.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ class Expected:
 class Feature:
     """What a folder of features adds to the core. Each default adds nothing.
 
-    `config` is the RunConfig, `run` the Run, `launch` the Launch of training/parts.py, all of modules above this one.
+    `config` is the RunConfig, `run` the Run, `launch` the Launch of training/parts.py: of modules that import this one.
+    A method that speaks of a run with the feature is called where `asked` is true; the others for each feature.
     """
 
     name: ClassVar[str]
-    """The folder's, and also of its section, its part in the order of parts, and its page in docs, if it has these."""
+    """The folder's; its part has it in ORDER of training/run.py, and its page in docs."""
     section: ClassVar[type[Any] | None] = None
     """The frozen dataclass of the YAML's section; of a section of choices its base class."""
     key: ClassVar[str] = ""
-    """The section's name in the YAML, if it is not the folder's."""
+    """The section in the YAML; empty: as `name`."""
     default: ClassVar[type[Any] | None] = None
     """The class of a section of choices that a YAML without the section has."""
     entries: ClassVar[tuple[type[Any], ...]] = ()
@@ -54,7 +55,7 @@ class Feature:
     idle: ClassVar[str] = ""
     """Why keys of the section have no effect in a run that does not ask for the feature."""
     observes: ClassVar[bool] = False
-    """It changes no number of a step: replays and proofs leave it out."""
+    """Its section changes no number of a step: replays and proofs leave it out."""
     left_out: ClassVar[Any] = None
     """The section of a run without the feature, if that is not the section's default."""
     reorders: ClassVar[bool] = False
@@ -75,7 +76,7 @@ class Feature:
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages whose versions the record of a run has."""
     passes_on: ClassVar[bool] = False
-    """The commands pass variables of their process on to other hosts."""
+    """Its commands pass their environment on to other hosts, so that nothing is set in it for this one."""
 
     def subcommands(self, command: str, add: Callable[..., Any]) -> None:
         """Add commands to one of the core that has several, such as `checkpoint`. `add(name, run, what it does)`
@@ -90,7 +91,7 @@ class Feature:
         return None
 
     def asked(self, config: Any) -> bool:
-        """True for a run that has the feature."""
+        """True for a run that has the feature: that asks for it, and not only may have it."""
         return False
 
     def rules(self) -> Rules:
@@ -110,7 +111,8 @@ class Feature:
         return None
 
     def decided(self, run: Any, ranks: Any, *, trains: bool) -> Any:
-        """Return the run with the values that its ranks decide, the same on all. They call it before there is a model.
+        """Return the run with the values that its ranks decide, the same on all. Called after the ranks have met,
+        before the model is built.
 
         `trains`: False for passes over the data alone.
 
@@ -123,10 +125,10 @@ class Feature:
         return ""
 
     def check_model(self, config: Any, model: Any, problems: Any) -> None:
-        """Add to the Problems why the PreTrainedModel, without values, cannot train with the feature."""
+        """Add to the Problems why the PreTrainedModel, without values, cannot train in a run with the feature."""
 
     def check_data(self, config: Any, data: Any) -> None:
-        """Raise DataError for what does not fit the TrainData of the first stage; before the model is read."""
+        """Examine the TrainData of the first stage, before the model, for a run with the feature. Raises DataError."""
 
     def stores(self, config: Any) -> Mapping[str, str]:
         """Return the URLs of folders in object stores to which a run with the feature writes, by their keys."""
@@ -177,8 +179,8 @@ class Feature:
         return None
 
     def at_end(self, data: Any, tracker: Any) -> None:
-        """Tell what belongs to the figures of a complete run, on rank 0. `data`: the TrainData of the last stage;
-        `tracker`: the run's Tracker."""
+        """Tell what belongs to the figures of a complete run with the feature, on rank 0. `data`: the TrainData of the
+        last stage; `tracker`: the run's Tracker."""
 
     def unrepeatable(self, config: Any) -> str:
         """Why steps of a run with the feature cannot be trained again from a checkpoint; empty: they can."""
@@ -259,7 +261,7 @@ def packages() -> tuple[str, ...]:
 
 
 def parts_of(setup: Any) -> list[Any]:
-    """Make the parts of features that a run has where there is a Setup alone."""
+    """Make the parts of features that a run has where there is a Setup alone, in the order of the names."""
     return [part for feature in asked(setup.run.config) if (part := feature.part_of(setup)) is not None]
 
 

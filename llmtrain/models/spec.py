@@ -67,7 +67,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelSpec:
-    """Do not change its members."""
+    """The model of a run: its class, shapes and what trains, without values. Do not change its members."""
 
     model: ModelConfig
     """The run's section with a chosen attention; the choice of compilation may still be open."""
@@ -257,5 +257,5 @@ class ModelSpec:
 
 
 def _unless_flash(attention: str) -> str:
-    """Replace flash attention by eager: it cannot be constructed without a GPU, and `check` runs on any host."""
+    """Replace flash attention by eager: it cannot be constructed without a GPU, and `config check` runs on any host."""
     return "eager" if attention.startswith("flash") else attention

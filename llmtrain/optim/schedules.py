@@ -60,7 +60,7 @@ class Falling(Schedule):
     """Factor at the end of the run."""
 
     def after_warmup(self, step: int, max_steps: int | None) -> float:
-        assert max_steps is not None, "the configuration check asks for max_steps or max_tokens"
+        assert max_steps is not None, "the configuration check asks for max_steps, max_tokens or epochs"
         first = self.falls_from(max_steps)
         progress = min(1.0, max(0.0, (step - first) / max(1, max_steps - 1 - first)))
         return self.min_ratio + (1 - self.min_ratio) * self.shape(progress)

@@ -41,7 +41,8 @@ Examined: TypeAlias = "tuple[Run, ModelSpec, RunData]"
 def examine(run: Run) -> Examined:
     """Check a run, and add notes to it.
 
-    `config check` and every rank of `train` call it, so that both refuse the same runs; `plan` checks the model alone.
+    `config check` and every rank of `train` and `reference` call it, so that they refuse the same runs; `plan` checks
+    the model alone.
 
     Raises:
         ConfigError: DeepSpeed refuses the dict, or the values do not go with the model.

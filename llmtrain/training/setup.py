@@ -1,6 +1,6 @@
 """Sets up a run: mesh, teacher, objective, engine, weights, proofs, session, in one order.
 
-A run, a parity check, `llmtrain reference` and the tests all use `Setup`, so a check proves what a run does.
+A run, a parity check, a plan, `llmtrain reference` and the tests all use `Setup`, so a check proves what a run does.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Setup:
         if self.run.config.objective.reference == "online":  # it reads first values again, after a resume as well
             self._refer_to(self._first_values())
 
-    # A Setup of another machine, without values, overrides the next six.
+    # A Setup of another machine, without values, overrides the next five.
 
     def _check_device(self) -> None:
         """Raises ConfigError: this device cannot compute the run."""

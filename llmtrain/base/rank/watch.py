@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _watched: Watched | None = None
 _launchers: tuple[Process, ...] = ()
 alone_s: float | None = None
-"""fault.stall_timeout_s, in seconds, of a rank that no agent watches."""
+"""`FaultConfig.longest_s` of a rank that no agent watches."""
 
 
 def launchers() -> tuple[Process, ...]:

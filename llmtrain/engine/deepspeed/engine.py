@@ -97,7 +97,7 @@ class ZeroEngine:
 
     stages = False
 
-    def __init__(self, deepspeed: DeepSpeedEngine, ranks: Ranks, mesh: Mesh, layout_keys: tuple[str, ...] = ()) -> None:
+    def __init__(self, deepspeed: DeepSpeedEngine, ranks: Ranks, mesh: Mesh, layout_keys: tuple[str, ...]) -> None:
         self.layout_keys = layout_keys
         self.deepspeed = deepspeed
         """DeepSpeed's engine: for tests and benchmarks, and for this package."""
@@ -276,14 +276,14 @@ class ZeroEngine:
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
+        self, micros: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
     ) -> tuple[dict[str, float], int]:
         module = self.module
         module.eval()
         sums = torch.zeros(len(objective.figures), dtype=torch.float64, device=self._ranks.device)
         weight = 0
         try:
-            for micro in batches:
+            for micro in micros:
                 heart.beat()
                 with self._attention([micro]):
                     sums += self._sums(micro, objective).double()

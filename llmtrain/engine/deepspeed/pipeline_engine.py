@@ -29,7 +29,7 @@ class PipelineZeroEngine(ZeroEngine):
 
     stages = True
 
-    def __init__(self, deepspeed: PipelineEngine, ranks: Ranks, mesh: Mesh, layout_keys: tuple[str, ...] = ()) -> None:
+    def __init__(self, deepspeed: PipelineEngine, ranks: Ranks, mesh: Mesh, layout_keys: tuple[str, ...]) -> None:
         super().__init__(deepspeed, ranks, mesh, layout_keys)
         self._pipeline: PipelineLanguageModel = deepspeed.module
         self._shape: torch.Size | None = None

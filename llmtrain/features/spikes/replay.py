@@ -137,7 +137,7 @@ def asked_by(args: argparse.Namespace) -> Asked:
     settings, config = _settings(args.run), _of_features(args.run)
     for feature in features.asked(config):
         if reason := feature.unrepeatable(config):
-            raise ConfigError(f"{args.run}: {reason} (section {feature.name}); replay a run without it")
+            raise ConfigError(f"{args.run}: {reason} (section {feature.key}); replay a run without it")
     complete = [each for each in complete_checkpoints(folder) if looks_good(each)]
     before = [each for each in complete if (step_of(each) or 0) < first]
     if not before and complete and settings["resume"] == "auto" and min(record) > 1:

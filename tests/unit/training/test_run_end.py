@@ -1,4 +1,4 @@
-"""The reason with which a run ends early."""
+"""The reason with which a run ends early; the order of its parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from llmtrain.engine.ranks.ranks import Ranks, Seat
+from llmtrain.features import Feature, features
 from llmtrain.training import run
+from llmtrain.training.run import ORDER
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,10 @@ def test_a_part_may_ask_to_stop_without_a_reason(asks: str, told: str) -> None:
         setup=setup, parts=[SimpleNamespace(asks=asks)], requests=SimpleNamespace(stop_reason=None)
     )
     assert run._reason(launch) == (told, False)
+
+
+def test_each_feature_with_a_part_has_a_place_in_their_order() -> None:
+    with_part = {name for name, feature in features().items()
+                 if type(feature).part is not Feature.part or type(feature).part_of is not Feature.part_of}  # fmt: skip
+    named = {entry for entry in ORDER if isinstance(entry, str)}
+    assert with_part <= named
