@@ -65,7 +65,8 @@ def build_engine(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
         )
-    shorten_step(engine)
+    if note := shorten_step(engine):
+        model.notes.append(note)
     for held in model.local_parameters():
         if not isinstance(held.parameter, nn.Parameter):  # whatever buffer_dtype of the JSON makes of other buffers
             held.parameter.data = held.parameter.data.float()

@@ -7,17 +7,19 @@ copies the gradients of a reduced bucket into a second set before the first is f
 added to the sums directly. With a separate stream for reductions (overlap_comm), DeepSpeed stops the host until the
 device is idle, after each micro-batch and before each reduction to one rank: here one stream waits for the other.
 
-The replaced methods are private to DeepSpeed. Their code is compared by checksum, so that another version ends in an
-error, never in a different step.
+The replaced methods are private to DeepSpeed. Their code is compared by checksum, without its comments: an engine of
+another code keeps DeepSpeed's own step, which computes the same, except for Muon with fp32 sums.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
 import inspect
 import math
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,10 +61,8 @@ _AROUND = (
     "average_tensor",
 )
 """DeepSpeed's methods that call the replaced ones, or that they make superfluous."""
-_KNOWN = {
-    "optimizer": "c43335cf9841228b51b8d337ea356780f94466cc9b1737f30dbc8530e6e3c59e",
-    "engine": "fd92e39132a68153677825b76c147cc57c0ebc503073e04e3f3313326a4dc141",
-}
+_KNOWN = "b4226150dc61abb5808edfc74787a17e414d1cb3fe9847ee57bde311b4d9002a"
+"""`_code` of these methods in DeepSpeed 0.19.8."""
 
 
 class OneNormZero(DeepSpeedZeroOptimizer):
@@ -209,22 +209,70 @@ class OneNormZero(DeepSpeedZeroOptimizer):
                 gradient.mul_(1.0 / factor)
 
 
-def shorten_step(engine: DeepSpeedEngine) -> None:
+def shorten_step(engine: DeepSpeedEngine) -> str:
     """Give a new engine of ZeRO 1 or 2 this module's step; others, and an offloaded optimizer, keep DeepSpeed's.
 
-    Raises: ConfigError, for an unknown DeepSpeed.
+    Returns: a note that an engine of another DeepSpeed keeps its own; empty: it does not.
+
+    Raises: ConfigError: that step would lose gradients of Muon's neighbours.
     """
-    if type(engine.optimizer) is DeepSpeedZeroOptimizer and not engine.optimizer.cpu_offload:
-        _check("optimizer", DeepSpeedZeroOptimizer, (*_REPLACED, *_AROUND))
-        engine.optimizer.__class__ = OneNormZero
+    optimizer = engine.optimizer
+    if type(optimizer) is not DeepSpeedZeroOptimizer or optimizer.cpu_offload:
+        return ""
+    if (changed := _changed()) and _loses_sums(optimizer):
+        raise ConfigError(
+            f"deepspeed {deepspeed.__version__}: its {changed}, and llmtrain's mend of its fp32 sums next to Muon "
+            "(engine/deepspeed/zero_step.py) is known for 0.19.8 only: norms and biases might not train. Install "
+            "deepspeed==0.19.8, or sum gradients in bf16 (data_types.grad_accum_dtype)."
+        )
+    if changed:
+        return (f"deepspeed {deepspeed.__version__}: its {changed}; its own step of ZeRO 1 and 2 runs, which computes "
+                "the same, with more memory (2 bytes a parameter), kernels and waits for the device than with "
+                "deepspeed==0.19.8")  # fmt: skip
+    optimizer.__class__ = OneNormZero
+    return ""
+
+
+def _loses_sums(optimizer: DeepSpeedZeroOptimizer) -> bool:
+    """True for fp32 sums of gradients next to matrices of Muon, see `_get_compact_grad_partition_slice`."""
+    muon = any(group.get("use_muon") for group in optimizer.optimizer.param_groups)
+    return muon and optimizer.gradient_accumulation_dtype != optimizer.dtype
+
+
+def _changed() -> str:
+    """What is different in the methods of this DeepSpeed's optimizer; empty: nothing."""
+    owner, names = DeepSpeedZeroOptimizer, (*_REPLACED, *_AROUND)
+    if missing := [name for name in names if not hasattr(owner, name)]:
+        return f"{owner.__name__} has no {', '.join(missing)}"
+    sources = (textwrap.dedent(inspect.getsource(getattr(owner, name))) for name in names)
+    found = hashlib.sha256("".join(map(_code, sources)).encode()).hexdigest()
+    return "" if found == _KNOWN else f"{owner.__name__} has another code in {', '.join(names)}"
+
+
+def _code(source: str) -> str:
+    """Return the syntax tree of a function's source, without comments, docstrings and formatting, the same in each
+    version of Python."""
+
+    def told(node: object) -> str:
+        if isinstance(node, list):
+            return f"[{' '.join(map(told, node))}]"
+        if not isinstance(node, ast.AST):
+            return repr(node)
+        skipped = ("type_comment", "type_params", "kind", "ctx")
+        parts = (told(value) for name, value in ast.iter_fields(node) if name not in skipped)
+        return f"({type(node).__name__} {' '.join(parts)})"
+
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return told(tree)
 
 
 @contextlib.contextmanager
 def choosing_optimizers() -> Iterator[None]:
     """A context in which engines run ZeRO 1 in bf16 with fp32 gradients in the class of ZeRO 1 and 2 (DeepSpeed's
-    BF16_Optimizer takes 2 more bytes a parameter), and take shared experts that do not train. Raises ConfigError, for
-    an unknown DeepSpeed."""
-    _check("engine", DeepSpeedEngine, ("_do_optimizer_sanity_check",))
+    BF16_Optimizer takes 2 more bytes a parameter), and take shared experts that do not train."""
     theirs = DeepSpeedEngine._do_optimizer_sanity_check
 
     def choose(engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:
@@ -239,15 +287,3 @@ def choosing_optimizers() -> Iterator[None]:
         yield
     finally:
         DeepSpeedEngine._do_optimizer_sanity_check = theirs
-
-
-def _check(what: str, owner: type, names: tuple[str, ...]) -> None:
-    """Raises ConfigError: these methods differ from the DeepSpeed that this module was written for."""
-    missing = [name for name in names if not hasattr(owner, name)]
-    text = "" if missing else "".join(inspect.getsource(getattr(owner, name)) for name in names)
-    if missing or hashlib.sha256(text.encode()).hexdigest() != _KNOWN[what]:
-        found = f"has no {', '.join(missing)}" if missing else f"has another code in {', '.join(names)}"
-        raise ConfigError(
-            f"deepspeed {deepspeed.__version__}: its {owner.__name__} {found}. llmtrain replaces a part of it "
-            f"(engine/deepspeed/zero_step.py), which is known of 0.19.8 only. Install deepspeed==0.19.8."
-        )
