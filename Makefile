@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # With it every one of the tests' thousand processes compiles what it imports of this clone.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train tune check test test-all test-cluster test-sites test-processors test-runs test-ranks test-units test-slow test-oldest test-newest test-peers test-kernels lint install gpu-check clean
+.PHONY: train tune check test test-all test-cluster test-sites test-processors test-runs test-ranks test-units test-features test-slow test-oldest test-newest test-peers test-kernels lint install gpu-check clean
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -77,21 +77,24 @@ IN_TEST := not (slow or more or cluster or sites)
 PART := $(IN_TEST)
 
 test: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -j 3 test-runs test-ranks test-units
+	@$(MAKE) --no-print-directory -j 3 test-runs test-ranks test-units test-features
 
 test-all: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -j 3 'PART=more and not slow' test-runs test-ranks test-units
+	@$(MAKE) --no-print-directory -j 3 'PART=more and not slow' test-runs test-ranks test-units test-features
 	@$(MAKE) --no-print-directory -j 2 test-cluster test-sites
 	@$(MAKE) --no-print-directory test-processors
 
 test-runs: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/runs tests/features -m '$(PART)'
+	$(BIN)/python -m pytest tests/runs -m '$(PART)'
 
 test-ranks: $(VENV)/.dev
 	nice -n 10 $(BIN)/python -m pytest tests/ranks -m '$(PART)'
 
 test-units: $(VENV)/.dev
 	nice -n 5 $(BIN)/python -m pytest tests/unit -m '$(PART)'
+
+test-features: $(VENV)/.dev
+	nice -n 5 $(BIN)/python -m pytest tests/features -m '$(PART)'
 
 test-cluster: $(VENV)/.dev
 	tools/lab/install.sh
