@@ -148,16 +148,18 @@ class Setup:
     def _with_reference(self, objective: LossFunction) -> LossFunction:
         return with_reference(objective, self.run.config.objective, self._base)
 
-    def write(self) -> dict[str, int]:
-        """Give the parameters their first values. Returns the result of `write_weights`."""
-        return write_weights(self.engine, self._first_values(), self.ranks)
+    def write(self) -> tuple[ParameterSource, dict[str, int]]:
+        """Give the parameters their first values, once. Returns their source, which holds a block of them and is not
+        kept here, and the result of `write_weights`."""
+        source, self._source = self._first_values(), None
+        return source, write_weights(self.engine, source, self.ranks)
 
     def start(self) -> tuple[ParameterSource, dict[str, int]]:
         """Begin a new run with the first values. Returns their source and the result of `write_weights`.
 
         Raises: AgreedError, also if the column of the reference was computed from other weights.
         """
-        checksums = self.write()
+        source, checksums = self.write()
         self.began_with = weights_hash(reference_checksums(self.spec, checksums))
         if self.run.config.objective.reference == "column" and set(self.references or []) != {self.began_with}:
             raise AgreedError(
@@ -165,7 +167,7 @@ class Setup:
                 f"are of other weights than model.pretrained = {self.run.config.model.pretrained!r} has; {NEW_COLUMN}",
                 DataError.exit_code,
             )
-        return self._first_values(), checksums
+        return source, checksums
 
     def prove(self) -> None:
         """Prove on a few tokens that the loss equals the loss of the model's own logits; in a new run also prove
