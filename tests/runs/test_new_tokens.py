@@ -66,7 +66,7 @@ def test_new_tokens_of_a_chat_format(tmp_path: Path, warm: WarmCommands) -> None
         "--train.export",
         "true",
     )
-    train(recipe, *asked, "--train.max_steps", "4")
+    train(recipe, *asked, "--train.max_steps", "4", "--checkpoint.every_steps", "2")
     found = losses(tmp_path / "run")
     assert found[4] < found[1]
     assert isinstance(generate(tmp_path / "run/export", "yes", Sampling(max_tokens=4)), str)
@@ -74,7 +74,7 @@ def test_new_tokens_of_a_chat_format(tmp_path: Path, warm: WarmCommands) -> None
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.vocab_size == tokens
     assert set(stops) <= set(merged.generation_config.eos_token_id), "where the base stops"
-    llmtrain(tmp_path, "checkpoint", "average", "run", "run", "mean", warm=warm)
+    llmtrain(tmp_path, "checkpoint", "average", "run", "--last", "2", "mean", warm=warm)
     llmtrain(tmp_path, "checkpoint", "to-hf", "mean", "exported", warm=warm)
     kept = json.loads((tmp_path / "exported/generation_config.json").read_text())["eos_token_id"]
     assert set(stops) <= set(kept), "of the mean of checkpoints, too"
