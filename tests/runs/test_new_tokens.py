@@ -75,7 +75,7 @@ def test_new_tokens_of_a_chat_format(tmp_path: Path, warm: WarmCommands) -> None
     assert merged.config.vocab_size == tokens
     assert set(stops) <= set(merged.generation_config.eos_token_id), "where the base stops"
     llmtrain(tmp_path, "checkpoint", "average", "run", "--last", "2", "mean", warm=warm)
-    llmtrain(tmp_path, "checkpoint", "to-hf", "mean", "exported", warm=warm)
+    llmtrain(tmp_path, "checkpoint", "to-hf", "mean", "exported", "--merge", warm=warm)
     kept = json.loads((tmp_path / "exported/generation_config.json").read_text())["eos_token_id"]
     assert set(stops) <= set(kept), "of the mean of checkpoints, too"
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
