@@ -4,6 +4,7 @@ find, and what they would compute again in each process."""
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +94,14 @@ def hide_torchao() -> None:
 
     def execute(load: Callable[[], None], module: Any) -> None:
         utils: Any = sys.modules["transformers.utils"]
-        known = getattr(utils, "is_torchao_available", None)
+        if (theirs := vars(utils).get("is_torchao_available")) is None:  # another version: it imports what it wants
+            load()
+            return
         utils.is_torchao_available = lambda *_: False
         try:
             load()
         finally:
-            utils.is_torchao_available = known
+            utils.is_torchao_available = theirs
 
     if "transformers" not in sys.modules:
         sys.meta_path.insert(0, _Around("transformers.quantizers.quantizer_torchao", execute))
@@ -122,19 +126,40 @@ def _structure(define: Callable[..., Any], models: Path, module_path: Any, prefi
     """Return what `define` returns: packages that names need -> module -> names."""
     if Path(module_path) not in (models, models / "__init__.py"):
         return define(module_path, prefix)
-    kept, key = cache_folder() / "transformers.json", [str(models), os.stat(models).st_mtime_ns]
     try:
-        found = untrusted.loads(content_of(kept))
-        rows = found["rows"] if found["key"] == key else None
-    except (OSError, ValueError, LookupError, TypeError):
-        rows = None
-    if rows is None:
+        file = _listing_of(models)
+    except (OSError, RuntimeError, PackageNotFoundError):  # without a home folder, or without an installation
+        return define(module_path, prefix)
+    structure = _listed(file)
+    if structure is None:
+        structure = define(models)
         rows = [[sorted(needs), {module: sorted(names) for module, names in modules.items()}]
-                for needs, modules in define(models).items()]  # fmt: skip
+                for needs, modules in structure.items()]  # fmt: skip
         with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(kept, json.dumps({"key": key, "rows": rows}).encode())
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, json.dumps(rows).encode())
     before = f"{prefix}." if prefix else ""
     return {
-        frozenset(needs): {before + module: set(names) for module, names in modules.items()} for needs, modules in rows
+        needs: {before + module: set(names) for module, names in modules.items()}
+        for needs, modules in structure.items()
     }
+
+
+def _listing_of(models: Path) -> Path:
+    """The cache's file for this version in this place. Raises OSError; RuntimeError: no home folder;
+    PackageNotFoundError."""
+    number = version("transformers")
+    if "dev" in number:  # its files change, and the folder's time does not
+        raise PackageNotFoundError(number)
+    key = f"{number} {models} {models.stat().st_mtime_ns}"
+    return cache_folder() / "transformers" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _listed(file: Path) -> dict[frozenset[str], dict[str, set[str]]] | None:
+    """Read a listing; None: there is none, or it is damaged."""
+    try:
+        rows = untrusted.loads(content_of(file))
+        listing = {frozenset(needs): {module: {*names} for module, names in modules.items()} for needs, modules in rows}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return listing or None

@@ -57,15 +57,7 @@ def examine(run: Run) -> Examined:
             raise ConfigError(f"{own}: its figures would be {key}, which each run has; give the class another name")
     data, *later = stage_data(run.stages)
     sets = {name: EvalSet(folder, config.data) for name, folder in config.eval.sets.items()}
-    choices: dict[str, ChoiceSet] = {}
-    if config.eval.choices:
-        from llmtrain.data.stream.choices import ChoiceSet
-
-        length, shared, cache = config.data.sequence_length, run.mix.degrees.sequence, config.data.cache
-        for name, folder in config.eval.choices.items():
-            choices[name] = ChoiceSet(folder, sequence_length=length, shared=shared, cache=cache)
-    for name, asked in choices.items():
-        _check_tokenizer(f"eval.choices.{name}", asked.prepared.manifest, asked.prepared.name, data)
+    choices = _open_choices(run, data)
     for name, each in sets.items():
         _check_tokenizer(f"eval.sets.{name}", each.manifests[0], each.name, data)
         each.check_counted(config.eval.sequences.get(name, config.train.eval_sequences))
@@ -121,6 +113,20 @@ def examine(run: Run) -> Examined:
     opened = RunData(stages=(data, *later), sets=sets, choices=choices, references=references,
                      teachers=teachers, teacher_config=None if config.objective.reference else compared)  # fmt: skip
     return run, spec, opened
+
+
+def _open_choices(run: Run, data: TrainData) -> dict[str, ChoiceSet]:
+    """Open the sets of multiple-choice questions. `data`: of the first stage. Raises DataError."""
+    config, opened = run.config, dict[str, Any]()
+    if config.eval.choices:
+        from llmtrain.data.stream.choices import ChoiceSet
+
+        length, shared, cache = config.data.sequence_length, run.mix.degrees.sequence, config.data.cache
+        for name, folder in config.eval.choices.items():
+            opened[name] = ChoiceSet(folder, sequence_length=length, shared=shared, cache=cache)
+    for name, choices in opened.items():
+        _check_tokenizer(f"eval.choices.{name}", choices.prepared.manifest, choices.prepared.name, data)
+    return opened
 
 
 def stage_data(stages: Stages) -> list[TrainData]:

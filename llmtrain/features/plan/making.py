@@ -34,11 +34,11 @@ def make_plan(asked: Run, words: list[str], machines: Machines, imbalance: float
 
     def rehearsed(run: Run, ranks: Iterable[int]) -> dict[int, Rehearsed]:
         on_gpu = machines.on_gpu
-        found = rehearse(prepared(run, on_gpu=on_gpu), [*ranks], machines.slots, imbalance=imbalance, on_gpu=on_gpu)
-        return {each.rank: each for each in found}
+        answers = rehearse(prepared(run, on_gpu=on_gpu), [*ranks], machines.slots, imbalance=imbalance, on_gpu=on_gpu)
+        return {answer.rank: answer for answer in answers}
 
     degrees, chosen = asked.mix.degrees, kinds(asked.mix.degrees)
-    run, found = decide(asked, machines, lambda run: rehearsed(run, chosen))
+    run, ranks = decide(asked, machines, lambda run: rehearsed(run, chosen))
     alike = degrees.world_size // degrees.pipeline
     micro_batch, again = run.batch.micro_batch, run.config.model.recompute
     plan = Plan(
@@ -48,28 +48,28 @@ def make_plan(asked: Run, words: list[str], machines: Machines, imbalance: float
             Kind(
                 name=name_of(degrees.place(rank).pipeline, stages, degrees.pipeline),
                 ranks=stages * alike,
-                rehearsed=found[rank],
+                rehearsed=ranks[rank],
             )
             for rank, stages in chosen.items()
         ],
-        checkpoint=sum(found[rank].saved * stages for rank, stages in chosen.items()) * alike,
-        seconds=sum(each.cpu_s for each in found.values()),
-        time=None if speeds is None else step_time(run, machines, speeds, found),
+        checkpoint=sum(ranks[rank].saved * stages for rank, stages in chosen.items()) * alike,
+        seconds=sum(rank.cpu_s for rank in ranks.values()),
+        time=None if speeds is None else step_time(run, machines, speeds, ranks),
         chosen={"micro_batch": micro_batch, "recompute": asdict(again)} if autos(asked.config) else None,
     )
     if machines.memory is not None and machines.room(plan.fullest.peak, machines.memory)[0] < 0:
         fullest = plan.fullest.rehearsed.rank
         with scratch_folder("plan") as folder:
-            for said, more in changes(run, folder):
+            for change, more_words in changes(run, folder):
                 try:
                     with contextlib.suppress(UserError):  # the change goes with another value of the run
-                        other = with_chosen(resolved([*words, *more], machines.ranks), micro_batch, again)
-                        plan.changes[said] = needs(rehearsed(other, [fullest]).values())
+                        other = with_chosen(resolved([*words, *more_words], machines.ranks), micro_batch, again)
+                        plan.changes[change] = needs(rehearsed(other, [fullest]).values())
                 except RuntimeError as error:  # a bug there takes nothing from the answer
-                    log.warn(f"{said} could not be rehearsed: {str(error).splitlines()[-1]}")
+                    log.warn(f"{change} could not be rehearsed: {str(error).splitlines()[-1]}")
     if imbalance == 1:  # a run is compared with balanced experts
-        for each in (asked, run) if autos(asked.config) else (asked,):
-            keep(plan, each)
+        for planned in (asked, run) if autos(asked.config) else (asked,):
+            keep(plan, planned)
     return plan
 
 
@@ -80,15 +80,15 @@ def keep(plan: Plan, run: Run) -> None:
     answer = Planned(
         peak=plan.fullest.peak,
         of_rank_0=plan.kinds[0].peak,
-        more_at_least=sum(each.low for each in others),
-        more_at_most=sum(each.high for each in others),
+        more_at_least=sum(other.low for other in others),
+        more_at_most=sum(other.high for other in others),
         phases={
             phase: {label: held for label, held in parts.items() if plan.on_device(label)}
             for phase, parts in plan.fullest.rehearsed.phases.items()
         },
         changes=plan.changes,
-        sent=max(each for each, _ in messages),
-        sent_to_other_hosts=max(each for _, each in messages),
+        sent=max(sent_bytes for sent_bytes, _ in messages),
+        sent_to_other_hosts=max(to_other_hosts for _, to_other_hosts in messages),
         step_s={} if plan.time is None else plan.time.parts,
         memory=plan.machines.memory,
         chosen=plan.chosen,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from llmtrain.base import imports
+from llmtrain.base.imports import _listed
 
 PROGRAM = """
 import sys
@@ -34,12 +38,25 @@ def said(cache: Path) -> list[str]:
 
 def test_the_listing_is_kept_and_torchao_is_not_imported(tmp_path: Path) -> None:
     assert said(tmp_path) == ["False", "True"]
-    kept = tmp_path / "transformers.json"
+    (kept,) = (tmp_path / "transformers").iterdir()
     whole = kept.read_text()
     kept.write_text(whole[: len(whole) // 2])
     assert said(tmp_path) == ["False", "True"] and kept.read_text() == whole
-    other = json.loads(whole)
-    other["key"][1] -= 1  # another version in the same place
-    other["rows"] = other["rows"][:1]
-    kept.write_text(json.dumps(other))
-    assert said(tmp_path) == ["False", "True"] and kept.read_text() == whole
+
+
+@pytest.mark.parametrize("content", ["5", "[]", "[[1, 2]]", "{}", '[[["torch"], {"a": 5}]]', "null", ""])
+def test_a_file_of_another_shape_is_no_listing(content: str, tmp_path: Path) -> None:
+    (file := tmp_path / "listing.json").write_text(content)
+    assert _listed(file) is None
+
+
+def test_another_version_in_the_same_place_has_a_listing_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same time: images are built with one time for all files."""
+    monkeypatch.setattr(imports, "version", lambda _: "5.23.0")
+    first = imports._listing_of(tmp_path)
+    monkeypatch.setattr(imports, "version", lambda _: "5.24.0")
+    assert imports._listing_of(tmp_path) != first
+    monkeypatch.setattr(imports, "version", lambda _: "5.24.0.dev0")  # its files change under one version
+    assert imports._structure(lambda *given: given, tmp_path, tmp_path, "models") == (tmp_path, "models")
