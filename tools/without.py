@@ -1,8 +1,9 @@
 """Copies this clone without some features, and tries the copy.
 
     python tools/without.py --to FOLDER NAME...       the copy alone; `all` for every feature
-    python tools/without.py --try RUN.yaml NAME...    for each NAME a copy that must import all its modules, check the
-                                                      run's configuration, train 3 steps, save, and resume
+    python tools/without.py --try RUN.yaml NAME...    for each NAME a copy of the package that must import all its
+                                                      modules, check the run's configuration, train 3 steps, save,
+                                                      and resume
 
 A feature is a folder of llmtrain/features, its tests in tests/features, its page in docs and its benchmarks in
 tools/bench. Without them the rest of the clone must work, but for what others say about the feature in words.
@@ -11,6 +12,8 @@ tools/bench. Without them the rest of the clone must work, but for what others s
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import re
 import shutil
@@ -89,6 +92,25 @@ def copy(names: Sequence[str], target: Path) -> None:
     subprocess.run(pages, cwd=target, env=os.environ | {"PYTHONPATH": str(target)}, check=True)
 
 
+def copy_package(names: Sequence[str], target: Path) -> None:
+    """Copy the package alone, without these features; compiled files too, which Python takes for those of the copy."""
+    for source in (ROOT / "llmtrain").rglob("*"):
+        name = source.relative_to(ROOT)
+        if source.is_file() and not _belongs(str(name), names):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+
+
+def sets_of_features() -> list[list[str]]:
+    """Few sets, so that of any two features some set has the one and not the other; and the set of all.
+
+    Each feature is in half of the sets, no two in the same half (Sperner's theorem).
+    """
+    count = next(count for count in range(1, 99) if math.comb(count, count // 2) >= len(FEATURES))
+    halves = dict(zip(FEATURES, itertools.combinations(range(count), count // 2), strict=False))
+    return [[name for name in FEATURES if index in halves[name]] for index in range(count)] + [FEATURES]
+
+
 def _belongs(path: str, names: Sequence[str]) -> bool:
     """True for a file of one of these features."""
     either = "|".join(map(re.escape, names))
@@ -119,10 +141,10 @@ class Trials:
         self._answers.close()
 
     def attempt(self, names: Sequence[str], run: Path) -> str:
-        """Return "passed" if a copy without these features imports, checks, trains, saves and resumes."""
+        """Return "passed" if the package without these features imports, checks, trains, saves and resumes."""
         assert self._process.stdin is not None
         with tempfile.TemporaryDirectory() as folder:
-            copy(names, Path(folder))
+            copy_package(names, Path(folder))
             print(folder, run.resolve(), sep="\t", file=self._process.stdin, flush=True)
             return self._answers.readline().strip() or "its process has died"
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-LINES = Path("runs/costs.jsonl")
+LINES = Path(os.environ.get("COSTS", "runs/costs.jsonl"))
 DEAR_S = 20.0
 """CPU seconds; the docstring of a file that takes more has the reason."""
 

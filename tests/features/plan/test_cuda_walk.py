@@ -32,14 +32,13 @@ DOCUMENTS = {"data": {"path": "data", "sequence_length": 64, "isolate_documents"
 RECOMPUTED = {"model": {"config": LLAMA, "recompute": {"layers": "all"}}}
 ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 OTHERS = {
-    "stage 0": form(0),
-    "stage 2, the second rank": form(2, rank=1, zero={"overlap_comm": True}),
+    "stage 0, documents": form(0, run=DOCUMENTS),
+    "stage 2, the second rank, recomputed": form(2, rank=1, zero={"overlap_comm": True}, run=RECOMPUTED),
     "stage 3": form(3, recheck=False),
-    "LoRA": form(1, ranks=1, run={"adapter": {"r": 4, "alpha": 8.0}}),
+    "LoRA, sums in fp32": form(
+        1, ranks=1, run={"adapter": {"r": 4, "alpha": 8.0}}, data_types={"grad_accum_dtype": "fp32"}
+    ),
     "optimizer in host memory": form(2, recheck=False, zero=ON_HOST),
-    "documents": form(1, ranks=1, run=DOCUMENTS),
-    "recomputed": form(1, ranks=1, run=RECOMPUTED),
-    "sums in fp32": form(1, data_types={"grad_accum_dtype": "fp32"}),
     "the last of two stages": form(1, rank=1, recheck=False, run=TWO_LAYERS, pipeline={"stages": 2}),
 }
 
