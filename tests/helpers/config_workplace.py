@@ -32,6 +32,16 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def nested(dotted: str, value: Any, base: dict[str, Any]) -> dict[str, Any]:
+    """The base with a value at a dotted key."""
+    section = base
+    *sections, last = dotted.split(".")
+    for name in sections:
+        section = section.setdefault(name, {})
+    section[last] = value
+    return base
+
+
 def value_of(base: type[Choice], field: str) -> Any:
     """A legal value of a field of some choices: its default, where it has one."""
     default = default_of(base.CHOICES[base.owners(field)[0]].__dataclass_fields__[field])

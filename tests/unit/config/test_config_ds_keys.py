@@ -20,8 +20,7 @@ from llmtrain.config.deepspeed import keys as ds_keys
 from llmtrain.config.deepspeed.read import _is_of, checked, deep_check
 from llmtrain.config.load import load
 from llmtrain.config.problems import Problems, show
-from tests.helpers.config_workplace import ranks_at_least, write
-from tests.helpers.wrong_configurations import nested
+from tests.helpers.config_workplace import nested, ranks_at_least, write
 
 ROOT = Path(__file__).parents[3]
 
