@@ -64,19 +64,19 @@ def diff(a: Path, b: Path) -> tuple[list[str], bool]:
     # One line for all entries that a conversion does not know, which are None.
     unequal = [key for key in _CONFIG if len({getattr(trainer, key) is None for trainer in trainers}) == 2]
     left, right = ({k: v for k, v in t.to_json().items() if k not in (*_CONFIG, "layout")} for t in trainers)
-    for what, found in {
+    for what, changes in {
         "state": differences(left, right),
         "layout": differences(manifests[0].layout, manifests[1].layout),
         "config": trainers[0].differences(trainers[1], _CONFIG),
     }.items():
-        lines += [f"{what:<7}  {line}" for line in found]
+        lines += [f"{what:<7}  {line}" for line in changes]
     lines += [f"config   {key}: only in {'A' if getattr(trainers[1], key) is None else 'B'}" for key in unequal]
     same = []
     for key in sorted(readers[0].tensors() | readers[1].tensors(), key=lambda key: (key[1], key[0])):
         kind, name = key
-        held = [key in reader.tensors() for reader in readers]
-        if not all(held):
-            lines.append(f"tensor   {kind} of {name}: only in {'A' if held[0] else 'B'}")
+        present = [key in reader.tensors() for reader in readers]
+        if not all(present):
+            lines.append(f"tensor   {kind} of {name}: only in {'A' if present[0] else 'B'}")
         elif readers[0].shape(name) != readers[1].shape(name):
             lines.append(f"tensor   {kind} of {name}: shape {readers[0].shape(name)} -> {readers[1].shape(name)}")
         else:
@@ -103,8 +103,8 @@ def _line(d: Difference) -> str:
 def _compare(readers: tuple[CheckpointReader, CheckpointReader], keys: list[tuple[str, str]]) -> list[Difference]:
     total = sum(8 * numel(readers[0].shape(name)) for _, name in keys)
     with Progress("comparing", total) as progress, ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        found = list(pool.map(lambda key: _compare_tensor(readers, key, progress.advance), keys))
-    return [difference for difference in found if difference is not None]
+        results = list(pool.map(lambda key: _compare_tensor(readers, key, progress.advance), keys))
+    return [difference for difference in results if difference is not None]
 
 
 def _compare_tensor(
@@ -139,7 +139,7 @@ def average(sources: list[Path], out: Path) -> list[str]:
     Returns the report's lines. Raises CheckpointError: other tensors, another model, a damaged source, or OUT has
     checkpoints already."""
     if len({path.resolve() for path in sources}) != len(sources) or len(sources) < 2:
-        raise CheckpointError("average takes two or more different checkpoints, and then the folder to write.")
+        raise CheckpointError("average takes two or more different checkpoints, then the folder to write.")
     if complete_checkpoints(out / "checkpoints"):
         raise CheckpointError(f"{out} holds checkpoints already; nothing was written. Give a new folder.")
     readers = [CheckpointReader(path) for path in sources]
@@ -151,10 +151,10 @@ def average(sources: list[Path], out: Path) -> list[str]:
     first = readers[0]
     shapes = {name: first.shape(name) for name in first.order()}
     total = 4 * sum(map(numel, shapes.values()))
-    # A mean has no way back, byte by byte, to the folder of an import, no evaluation of its own, and no variants.
+    # A mean cannot be exported byte by byte as the folder of an import, and has no evaluation or variants of its own.
     others = ("source", "evaluation", *features.variants())
-    kept = {k: v for k, v in trainers[newest].entries.items() if k not in others}
-    entries = {**kept, "weights_only": True, "averaged": [str(path) for path in sources]}
+    entries = {k: v for k, v in trainers[newest].entries.items() if k not in others}
+    entries |= {"weights_only": True, "averaged": [str(path) for path in sources]}
     with Progress("averaging", total) as progress:
         written = build_checkpoint(
             step_folder(out / "checkpoints", step),
@@ -185,15 +185,14 @@ def _refuse_other_models(readers: list[CheckpointReader], trainers: list[Trainer
         changed += other_scale(trainers[0].section("adapter"), trainer.section("adapter"))
         changed += trainers[0].differences(trainer, ("vocab_size", "tokenizer"))
         if changed:
-            raise CheckpointError(f"{first.folder} and {reader.folder} are of different models: {'; '.join(changed)}. "
-                                  "Only checkpoints of one model have a mean.")  # fmt: skip
-        theirs, ours = ({name: r.shape(name) for name in r.order()} for r in (reader, first))
-        if theirs != ours:
-            name = sorted(theirs.items() ^ ours.items())[0][0]
-            raise CheckpointError(
-                f"{name} is {ours.get(name, 'missing')} in {first.folder} and {theirs.get(name, 'missing')} in "
-                f"{reader.folder}. Only checkpoints with the same tensors have a mean."
-            )
+            both = f"{first.folder} and {reader.folder}"
+            raise CheckpointError(f"{both} have no mean: they are of different models: {'; '.join(changed)}.")
+        other_shapes, first_shapes = ({name: r.shape(name) for name in r.order()} for r in (reader, first))
+        if other_shapes != first_shapes:
+            name = sorted(other_shapes.items() ^ first_shapes.items())[0][0]
+            shapes = [tensors.get(name, "missing") for tensors in (first_shapes, other_shapes)]
+            places = f"{shapes[0]} in {first.folder} and {shapes[1]} in {reader.folder}"
+            raise CheckpointError(f"{name} is {places}. Only checkpoints with the same tensors have a mean.")
 
 
 class _Mean:
@@ -209,15 +208,15 @@ class _Mean:
         """Elements [start, stop) of the mean in fp32. Raises CheckpointError after the last element of a damaged
         tensor."""
         total = torch.zeros(stop - start, dtype=torch.float64)
-        found = []
+        of_chunk = []
         for reader in self._readers:
             values = reader.read_kind(kind, name, start, stop)
-            found.append(checksum(values, start))
+            of_chunk.append(checksum(values, start))
             total += values
         with self._lock:
             left = self._left.get(name, numel(self._readers[0].shape(name))) - (stop - start)
             self._left[name] = left
-            for sums, value in zip(self._sums, found, strict=True):
+            for sums, value in zip(self._sums, of_chunk, strict=True):
                 sums[kind, name] = (sums[kind, name] - value) % 2**64
             damaged = [r for r, sums in zip(self._readers, self._sums, strict=True) if sums[kind, name]]
         if left == 0 and damaged:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 TYPES = ("F32", "BF16", "F16")
-"""safetensors' names of the types that values of a checkpoint have, here as there."""
+"""safetensors' names of the types that values of a checkpoint have, which are the same."""
 
 
 class FrozenSourceError(CheckpointError):
@@ -52,14 +52,13 @@ class FrozenSource:
     folder: Path
     """Absolute."""
     checksums: dict[str, int]
-    """Layout-free checksum of the full tensor in the folder, by Hugging Face name."""
+    """Checksum, equal in each layout, of the full tensor in the folder, by Hugging Face name."""
     parts: dict[str, list[tuple[str, str, Region]]]
     """By Hugging Face name: (file, tensor in it, which elements of the flat parameter that is)."""
 
     def only(self, names: Collection[str]) -> FrozenSource:
-        kept = [name for name in self.parts if name in names]
-        checksums = {name: self.checksums[name] for name in kept}
-        return replace(self, checksums=checksums, parts={name: self.parts[name] for name in kept})
+        checksums = {name: self.checksums[name] for name in self.parts if name in names}
+        return replace(self, checksums=checksums, parts={name: self.parts[name] for name in checksums})
 
     def files(self) -> list[Path]:
         """Weight files with at least one of these parameters."""
@@ -68,11 +67,11 @@ class FrozenSource:
     def error(self, wrong: str) -> FrozenSourceError:
         """`wrong`: a clause that names file and tensor."""
         remedy = (
-            "Put that folder, or a link to it, in its place again; or move what is there away: a resume then takes "
+            "Put that folder, or a link to it, in its place again; or move the present one away: a resume then takes "
             "model.pretrained"
         )
-        if found := commit_of(self.folder):
-            remedy = f"Fetch it again: hf download {found[0].name} --revision {found[1]}"
+        if commit := commit_of(self.folder):
+            remedy = f"Fetch it again: hf download {commit[0].name} --revision {commit[1]}"
         return FrozenSourceError(
             f"{wrong.rstrip('.')}. The checkpoint holds what trains, its frozen parameters are those of {self.folder} "
             f"as they were when the run began. {remedy}."
@@ -91,10 +90,10 @@ class FrozenSource:
         """Raises ValueError, TypeError, KeyError or AttributeError: every entry is checked."""
         folder = Path(word(raw["folder"]))
         checksums, parts = {}, {}
-        for name, (checksum, held) in raw["tensors"].items():
+        for name, (checksum, places) in raw["tensors"].items():
             checksums[word(name)] = natural(checksum, 2**64)
-            parts[name] = [(word(f), word(tensor), Region(natural(at), natural(n))) for f, tensor, at, n in held]
-        odd = [file for held in parts.values() for file, _, _ in held if Path(file).name != file]
+            parts[name] = [(word(f), word(tensor), Region(natural(at), natural(n))) for f, tensor, at, n in places]
+        odd = [file for places in parts.values() for file, _, _ in places if Path(file).name != file]
         if odd or not folder.is_absolute() or not all(parts.values()):
             raise ValueError(f"{[*odd, str(folder)][0]!r} is no place of frozen parameters")
         return cls(folder=here(folder), checksums=checksums, parts=parts)
@@ -141,8 +140,8 @@ def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
     twice = _overlap(regions, strides.pop())
     if twice is not None:
         return f"has an overlap at element {twice}"
-    held = sum(region.numel for region in regions)
-    return None if held == total else f"has a gap: its pieces hold {held} of {total} elements"
+    covered = sum(region.numel for region in regions)
+    return None if covered == total else f"has a gap: its pieces hold {covered} of {total} elements"
 
 
 def _chain(regions: Sequence[Region], total: int) -> str | None:
@@ -161,7 +160,7 @@ def _overlap(regions: Sequence[Region], stride: int) -> int | None:
     events = sorted(
         event
         for cell in cells
-        # Cells that end before a line leave before its new cells come; from the right, which is cheap in a list.
+        # Drop cells that end above this line before adding new ones; popping from the right is O(1).
         for event in (
             (cell.line, 1, cell.column, cell.columns),
             (cell.line + cell.lines, 0, -cell.column, cell.columns),
@@ -211,7 +210,7 @@ OUTER = "outer."
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 HOSTS = "hosts"
-"""In a layout, when hosts had folders of their own: which host wrote a file. No folder holds the files of all."""
+"""Key of a layout whose hosts have folders of their own: file -> the host that wrote it."""
 _STEP_DIR = re.compile(r"step-([0-9]{8,18})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _JSON_LIMIT = 1 << 30  # bytes; 1,000 ranks with 6,000 pieces each stay below it
@@ -331,7 +330,7 @@ class Manifest:
             layout = {str(key): value for key, value in raw["layout"].items()}
             frozen = FrozenSource.from_json(raw["frozen"]) if raw["format"] == FORMATS[1] else NOWHERE
             manifest = cls(step=natural(raw["step"]), tensors=tensors, files=files, layout=layout, frozen=frozen)
-            manifest._check(path)
+            manifest._check_pieces(path)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}.") from None
         except CheckpointError:
@@ -340,7 +339,7 @@ class Manifest:
             raise CheckpointError(f"{path} cannot be read as a manifest: {error!r}") from error
         return manifest
 
-    def _check(self, path: Path) -> None:
+    def _check_pieces(self, path: Path) -> None:
         """Check that every piece belongs to a tensor, and that the pieces of a tensor cover it once."""
         if TRAINER not in self.files:
             raise CheckpointError(f"{path} does not list {TRAINER}.")
@@ -355,10 +354,10 @@ class Manifest:
                 if piece.name not in self.tensors:
                     raise CheckpointError(f"{path}: {file} holds {piece.kind} of {piece.name!r}, which has no shape.")
                 regions.setdefault((piece.kind, piece.name), []).append(piece.region)
-        for name, held in self.frozen.parts.items():
+        for name, places in self.frozen.parts.items():
             if name not in self.tensors or (PARAM, name) in regions:
                 raise CheckpointError(f"{path}: the frozen {name!r} has no shape, or values in a file here, too.")
-            regions[PARAM, name] = [region for _, _, region in held]
+            regions[PARAM, name] = [region for _, _, region in places]
         for (kind, name), parts in regions.items():
             if wrong := uncovered(parts, self.tensors[name]):
                 raise CheckpointError(f"{path}: {kind} of {name} {wrong}.")
@@ -370,12 +369,12 @@ class Manifest:
 def keys(pieces: list[Piece]) -> list[str]:
     """Names in a file: `kind/NAME`, further ones of a tensor `kind/NAME#1`."""
     seen: dict[str, int] = {}
-    found = []
+    names = []
     for piece in pieces:
         name = f"{piece.kind}/{piece.name}"
         count = seen[name] = seen.get(name, -1) + 1
-        found.append(f"{name}#{count}" if count else name)
-    return found
+        names.append(f"{name}#{count}" if count else name)
+    return names
 
 
 def _digest(raw: dict[str, Any]) -> str:
@@ -400,8 +399,8 @@ def step_of(folder: Path) -> int | None:
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Newest step first."""
-    found = [p for p in _children(checkpoints) if step_of(p) is not None and (p / MANIFEST).is_file()]
-    return sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
+    folders = [p for p in _children(checkpoints) if step_of(p) is not None and (p / MANIFEST).is_file()]
+    return sorted(folders, key=lambda p: step_of(p) or 0, reverse=True)
 
 
 def stale_folders(checkpoints: Path) -> list[Path]:
@@ -417,7 +416,7 @@ def _children(folder: Path) -> Iterator[Path]:
 def open_file(path: Path) -> int:
     """Open a file of a checkpoint for reading; never a link, a pipe or a device. Raises OSError."""
     if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link, and its target does not belong to the checkpoint")
+        raise OSError(errno.ELOOP, "it is a symbolic link: its target is no file of the checkpoint")
     return open_regular(path, os.O_NOFOLLOW)
 
 
@@ -446,9 +445,9 @@ def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") ->
 
 def misfit(file: TensorFile, entry: FileEntry) -> str | None:
     """A tensor `kind/NAME` on which the file's header and its entry in the manifest disagree."""
-    held = {name: found.numel for name, found in file.entries.items()}
+    in_header = {name: entry.numel for name, entry in file.entries.items()}
     listed = {key: piece.region.numel for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True)}
-    return min(held.items() ^ listed.items())[0] if held != listed else None
+    return min(in_header.items() ^ listed.items())[0] if in_header != listed else None
 
 
 def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
@@ -463,18 +462,18 @@ def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -
 
 def problems(folder: Path, manifest: Manifest, names: list[str], *, contents: bool = True) -> list[str]:
     """Missing files, other sizes and, with `contents`, other checksums."""
-    found = []
+    problems = []
     for name in names:
         path, entry = folder / name, manifest.files[name]
         try:
             size = path.lstat().st_size
             if size != entry.bytes:
-                found.append(f"{name} has {size} bytes instead of {entry.bytes}")
+                problems.append(f"{name} has {size} bytes instead of {entry.bytes}")
             elif contents and hash_file(path) != entry.xxh3:
-                found.append(f"{name} is damaged: its checksum differs from the manifest")
+                problems.append(f"{name} is damaged: its checksum differs from the manifest")
         except FileNotFoundError:
             host = manifest.elsewhere(folder).get(name)
-            found.append(f"{name} is missing" + (f": it is on {host}" if host else ""))
+            problems.append(f"{name} is missing" + (f": it is on {host}" if host else ""))
         except OSError as error:
-            found.append(f"{name}: {error.strerror}")
-    return found
+            problems.append(f"{name}: {error.strerror}")
+    return problems

@@ -41,7 +41,7 @@ class _Offer:
     manifest: str
     """Its checksum: hosts may have different checkpoints of one step, because one was never completed."""
     files: frozenset[str]
-    """Names of the files with the right size."""
+    """Names of this host's files that have the right size."""
     all_files: frozenset[str]
     hosts: dict[str, str]
     """Host that wrote each file."""
@@ -53,9 +53,9 @@ def _offer(folder: Path) -> _Offer | None:
         digest = hash_file(folder / MANIFEST)
     except (CheckpointError, OSError):
         return None
-    here = {name for name in manifest.files if not problems(folder, manifest, [name], contents=False)}
+    files_here = {name for name in manifest.files if not problems(folder, manifest, [name], contents=False)}
     hosts = {str(name): str(host) for name, host in dict(manifest.layout.get(HOSTS) or {}).items()}
-    return _Offer(digest, frozenset({MANIFEST, *here}), frozenset({MANIFEST, *manifest.files}), hosts)
+    return _Offer(digest, frozenset({MANIFEST, *files_here}), frozenset({MANIFEST, *manifest.files}), hosts)
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class _Version:
 
 def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
     """Versions of a checkpoint: complete ones first, then by the number of leaders."""
-    found: dict[str, dict[int, _Offer]] = {}
+    by_manifest: dict[str, dict[int, _Offer]] = {}
     for leader, offer in offers:
         if offer is not None:
-            found.setdefault(offer.manifest, {})[leader] = offer
+            by_manifest.setdefault(offer.manifest, {})[leader] = offer
     versions = [
-        _Version({leader: offer.files for leader, offer in held.items()}, next(iter(held.values())))
-        for _, held in sorted(found.items())
+        _Version({leader: offer.files for leader, offer in offers.items()}, next(iter(offers.values())))
+        for _, offers in sorted(by_manifest.items())
     ]
     return sorted(versions, key=lambda version: (bool(version.lacking), -len(version.has)))
 
@@ -126,7 +126,7 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
     moved = sorted(set().union(*lacks.values()))
     if not moved:
         return
-    log.info(f"{checkpoint.name}: {len(moved)} files go from the hosts that have them to those whose ranks read them")
+    log.info(f"{checkpoint.name}: {len(moved)} files are copied to the hosts whose ranks read them")
     takes = lacks[ranks.rank] if where.leads else set()
     problem: CheckpointError | None = None
     into = checkpoint
@@ -147,9 +147,9 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
                 remove_tree(into)
             for name in takes:
                 (checkpoint / f"{name}.part").unlink(missing_ok=True)
-    found = [each for each in ranks.gather(problem) if each is not None]
-    if found:
-        raise next((each for each in found if isinstance(each, DamagedCheckpoint)), found[0])
+    failures = [failure for failure in ranks.gather(problem) if failure is not None]
+    if failures:
+        raise next((failure for failure in failures if isinstance(failure, DamagedCheckpoint)), failures[0])
 
 
 def fetch_all(checkpoint: Path, where: CheckpointFolder, ranks: Ranks) -> None:

@@ -38,9 +38,9 @@ _LEFTOVER = re.compile(r"step-[0-9]{8,18}.*\.(tmp|trash|damaged)")
 @dataclass(frozen=True, kw_only=True)
 class Row:
     path: Path | str
-    """Folder, or URL."""
+    """Folder or URL of the checkpoint."""
     state: str
-    """complete, part (the rest is on other hosts, or gone), damaged, incomplete, tmp, trash or set aside."""
+    """complete, part (other files are on other hosts, or gone), damaged, incomplete, tmp, trash or set aside."""
     detail: str
     """The reason why it is not complete; else empty."""
     bytes: int
@@ -61,21 +61,21 @@ def find_checkpoints(path: Path) -> list[Path]:
     """The complete checkpoints of a run folder or its checkpoints/, newest first; or one checkpoint, also as
     RUN/step-N. Raises CheckpointError: none."""
     _refuse_data(path)
-    found = [path] if (path / MANIFEST).exists() else complete_checkpoints(checkpoints_of(path))
+    folders = [path] if (path / MANIFEST).exists() else complete_checkpoints(checkpoints_of(path))
     short = _SHORT_STEP.fullmatch(path.name)
-    if not found and short:
+    if not folders and short:
         places = [step_folder(folder, int(short[1])) for folder in (path.parent, path.parent / "checkpoints")]
-        found = [place for place in places if (place / MANIFEST).exists()]
-    if not found:
+        folders = [place for place in places if (place / MANIFEST).exists()]
+    if not folders:
         what = "no such folder" if not path.exists() else "it holds no complete checkpoint"
-        there = complete_checkpoints(path.parent) or complete_checkpoints(path.parent / "checkpoints")
-        steps = f" The run has steps {', '.join(str(step_of(each)) for each in there[:9])}." if short and there else ""
+        others = complete_checkpoints(path.parent) or complete_checkpoints(path.parent / "checkpoints")
+        steps = f" The run has steps {', '.join(str(step_of(p)) for p in others[:9])}." if short and others else ""
         raise CheckpointError(f"{path}: {what}. Give a run folder, a checkpoint's folder, or RUN/step-N.{steps}")
-    return found
+    return folders
 
 
 _TRIES = 5
-"""Attempts with a live run, whose checkpoint.keep may delete a checkpoint under the reader."""
+"""Attempts to read a checkpoint of a live run, whose checkpoint.keep may delete it meanwhile."""
 
 
 def read_while_there(find: Callable[[], Path], read: Callable[[Path], T]) -> tuple[Path, T]:
@@ -92,7 +92,7 @@ def read_while_there(find: Callable[[], Path], read: Callable[[Path], T]) -> tup
             if folder.exists():
                 raise
             if not left:
-                raise CheckpointError(f"{folder}: was deleted while it was read, as by the run; try again") from error
+                raise CheckpointError(f"{folder}: was deleted while it was read (by its run?); try again") from error
     raise AssertionError
 
 
@@ -104,7 +104,7 @@ def _refuse_data(path: Path) -> None:
         return
     if isinstance(manifest, dict) and "data_fingerprint" in manifest and "manifest" not in manifest:
         raise CheckpointError(
-            f"{path}: is prepared data, and no checkpoint. Give a run folder, a checkpoint's folder, or RUN/step-N; "
+            f"{path}: is prepared data, not a checkpoint. Give a run folder, a checkpoint's folder, or RUN/step-N; "
             "`llmtrain data show` shows what is in it."
         )
 
@@ -119,8 +119,8 @@ def checkpoints_of(path: Path) -> Path:
 def step_folders(path: Path) -> list[Path]:
     """Complete or not, newest first."""
     folder = checkpoints_of(path)
-    found = [p for p in folder.iterdir() if p.is_dir() and step_of(p) is not None] if folder.is_dir() else []
-    return sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
+    folders = [p for p in folder.iterdir() if p.is_dir() and step_of(p) is not None] if folder.is_dir() else []
+    return sorted(folders, key=lambda p: step_of(p) or 0, reverse=True)
 
 
 def rows(path: Path) -> list[Row]:
@@ -128,12 +128,12 @@ def rows(path: Path) -> list[Row]:
     folder = checkpoints_of(path)
     _refuse_data(path)
     if not folder.is_dir():
-        return [_row(found) for found in find_checkpoints(path)]
-    found = [p for p in folder.iterdir() if p.is_dir() and (step_of(p) is not None or _LEFTOVER.fullmatch(p.name))]
-    if not found:
+        return [_row(folder) for folder in find_checkpoints(path)]
+    folders = [p for p in folder.iterdir() if p.is_dir() and (step_of(p) is not None or _LEFTOVER.fullmatch(p.name))]
+    if not folders:
         raise CheckpointError(f"{path} holds no checkpoint. Give a run folder or a checkpoint's folder.")
     best = {p: f"{wanted.metric} {figure:.4f}" for wanted, p, figure in _best(folder)}
-    ordered = sorted(found, key=lambda p: (int(p.name[5:13]), p.name), reverse=True)
+    ordered = sorted(folders, key=lambda p: (int(p.name[5:13]), p.name), reverse=True)
     return [replace(_row(p), best=best.get(p, "")) for p in ordered]
 
 
@@ -147,24 +147,24 @@ def best_wanted(checkpoints: Path) -> Best | None:
 
 def _best(checkpoints: Path) -> list[tuple[Best, Path, float]]:
     wanted = best_wanted(checkpoints)
-    return [] if wanted is None else [(wanted, *each) for each in best_of(checkpoints, wanted).items()]
+    return [] if wanted is None else [(wanted, p, figure) for p, figure in best_of(checkpoints, wanted).items()]
 
 
 def best_checkpoints(path: Path) -> list[Path]:
     """The checkpoints that a run's checkpoint.keep_best keeps, best first. Raises CheckpointError: none."""
-    found = _best(checkpoints_of(path))
-    if not found:
+    best = _best(checkpoints_of(path))
+    if not best:
         raise CheckpointError(
             f"{path}: holds no checkpoint with the figure of an evaluation that checkpoint.keep_best names. Give the "
             "folder of a run that has it, or choose by `llmtrain checkpoint ls`."
         )
-    return [folder for _, folder, _ in found]
+    return [folder for _, folder, _ in best]
 
 
 def _row(folder: Path) -> Row:
     ending = folder.suffix.removeprefix(".") if step_of(folder) is None else ""
     if ending == "tmp":
-        return _unlisted(folder, "tmp", "being written, or left by what was killed while it wrote")
+        return _unlisted(folder, "tmp", "being written, or left by a process that was killed while it wrote")
     if ending == "trash":
         return _unlisted(folder, "trash", "its deletion was not finished")
     if ending == "damaged":
@@ -178,8 +178,8 @@ def _row(folder: Path) -> Row:
         return _unlisted(folder, "damaged", str(error).replace(f"{folder}/", ""))
     elsewhere = manifest.elsewhere(folder)
     lost = [path for path in manifest.frozen.files() if not path.is_file()]
-    here = sorted(manifest.files.keys() - elsewhere.keys())
-    wrong = problems(folder, manifest, here, contents=False) or problems(folder, manifest, [TRAINER])
+    files_here = sorted(manifest.files.keys() - elsewhere.keys())
+    wrong = problems(folder, manifest, files_here, contents=False) or problems(folder, manifest, [TRAINER])
     wrong += trainer.disagreements(folder, manifest)
     return Row(
         path=folder,
@@ -306,10 +306,10 @@ def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
                 continue
             total += size
             lines.append(f"{'would delete' if dry_run else 'deleted'}  {folder}  {units.size(size)}")
-    kept = [folder for folder in complete_checkpoints(checkpoints) if folder not in doomed]
+    remaining = [folder for folder in complete_checkpoints(checkpoints) if folder not in doomed]
     lines += [f"could not delete  {problem}" for problem in problems]
     lines.append(
-        f"{units.size(total)} {'would be ' if dry_run else ''}freed, {len(kept)} checkpoints kept, "
+        f"{units.size(total)} {'would be ' if dry_run else ''}freed, {len(remaining)} checkpoints kept, "
         f"{newest.name} verified"
     )
     return Pruned(lines, bool(problems))

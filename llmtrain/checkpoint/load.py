@@ -65,56 +65,46 @@ class Resumed:
 
 
 def resume(
-    engine: Engine,
-    config: RunConfig,
-    candidates: Candidates,
-    where: CheckpointFolder,
-    now: TrainerState,
-    ranks: Ranks,
+    engine: Engine, config: RunConfig, candidates: Candidates, where: CheckpointFolder, now: TrainerState, ranks: Ranks
 ) -> Resumed:
     """Fill the engine from the newest intact one of the `candidates` (not empty). `now`: this run's state. All ranks
     call it together, and raise the same CheckpointError, FrozenSourceError or ModelError."""
-    own, rejected = candidates.own, dict(candidates.incomplete)
+    own_run, rejected = candidates.own, dict(candidates.incomplete)
     for candidate in candidates.paths:
-        weights_only = config.resume_weights_only and not own
+        weights_only = config.resume_weights_only and not own_run
         try:
             fetch(candidate, (), where, ranks)
             fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
             parts = not weights_only and bool(features.asked(config) or config.parts)
             reader, saved = _open(candidate, config.model.folder, where, ranks, parts=parts)
             _refuse_other_adapter(saved, now, candidate)
-            new_data, new_model = (key == "new" and not own for key in (config.resume_data, config.resume_model))
-            here = now if weights_only else as_of(saved.step, now)
-            meaning = refuse_other_model(saved, here, candidate, weights_only=weights_only, meant=new_model)
+            new_data, new_model = (key == "new" and not own_run for key in (config.resume_data, config.resume_model))
+            current = now if weights_only else as_of(saved.step, now)
+            meaning = refuse_other_model(saved, current, candidate, weights_only=weights_only, meant=new_model)
             notes: list[str] = []
             if not weights_only:
-                notes = refuse_other_run(saved, here, candidate, own=own, other_data=new_data)
-                saved = saved.with_names_of(here)
+                notes = refuse_other_run(saved, current, candidate, own=own_run, other_data=new_data)
+                saved = saved.with_names_of(current)
             with contextlib.closing(reader):
                 load_checkpoint(engine, reader, saved, ranks, weights_only=weights_only)
         except DamagedCheckpoint as error:
             rejected[candidate] = f"{candidate.name}: {error}"
             continue
-        if where.leads and own:  # another run's folder stays unchanged
+        if where.leads and own_run:  # another run's folder stays unchanged
             set_aside(list(rejected))
         if weights_only:
             what = f"took the parameters of {candidate} (step {reader.manifest.step})"
             taken = [f"{what}; moments, schedule and data begin again"]
         else:
-            taken = _taken_all(candidate, saved, here)
+            taken = _taken_all(candidate, saved, current)
         return Resumed(
             folder=candidate,
             trainer=saved,
             step=reader.manifest.step,
             weights_only=weights_only,
-            began_from=saved.began_from if own else {**origin(config), "checkpoint": str(candidate.resolve())},
+            began_from=saved.began_from if own_run else {**origin(config), "checkpoint": str(candidate.resolve())},
             frozen=reader.manifest.frozen,
-            lines=[
-                *(f"skipped {text}" for text in rejected.values()),
-                *taken,
-                *meaning,
-                *notes,
-            ],
+            lines=[*(f"skipped {text}" for text in rejected.values()), *taken, *meaning, *notes],
         )
     raise CheckpointError(
         f"no checkpoint can be resumed from. {' | '.join(rejected.values())}. Name another one (resume: PATH), or "
@@ -164,13 +154,13 @@ def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
         reader = CheckpointReader(folder)
     except CheckpointError:
         return set()
-    held = reader.tensors()
+    saved_tensors = reader.tensors()
     outer = [kind for kind in reader.kinds() if kind.startswith(OUTER)]
     return {
         file
         for f in engine.state()
         for kind in (f.kind, *(outer if f.kind == PARAM else ()))
-        if (kind, f.name) in held and (kind == PARAM or not weights_only)
+        if (kind, f.name) in saved_tensors and (kind == PARAM or not weights_only)
         for file in reader.files_of(kind, f.name, f.region)
     }
 
@@ -204,10 +194,11 @@ def _open(
                 trainer = TrainerState.read(folder)
                 wrong += trainer.disagreements(folder, manifest)
         elsewhere = manifest.elsewhere(folder).keys() if where.split else set()
-        here = sorted({name for name, entry in manifest.files.items() if entry.pieces} - elsewhere)
-        for name in here[where.members.index(where.rank) :: len(where.members)]:  # the ranks that see a file share them
-            found = problems(folder, manifest, [name], contents=False) or _header_problems(reader, name)
-            wrong += found or (damaged_parts(folder, name, manifest.files[name], heart.beat) if parts else [])
+        files_here = sorted({name for name, entry in manifest.files.items() if entry.pieces} - elsewhere)
+        # Ranks that see the same files share the work.
+        for name in files_here[where.members.index(where.rank) :: len(where.members)]:
+            wrong_header = problems(folder, manifest, [name], contents=False) or _header_problems(reader, name)
+            wrong += wrong_header or (damaged_parts(folder, name, manifest.files[name], heart.beat) if parts else [])
         reader.frozen_types()
     except UnknownFormat:
         raise
@@ -248,14 +239,14 @@ def load_checkpoint(
     if not weights_only:
         _refuse_other_state(live, reader, ranks)
     rounded: dict[Key, int] = {}
-    mine: CheckpointError | ConfigError | None = None
+    failure: CheckpointError | ConfigError | None = None
     try:
         rounded = _fill([piece for piece in live if piece.kind == PARAM or not weights_only], reader)
     except (CheckpointError, ConfigError) as problem:  # the other ranks must not wait for this one
-        mine = problem
-    if found := [problem for problem in ranks.gather(mine) if problem is not None]:
-        own = next((problem for problem in found if isinstance(problem, FrozenSourceError | ConfigError)), None)
-        raise own or DamagedCheckpoint("; ".join(dict.fromkeys(map(str, found))))
+        failure = problem
+    if failures := [problem for problem in ranks.gather(failure) if problem is not None]:
+        cause = next((error for error in failures if isinstance(error, FrozenSourceError | ConfigError)), None)
+        raise cause or DamagedCheckpoint("; ".join(dict.fromkeys(map(str, failures))))
     if not weights_only:
         step = reader.manifest.step if trainer.optimizer_step is None else trainer.optimizer_step
         engine.set_counters(Counters(optimizer_step=step, loss_scale=trainer.loss_scale))
@@ -288,26 +279,26 @@ def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks
             f"{reader.folder} holds parameters alone, without an optimizer's state. Begin a new run from it: --resume "
             f"{reader.folder} --resume-weights-only, with a train.run_dir of its own."
         )
-    there = sorted(key for key in reader.tensors() if not key[0].startswith(OUTER))
-    held_kinds = {kind for kind, _ in there}
-    here = {(piece.kind, piece.name) for piece in live}
-    held = ranks.sum(torch.tensor([int(key in here) for key in there], dtype=torch.int64))
-    unwanted = [key for key, count in zip(there, held.tolist(), strict=True) if count == 0]
-    surplus = sorted(here.difference(there))
-    shares = ranks.gather(({kind for kind, _ in here}, surplus))
+    saved_keys = sorted(key for key in reader.tensors() if not key[0].startswith(OUTER))
+    saved_kinds = {kind for kind, _ in saved_keys}
+    live_keys = {(piece.kind, piece.name) for piece in live}
+    owners = ranks.sum(torch.tensor([int(key in live_keys) for key in saved_keys], dtype=torch.int64))
+    unwanted = [key for key, count in zip(saved_keys, owners.tolist(), strict=True) if count == 0]
+    surplus = sorted(live_keys.difference(saved_keys))
+    shares = ranks.gather(({kind for kind, _ in live_keys}, surplus))
     kinds = set().union(*(kinds for kinds, _ in shares))
     missing = sorted({key for _, keys in shares for key in keys})
-    if kinds != held_kinds:
+    if kinds != saved_kinds:
         raise CheckpointError(
-            f"{reader.folder}: it holds {', '.join(sorted(held_kinds))}, this run's optimizer keeps "
+            f"{reader.folder}: it holds {', '.join(sorted(saved_kinds))}, this run's optimizer keeps "
             f"{', '.join(sorted(kinds))}. Use the optimizer that the checkpoint was made with (optim.name), or "
             f"{_PARAMETERS_ALONE}."
         )
     no_maps = sorted({name for kind, name in unwanted if kind == "momentum_buffer"} & {name for _, name in missing})
     if no_maps:
         raise CheckpointError(
-            f"{reader.folder}: Muon stepped {', '.join(no_maps[:3])} there, and steps only matrices of linear maps "
-            f"now, AdamW the rest. To continue without those moments, {_PARAMETERS_ALONE}."
+            f"{reader.folder}: Muon trained {', '.join(no_maps[:3])} in the checkpoint; now it trains only matrices "
+            f"of linear maps, AdamW the rest. To continue without those moments, {_PARAMETERS_ALONE}."
         )
     if unwanted or missing:
         texts = [f"it holds {_listed(unwanted)}, which this run does not train"] if unwanted else []
@@ -336,40 +327,40 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
     changed = wrong_frozen(reader.manifest.frozen, [name for kind, name in bad if kind == PARAM])
     shares = ranks.gather((mine, changed))
     differs = f"{_listed(bad)} differs from the manifest after loading"
-    if found := _joined([texts for texts, _ in shares]):
-        return DamagedCheckpoint(f"{'; '.join(found)} ({differs})")
+    if damage := _joined([texts for texts, _ in shares]):
+        return DamagedCheckpoint(f"{'; '.join(damage)} ({differs})")
     if source_errors := [error for _, error in shares if error]:
         return source_errors[0]
     return CheckpointError(
-        f"{reader.folder}: {differs}, though its files are intact. The disk or the memory gave other bytes once, or "
+        f"{reader.folder}: {differs}, though its files are intact. The disk or memory returned wrong bytes once, or "
         "this is a bug. The run ends before its first step; start it again, or resume from another checkpoint."
     )
 
 
 def _refuse_other_adapter(saved: TrainerState, now: TrainerState, folder: Path) -> None:
-    """Refuse another scale, which no shape shows, and an adapter on one side only."""
-    there, here = saved.section("adapter"), now.section("adapter")
-    if bool(there.get("r")) != bool(here.get("r")):
-        holds, wants, merge = ("no adapter", "trains one", "") if here.get("r") else (
-            f"an adapter (adapter.r {there['r']})", "trains the model itself", " --merge")  # fmt: skip
+    """Refuse an adapter of another scale, which no shape shows, and an adapter in the checkpoint or the run alone."""
+    saved_adapter, current_adapter = saved.section("adapter"), now.section("adapter")
+    if bool(saved_adapter.get("r")) != bool(current_adapter.get("r")):
+        holds, wants, merge = "no adapter", "trains one", ""
+        if not current_adapter.get("r"):
+            holds, wants, merge = f"an adapter (adapter.r {saved_adapter['r']})", "trains the model itself", " --merge"
         raise CheckpointError(
             f"{folder} holds {holds}, and this run {wants}. Export it (llmtrain checkpoint to-hf RUN FOLDER{merge}), "
             "and begin with that: model.pretrained: FOLDER, resume: none."
         )
-    if found := other_scale(there, here):
-        raise CheckpointError(f"{folder}: {found[0]} in this run. The scale of the adapter would change with it, and "
-                              "so the model. Use the same value.")  # fmt: skip
+    if scale := other_scale(saved_adapter, current_adapter):
+        raise CheckpointError(f"{folder}: {scale[0]} in this run: another scale of the adapter. Use the old value.")
 
 
 def _other_data(saved: TrainerState, now: TrainerState) -> str:
-    there, here = saved.section("data"), now.section("data")
+    was, now_is = saved.section("data"), now.section("data")
     keys = ("path", "mixture", "sequence_length", "seed")
-    found = [
-        f"data.{key} was {show(there.get(key))} and is {show(here.get(key))}"
+    changes = [
+        f"data.{key} was {show(was.get(key))} and is {show(now_is.get(key))}"
         for key in keys
-        if there and there.get(key) != here.get(key)
+        if was and was.get(key) != now_is.get(key)
     ]
-    return "; ".join(found) or "The prepared data has been prepared again or changed since"
+    return "; ".join(changes) or "The prepared data has been prepared again or changed since"
 
 
 def as_of(step: int, now: TrainerState) -> TrainerState:
@@ -381,31 +372,34 @@ def as_of(step: int, now: TrainerState) -> TrainerState:
     return replace(now, data_fingerprint=planned[-1][1], model_config=dict(turned(now.model_config or {}, rope)))
 
 
-def refuse_other_model(saved: TrainerState, now: TrainerState, folder: Path, *, weights_only: bool,
-                       meant: bool) -> list[str]:  # fmt: skip
+def refuse_other_model(
+    saved: TrainerState, now: TrainerState, folder: Path, *, weights_only: bool, meant: bool
+) -> list[str]:
     """Compare model, teacher and tokenizer; `meant` (resume_model: new) only warns."""
-    found = other_meaning(saved.model_config, now.model_config)
+    changes = other_meaning(saved.model_config, now.model_config)
     if weights_only and saved.tokenizer not in (None, now.tokenizer):
-        found.append(f"tokenizer of the data: {saved.tokenizer} -> {now.tokenizer}")
+        changes.append(f"tokenizer of the data: {saved.tokenizer} -> {now.tokenizer}")
     if not weights_only:
-        found += [f"teacher's {text}" for text in other_meaning(saved.teacher_config, now.teacher_config)]
-    if meant and found:
-        return [f"warning: resume_model new: the weights of {folder} compute something else now: {'; '.join(found)}"]
-    if found:
+        changes += [f"teacher's {text}" for text in other_meaning(saved.teacher_config, now.teacher_config)]
+    if meant and changes:
+        return [f"warning: resume_model new: the weights of {folder} compute something else now: {'; '.join(changes)}"]
+    if changes:
         raise CheckpointError(
-            f"{folder}: its weights would compute something else in this run: {'; '.join(found)}. Give the run these "
-            "values back (config.json of its model, model.config, the rope of data.stages up to this step), or begin "
-            f"with them: llmtrain checkpoint to-hf {folder} FOLDER, model.pretrained: FOLDER. If the others are meant: "
+            f"{folder}: its weights would compute something else in this run: {'; '.join(changes)}. Give the run "
+            "the old values (config.json of its model, model.config, the rope of data.stages so far), or begin "
+            f"with them: llmtrain checkpoint to-hf {folder} FOLDER, model.pretrained: FOLDER. For the new values: "
             f"--resume {folder} --resume_model new, with a train.run_dir of its own."
         )
     return []
 
 
-def _left_out(state: TrainerState, step: int) -> tuple[list[list[int]], list[int]]:
-    """Return the sequences, by stage, and the steps up to `step` that count no token."""
+def _left_out(state: TrainerState, step: int) -> dict[str, list[Any]]:
+    """Return the sequences, by stage, and the steps up to `step` that count no token, by their keys."""
     data = state.section("data")
-    excluded = [sorted(each.get("exclude") or ()) for each in (data, *(data.get("stages") or ()))]
-    return excluded, sorted(each for each in data.get("skip_steps") or () if each <= step)
+    return {
+        "data.exclude": [sorted(stage.get("exclude") or ()) for stage in (data, *(data.get("stages") or ()))],
+        "data.skip_steps": sorted(skipped for skipped in data.get("skip_steps") or () if skipped <= step),
+    }
 
 
 def refuse_other_run(
@@ -416,18 +410,17 @@ def refuse_other_run(
     note if the checkpoint names no data. Raises CheckpointError."""
     step = saved.step
     if own and saved.order == now.order:
-        (was, had_skipped), (excluded, skipped) = _left_out(saved, step), _left_out(now, step)
-        if (was, had_skipped) != (excluded, skipped):
-            key, then, wanted = ("data.exclude", was, excluded) if was != excluded else (
-                "data.skip_steps", had_skipped, skipped)  # fmt: skip
+        before, current = _left_out(saved, step), _left_out(now, step)
+        if before != current:
+            key = next(key for key in before if before[key] != current[key])
             raise CheckpointError(
-                f"{folder}: {key} is {then} there (by stage) and {wanted} in this run, and the run's steps so far have "
-                f"left out those. Give the value back, or continue in another train.run_dir: --resume {folder}."
+                f"{folder}: {key} is {before[key]} in the checkpoint and {current[key]} in this run. Set the old value "
+                f"as in the steps so far, or continue in another train.run_dir: --resume {folder}."
             )
     remedies = {
         "optimizer": f"Its moments mean something else. Use the same optim.name, or {_PARAMETERS_ALONE}",
-        "vocab_size": "The embedding has other rows. Use the same model and tokenizer",
-        "data_fingerprint": f"{_other_data(saved, now)}. The order of the samples would not continue. Continue with "
+        "vocab_size": "The embedding has another number of rows. Use the same model and tokenizer",
+        "data_fingerprint": f"{_other_data(saved, now)}. The order of the sequences would not continue. Continue with "
         f"the data as it was, change it in a stage (data.stages) from step {step} on or later, give --resume_data new "
         f"with a train.run_dir of its own to read the other data from its first sequence, or {_PARAMETERS_ALONE}",
         "reference": "The answers would be compared with another model than so far. The one that the run "
@@ -440,13 +433,13 @@ def refuse_other_run(
     if other_data:
         remedies["tokenizer"] = "Its ids mean other text. Prepare the data with the tokenizer of the run (--tokenizer)"
     for key, remedy in remedies.items():
-        there, here = getattr(saved, key), getattr(now, key)
-        if there not in (None, here):
-            raise CheckpointError(f"{folder}: {key} is {there!r} there and {here!r} in this run. {remedy}.")
+        before, current = getattr(saved, key), getattr(now, key)
+        if before not in (None, current):
+            raise CheckpointError(f"{folder}: {key} was {before!r} and is {current!r} in this run. {remedy}.")
     other = plugins.difference(saved.plugins, now.plugins)
     if other and not plugins.changed_ok:
-        raise CheckpointError(f"{folder}: {other}; continue with the plugins as they were (--plugin FILE.py), or give "
-                              "--plugin-changed ok")  # fmt: skip
+        remedy = "continue with the plugins as they were (--plugin FILE.py), or give --plugin-changed ok"
+        raise CheckpointError(f"{folder}: {other}; {remedy}")
     if saved.data_fingerprint is None:
         return [f"{folder} does not name its data: this run's data is assumed, from sequence {saved.sample_index} on"]
     return []

@@ -28,14 +28,14 @@ _LENGTHS = re.compile(r"max_position_embeddings|max_seq(uence)?_len(gth)?|model_
 _SCALED = re.compile(r'"rope_type": "(?!default")')
 
 
-def other_meaning(there: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
+def other_meaning(saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> list[str]:
     """`key: A -> B` for each field of two config.json that changes the model's function, read with the defaults of the
     family's class; a field unknown to that class counts only if both have it."""
-    if there is None or here is None or (there := _plain(there)) == (here := _plain(here)):
+    if saved is None or current is None or (saved := _plain(saved)) == (current := _plain(current)):
         return []
-    with contextlib.suppress(Exception):  # of a newer version, or with its own code: the given fields are compared
-        there, here = (_plain(load_config(ModelConfig(config=dict(each))).to_dict()) for each in (there, here))
-    return list(_differences(there, here, scaled=bool(_SCALED.search(json.dumps([there, here])))))
+    with contextlib.suppress(Exception):  # a newer version's family, or one with code: its fields are compared
+        saved, current = (_plain(load_config(ModelConfig(config=dict(tree))).to_dict()) for tree in (saved, current))
+    return list(_differences(saved, current, scaled=bool(_SCALED.search(json.dumps([saved, current])))))
 
 
 def _plain(fields: Mapping[str, Any]) -> Any:
@@ -43,15 +43,15 @@ def _plain(fields: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(fields, default=str))
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any], *, scaled: bool, prefix: str = "") -> Iterator[str]:
-    config = "model_type" in there  # not a map within one
-    for key in sorted(there.keys() | here.keys()):
-        was, now = there.get(key), here.get(key)
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, scaled: bool, prefix: str = "") -> Iterator[str]:
+    config = "model_type" in old  # not a map within one
+    for key in sorted(old.keys() | new.keys()):
+        was, now = old.get(key), new.get(key)
         if was == now or _HARMLESS.fullmatch(key) or (not scaled and _LENGTHS.fullmatch(key)):
             continue
         if isinstance(was, dict) and isinstance(now, dict):
             yield from _differences(was, now, scaled=scaled, prefix=f"{prefix}{key}.")
-        elif not config or (key in there and key in here):
+        elif not config or (key in old and key in new):
             yield f"{prefix}{key}: {json.dumps(was)} -> {json.dumps(now)}"
 
 
@@ -63,10 +63,11 @@ def other_scale(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def refuse_other_base(mark: Path, config: Any) -> None:
     """Refuse an adapter whose model's configuration differs from `mark`, llmtrain's record. Raises ModelError."""
-    told = None
+    base_config = None
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        told = untrusted.loads(mark.read_bytes(), infinite=True).get("model_config")
-    if found := other_meaning(told, config.to_dict()):
-        raise ModelError(f"{mark.parent}: its adapter was trained on another configuration of the model: "
-                         f"{'; '.join(found)}. Give config.json of the model these values back, or use the merged "
-                         "model: llmtrain checkpoint to-hf RUN FOLDER --merge.")  # fmt: skip
+        base_config = untrusted.loads(mark.read_bytes(), infinite=True).get("model_config")
+    if changes := other_meaning(base_config, config.to_dict()):
+        raise ModelError(
+            f"{mark.parent}: its adapter was trained on another configuration of the model: {'; '.join(changes)}. Set "
+            "the old values in its config.json, or use the merged model: llmtrain checkpoint to-hf RUN FOLDER --merge."
+        )

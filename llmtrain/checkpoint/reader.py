@@ -42,14 +42,14 @@ class CheckpointReader:
             for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True):
                 self._where.setdefault((piece.kind, piece.name), []).append(_Held(piece.region, file, key))
         source = self.manifest.frozen
-        for name, given in source.parts.items():
-            self._where[PARAM, name] = [_Held(r, str(source.folder / file), tensor) for file, tensor, r in given]
+        for name, pieces in source.parts.items():
+            self._where[PARAM, name] = [_Held(r, str(source.folder / file), tensor) for file, tensor, r in pieces]
         self._instead = {name for kind, name in self._where if kind == parameters != PARAM}
         self._kind = parameters
         for name in self._instead:
             self._where[PARAM, name] = self._where[parameters, name]
         for parts in self._where.values():
-            parts.sort(key=lambda held: held.region.first)
+            parts.sort(key=lambda piece: piece.region.first)
         self._strided = {key for key, parts in self._where.items() if not all(p.region.contiguous for p in parts)}
         self._files: dict[str, TensorFile] = {}
         # A checkpoint of a thousand ranks has more files than a process may hold open by default.
@@ -89,40 +89,40 @@ class CheckpointReader:
 
     def read_kind_region(self, kind: str, name: str, region: Region) -> Tensor:
         """Read a region; gaps below 1 KiB are read, too. Raises CheckpointError, also for a missing part."""
-        wanted = list(self._held(kind, name, region))
-        for held, _ in wanted:
-            self._check_piece(held)  # before memory is allocated for its claim
-        there = sum(some.rows * some.length for _, rows in wanted for some in rows)
-        if there < region.numel:
-            raise CheckpointError(f"{self.folder} holds {there} of {region.numel} elements asked of {kind} of {name}.")
+        wanted = list(self._overlapping(kind, name, region))
+        for piece, _ in wanted:
+            self._check_piece(piece)  # before memory is allocated for its claim
+        overlap = sum(some.rows * some.length for _, rows in wanted for some in rows)
+        if overlap < region.numel:
+            raise CheckpointError(f"{self.folder} holds {overlap} of {region.numel} elements of {kind} of {name}.")
         out = torch.empty(region.numel, dtype=torch.float32)
-        for held, rows in wanted:
-            file = self._open(held.file)
+        for piece, rows in wanted:
+            file = self._open(piece.file)
             try:
                 for some in rows:
-                    read_shared(file, held.key, some, out)
+                    read_shared(file, piece.key, some, out)
             except TensorFileError as error:
-                raise self._error(held.file, str(error)) from error
+                raise self._error(piece.file, str(error)) from error
         return out
 
     def files_of(self, kind: str, name: str, region: Region) -> set[str]:
         """Files that a read of the region opens. Raises CheckpointError."""
-        return {held.file for held, _ in self._held(kind, name, region)} & self.manifest.files.keys()
+        return {piece.file for piece, _ in self._overlapping(kind, name, region)} & self.manifest.files.keys()
 
-    def _held(self, kind: str, name: str, region: Region) -> Iterator[tuple[_Held, list[Shared]]]:
+    def _overlapping(self, kind: str, name: str, region: Region) -> Iterator[tuple[_Held, list[Shared]]]:
         """The pieces that overlap the region, with the common elements."""
         parts = self._where.get((kind, name))
         if parts is None:
             raise CheckpointError(f"{self.folder} holds no {kind} of {name}.")
         index = 0
         if (kind, name) not in self._strided:  # then one ends where the next begins
-            index = max(0, bisect_right(parts, region.first, key=lambda held: held.region.start) - 1)
-        for held in parts[index:]:
-            if held.region.first >= region.end:
+            index = max(0, bisect_right(parts, region.first, key=lambda piece: piece.region.start) - 1)
+        for piece in parts[index:]:
+            if piece.region.first >= region.end:
                 return
-            rows = list(shared(region, held.region))
+            rows = list(shared(region, piece.region))
             if rows:
-                yield held, rows
+                yield piece, rows
 
     def close(self) -> None:
         while self._files:
@@ -141,17 +141,17 @@ class CheckpointReader:
         """Frozen parameter -> its type in its source, if all its parts have one type. Raises FrozenSourceError."""
         types: dict[str, str] = {}
         for name in self.manifest.frozen.parts:
-            for held in self._where[PARAM, name]:
-                self._check_piece(held)
-            first, *others = {self._open(held.file).entries[held.key].dtype for held in self._where[PARAM, name]}
+            for piece in self._where[PARAM, name]:
+                self._check_piece(piece)
+            first, *others = {self._open(piece.file).entries[piece.key].dtype for piece in self._where[PARAM, name]}
             types |= {} if others else {name: first}
         return types
 
-    def _check_piece(self, held: _Held) -> None:
-        entry = self._open(held.file).entries.get(held.key)
-        if entry is None or entry.dtype not in DTYPE_OF or entry.numel != held.region.numel:
-            place = self.folder / held.file
-            raise self._error(held.file, f"{place} does not hold what the manifest says: see {held.key}.")
+    def _check_piece(self, piece: _Held) -> None:
+        entry = self._open(piece.file).entries.get(piece.key)
+        if entry is None or entry.dtype not in DTYPE_OF or entry.numel != piece.region.numel:
+            place = self.folder / piece.file
+            raise self._error(piece.file, f"{place} does not hold what the manifest says: see {piece.key}.")
 
     def _error(self, file: str, text: str) -> CheckpointError:
         return CheckpointError(text) if file in self.manifest.files else self.manifest.frozen.error(text)

@@ -44,13 +44,13 @@ class Remote:
     def __init__(self, url: str) -> None:
         """Raises CheckpointError: the store cannot be used."""
         self._given = redact_text(url)
-        if found := problem_of(url):
-            raise self._wrong("; ".join(found))
+        if problems := problem_of(url):
+            raise self._wrong("; ".join(problems))
         base, _, last = url.rstrip("/").rpartition("/")
         step = _STEP.fullmatch(last)
         run = base if step else url.rstrip("/")
         self._step = int(step[1]) if step else None
-        with self._told():
+        with self._name_errors():
             beside = {name.partition("/")[0] for name in Store(run).files() if name.partition("/")[2]}
             inside = "checkpoints" in beside and not any(map(_STEP.fullmatch, beside))
             self.url = f"{run}/checkpoints" if inside else run
@@ -64,7 +64,7 @@ class Remote:
         with scratch_folder("outline") as scratch:
             checkpoints = scratch / (self._name or "run") / "checkpoints"
             checkpoints.mkdir(parents=True)
-            with self._told():
+            with self._name_errors():
                 for name, stored in self._store.files().items():
                     folder, _, file = name.rpartition("/")
                     step = step_of(Path(folder)) if "/" not in folder else None
@@ -91,7 +91,7 @@ class Remote:
             yield
             return
         size = path.stat().st_size
-        with self._told():
+        with self._name_errors():
             self._store.get(f"{path.parent.name}/{path.name}", path)
         try:
             yield
@@ -116,7 +116,7 @@ class Remote:
                 sizes = {name: entry.bytes for name, entry in manifest.files.items()}
                 remedy = "LLMTRAIN_CACHE to a folder with room"
                 announce(f"{self.url}/{outlined.name}", sizes, place, remedy, self._wrong)
-                with self._told():
+                with self._name_errors():
                     download(self._store, manifest.step, partial)
                 if wrong := verify(partial):
                     shutil.rmtree(partial)
@@ -127,7 +127,7 @@ class Remote:
             raise self._wrong(text) from error
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _name_errors(self) -> Iterator[None]:
         try:
             yield
         except (StoreError, FileNotFoundError) as error:

@@ -43,7 +43,7 @@ class Best:
 
     @classmethod
     def chosen(cls, settings: KeepBest) -> Best | None:
-        """None: the run keeps no best ones."""
+        """Return None for a run without `checkpoint.keep_best`."""
         if settings.metric is None:
             return None
         return cls(metric=settings.metric, keep=settings.keep, mode=settings.mode or "min")
@@ -51,53 +51,53 @@ class Best:
     @classmethod
     def of(cls, trainer: TrainerState) -> Best | None:
         """As a checkpoint records it, every type checked; None: the run keeps no best ones."""
-        found = trainer.section("checkpoint").get("keep_best")
-        if not isinstance(found, dict) or not isinstance(found.get("metric"), str):
+        saved = trainer.section("checkpoint").get("keep_best")
+        if not isinstance(saved, dict) or not isinstance(saved.get("metric"), str):
             return None
-        keep = found.get("keep")
-        return cls(metric=found["metric"], keep=keep if type(keep) is int and keep > 0 else 1,
-                   mode="max" if found.get("mode") == "max" else "min")  # fmt: skip
+        keep = saved.get("keep")
+        mode = "max" if saved.get("mode") == "max" else "min"
+        return cls(metric=saved["metric"], keep=keep if type(keep) is int and keep > 0 else 1, mode=mode)
 
     def figure(self, trainer: TrainerState) -> float | None:
         """The metric of the evaluation at the checkpoint's own step; None: there was none, or it is not finite."""
-        found = trainer.entries.get("evaluation")
-        if not isinstance(found, dict) or found.get("step") != trainer.step:
+        evaluation = trainer.entries.get("evaluation")
+        if not isinstance(evaluation, dict) or evaluation.get("step") != trainer.step:
             return None
-        figures = found.get("figures")
+        figures = evaluation.get("figures")
         value = figures.get(self.metric) if isinstance(figures, dict) else None
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
-    def first(self, found: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    def first(self, figures: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
         """Best first; of equal figures the earlier."""
         sign = -1 if self.mode == "max" else 1
-        return sorted(found, key=lambda each: (sign * each[1], each[0]))[: self.keep]
+        return sorted(figures, key=lambda pair: (sign * pair[1], pair[0]))[: self.keep]
 
 
 def best_of(checkpoints: Path, best: Best | None) -> dict[Path, float]:
-    """With their figures, best first."""
+    """Return the best checkpoints with their figures, best first."""
     if best is None:
         return {}
-    found = {}
+    with_figure = {}
     for folder in complete_checkpoints(checkpoints):
         with contextlib.suppress(CheckpointError):
             if (figure := best.figure(TrainerState.read(folder))) is not None and looks_good(folder):
-                found[step_of(folder) or 0] = (folder, figure)
-    first = best.first((step, figure) for step, (_, figure) in found.items())
-    return {found[step][0]: figure for step, figure in first}
+                with_figure[step_of(folder) or 0] = (folder, figure)
+    first = best.first((step, figure) for step, (_, figure) in with_figure.items())
+    return {with_figure[step][0]: figure for step, figure in first}
 
 
 def outdated(checkpoints: Path, keep: int, *, best: Best | None = None) -> list[Path]:
     """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first; neither the `best`
     nor those that a feature keeps."""
-    kept = 0
-    found = complete_checkpoints(checkpoints)
-    for index, folder in enumerate(found):
+    good = 0
+    complete = complete_checkpoints(checkpoints)
+    for index, folder in enumerate(complete):
         if looks_good(folder):
-            kept += 1
-        if kept >= max(1, keep):
-            older = found[index + 1 :]
+            good += 1
+        if good >= max(1, keep):
+            older = complete[index + 1 :]
             stays = [*best_of(checkpoints, best), *features.keeps(checkpoints)] if older else []
-            return [each for each in older if each not in stays]
+            return [folder for folder in older if folder not in stays]
     return []
 
 
@@ -148,8 +148,8 @@ def leftovers(checkpoints: Path) -> Iterator[list[Path]]:
 
 def tidy(checkpoints: Path) -> None:
     """Delete what failed saves and killed processes left. The caller is the only writer."""
-    with leftovers(checkpoints) as found:
-        remove(found)
+    with leftovers(checkpoints) as leftover:
+        remove(leftover)
 
 
 def lock(folder: Path, locks: contextlib.ExitStack) -> bool:

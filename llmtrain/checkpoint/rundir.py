@@ -36,7 +36,7 @@ class RunDirectory:
         with contextlib.ExitStack() as locks:
             claim(self.path, "train.run_dir", locks)
             try:
-                self._link()
+                self._link_checkpoints()
                 if self.checkpoints.parent != self.path:
                     claim(self.checkpoints, "checkpoint.dir", locks)
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ class RunDirectory:
     def __exit__(self, *_: object) -> None:
         self._locks.close()
 
-    def _link(self) -> None:
+    def _link_checkpoints(self) -> None:
         """Link `checkpoints` in the run's folder to their place. Raises CheckpointError, OSError."""
         link = self.path / "checkpoints"
         if self.checkpoints == link or (link.exists() and self.checkpoints.resolve() == link.resolve()):
@@ -71,18 +71,18 @@ class RunDirectory:
 
     def refuse_old_checkpoints(self) -> None:
         """Check for `--resume none`. Raises CheckpointError when the folder holds a run already."""
-        found = complete_checkpoints(self.checkpoints)
-        if found:
+        checkpoints = complete_checkpoints(self.checkpoints)
+        if checkpoints:
             raise CheckpointError(
-                f"resume: none, but {self.path} holds {found[0].name}. Use --resume auto to continue it, "
+                f"resume: none, but {self.path} holds {checkpoints[0].name}. Use --resume auto to continue it, "
                 "or give a new train.run_dir; a run is never overwritten."
             )
 
     def refuse_going_back(self, chosen: str) -> None:
         """Check for `--resume PATH`. Raises CheckpointError for a checkpoint of this run that is not its newest."""
         newest = next(iter(complete_checkpoints(self.checkpoints)), None)
-        ours = Path(chosen).resolve().parent == self.checkpoints.resolve()
-        if newest is not None and ours and newest.resolve() != Path(chosen).resolve() and Path(chosen).exists():
+        of_this_run = Path(chosen).resolve().parent == self.checkpoints.resolve()
+        if newest is not None and of_this_run and newest.resolve() != Path(chosen).resolve() and Path(chosen).exists():
             raise CheckpointError(
                 f"resume: {chosen} is older than {newest.name} of the same run, and its steps would be mixed "
                 "with the later ones. Give the branch a train.run_dir of its own, or delete the newer checkpoints."
@@ -138,13 +138,13 @@ class CheckpointFolder:
 def open_checkpoints(folder: RunDirectory, config: RunConfig, ranks: Ranks) -> Iterator[CheckpointFolder]:
     """Find out which ranks see which folder, and lock each. All ranks call it together, and raise the same
     CheckpointError."""
-    found = find_folder(folder.checkpoints, ranks, own=config.checkpoint.dir is not None)
+    shared = find_folder(folder.checkpoints, ranks, own=config.checkpoint.dir is not None)
     with contextlib.ExitStack() as locks:
         with ranks.together():
-            if found.leads and ranks.rank != 0:  # rank 0 locks its own with the run's folder
-                claim(found.path, "checkpoint.dir", locks)
-                tidy(found.path)
-        yield found
+            if shared.leads and ranks.rank != 0:  # rank 0 locks its own with the run's folder
+                claim(shared.path, "checkpoint.dir", locks)
+                tidy(shared.path)
+        yield shared
 
 
 def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFolder:
@@ -165,11 +165,11 @@ def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFol
     if leader == ranks.rank:
         with contextlib.suppress(OSError):
             mark.unlink()
-    errors = [f"{host}: {each}" for host, each in zip(hosts, shares, strict=True) if isinstance(each, str)]
+    errors = [f"{host}: {answer}" for host, answer in zip(hosts, shares, strict=True) if isinstance(answer, str)]
     if errors:
         raise CheckpointError("; ".join(dict.fromkeys(errors)))
     if None in shares:
-        blind = dict.fromkeys(host for host, each in zip(hosts, shares, strict=True) if each is None)
+        blind = dict.fromkeys(host for host, answer in zip(hosts, shares, strict=True) if answer is None)
         raise CheckpointError(
             f"train.run_dir: {path} on {', '.join(blind)} is not the folder that {hosts[0]} sees there, so the ranks "
             "cannot save together. Mount the shared file system, put train.run_dir on one, or set checkpoint.dir to a "
@@ -208,7 +208,7 @@ class Candidates:
     paths: list[Path]
     """Newest first."""
     own: bool
-    """They are the run's own ones."""
+    """They are the run's own, not those of another run."""
     incomplete: dict[Path, str] = field(default_factory=dict)
     """Checkpoints of which no host has all files, with the reason."""
 

@@ -105,10 +105,10 @@ class HostCopy:
         self._writer: WriterProcess | None = None
         self._problem: str | None = None
         self._done, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._get, name="checkpoint-memory", daemon=True)
+        self._thread = threading.Thread(target=self._acquire_memory, name="checkpoint-memory", daemon=True)
         self._thread.start()
 
-    def _get(self) -> None:
+    def _acquire_memory(self) -> None:
         cuda = self._device.type == "cuda"
         try:
             if cuda:
@@ -200,9 +200,9 @@ class Saver:
         """`mix`: recorded in the checkpoint. `frozen`: parameters that it names but does not hold. `more`: further
         tensors for it, which stay unchanged between a step and the next update."""
         self._engine, self._folder, self._ranks, self._frozen = engine, folder, ranks, frozen
-        self._more = more
-        self._keep, kept = settings.keep, Best.chosen(settings.keep_best)
-        self._best = None if kept is None else asdict(kept)
+        self._more, self._keep = more, settings.keep
+        best = Best.chosen(settings.keep_best)
+        self._best = None if best is None else asdict(best)
         self.asynchronous = settings.mode == "async"
         self._layout = {
             "world_size": ranks.world_size,
@@ -296,8 +296,8 @@ class Saver:
         self._partial = self._final.with_name(name)
         if self._folder.split and not error:
             leads_elsewhere = self._folder.leads and self._ranks.rank != 0
-            found = self._ranks.gather(self._make_folder(name) if leads_elsewhere else None)
-            error = next(filter(None, found), None)
+            errors = self._ranks.gather(self._make_folder(name) if leads_elsewhere else None)
+            error = next(filter(None, errors), None)
             if error and self._folder.leads:
                 remove_tree(self._partial)
         if error:
@@ -332,13 +332,13 @@ class Saver:
         if self._stage is _Stage.IDLE or ended < self._ranks.world_size:
             return None
         if self._stage is _Stage.WRITING:
-            self._end(bool(failed))
+            self._commit_or_discard(bool(failed))
             return None
         if self._stage is _Stage.ENDING and not self._errors:
             if failed:
                 self._errors = self._complaints(f"complete {self._final}", self._ranks.gather(self._answer))
             if self._folder.split:
-                self._tidy()
+                self._delete_old()
                 return None
         self._stage = _Stage.IDLE
         return Outcome(
@@ -354,8 +354,8 @@ class Saver:
         outcome = None
         with heart.during("save"):
             while self.busy:
-                here = OTHERS if self._answer is not None or self._copy is None else self._copy.writer_pid
-                heart.awaits(here if self.asynchronous else os.getpid())
+                awaited = OTHERS if self._answer is not None or self._copy is None else self._copy.writer_pid
+                heart.awaits(awaited if self.asynchronous else os.getpid())
                 sums = self._ranks.sum(torch.tensor(self.status(), dtype=torch.int64))
                 outcome = self.advance(*sums.tolist())
                 if self.busy and (self._stage is _Stage.WRITING or self._answer is None):
@@ -367,13 +367,13 @@ class Saver:
         return written((*self._engine.state(), *self._more()), self._frozen.parts)
 
     def check_shares(self) -> None:
-        """Prove that the ranks' parts of each parameter add up to it, which finds a form with wrong shards."""
+        """Prove that the ranks' parts of each parameter add up to it, which finds a layout with wrong pieces."""
         shapes = self._engine.shapes()
-        held = dict.fromkeys(sorted(shapes), 0)
+        elements = dict.fromkeys(sorted(shapes), 0)
         for piece in self._engine.state():
-            held[piece.name] += piece.own_region.numel if piece.kind == PARAM else 0
-        total = self._ranks.sum(torch.tensor(list(held.values()), dtype=torch.int64))
-        wrong = {n: count for n, count in zip(held, total.tolist(), strict=True) if count != math.prod(shapes[n])}
+            elements[piece.name] += piece.own_region.numel if piece.kind == PARAM else 0
+        total = self._ranks.sum(torch.tensor(list(elements.values()), dtype=torch.int64))
+        wrong = {n: count for n, count in zip(elements, total.tolist(), strict=True) if count != math.prod(shapes[n])}
         assert not wrong, f"elements that the ranks together would write of a parameter: {wrong}"
 
     def _file(self, rank: int) -> str:
@@ -385,7 +385,7 @@ class Saver:
             return False
         log.warn(f"checkpoint.mode async: {next(e for e in errors if e)}. Saving without a copy: training waits.")
         self.asynchronous = False
-        self._release()  # also on ranks that got theirs: host memory is short
+        self._release()  # also on ranks that have a copy: host memory is short
         return True
 
     def _make_folder(self, name: str) -> str | None:
@@ -405,13 +405,13 @@ class Saver:
         try:
             writer = self._copy.writer()
         except OSError as error:
-            self._answer = self._lost(error)
+            self._answer = self._replace_writer(error)
             return
         job = {"do": "write", "path": str(path)}
         try:
             self._snapshot.start(pieces, self._copy.image.slots, then=lambda: writer.send(job))
         except RuntimeError as error:
-            self._answer = self._lost(error)
+            self._answer = self._replace_writer(error)
 
     def _write_here(self, path: Path, pieces: list[StateTensor]) -> dict[str, Any]:
         """Write synchronously, a chunk at a time, without a copy of the state."""
@@ -427,14 +427,14 @@ class Saver:
     def _poll(self) -> dict[str, Any] | None:
         if self._snapshot.error is not None:
             error, self._snapshot.error = self._snapshot.error, None
-            return self._lost(error)
+            return self._replace_writer(error)
         try:
             return None if self._copy is None else self._copy.answer()
         except WriterDied as error:
-            return self._lost(error)
+            return self._replace_writer(error)
 
-    def _lost(self, error: BaseException) -> dict[str, Any]:
-        """The next save gets a new writer, or with an `error` of the device no copy."""
+    def _replace_writer(self, error: BaseException) -> dict[str, Any]:
+        """Give the next save a new writer, or, after an `error` of the device, no copy."""
         if self._copy is not None:
             self._copy.drop_writer()
         if self._stage is _Stage.ENDING and not self._errors:
@@ -451,7 +451,7 @@ class Saver:
         except RuntimeError as error:  # of the device
             return {"error": str(error)}
 
-    def _end(self, failed: bool) -> None:
+    def _commit_or_discard(self, failed: bool) -> None:
         """Commit the files on the leaders if all are durable, else remove them."""
         answers = self._ranks.gather(self._answer)
         self._answer = {}
@@ -472,22 +472,22 @@ class Saver:
                 "keep": None if self._folder.split else self._keep,
                 "best": self._best,
             }
-        self._lead(message)
+        self._order_leader(message)
 
-    def _tidy(self) -> None:
+    def _delete_old(self) -> None:
         """Delete old checkpoints if all folders have committed, else this one."""
         self._answer = {}
         self._stage = _Stage.TIDYING
         if self._errors:
-            self._lead({"do": "discard", "folder": str(self._final)})
+            self._order_leader({"do": "discard", "folder": str(self._final)})
         else:
-            kept = {"keep": self._keep, "best": self._best}
-            self._lead({"do": "keep", "checkpoints": str(self._folder.path), **kept})
+            retention = {"keep": self._keep, "best": self._best}
+            self._order_leader({"do": "keep", "checkpoints": str(self._folder.path), **retention})
 
     def _complaints(self, what: str, answers: list[dict[str, Any] | None]) -> list[str]:
         return [f"rank {rank} could not {what}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
 
-    def _lead(self, message: dict[str, Any]) -> None:
+    def _order_leader(self, message: dict[str, Any]) -> None:
         """To the folder's leader only."""
         if not self._folder.leads:
             return
@@ -501,4 +501,4 @@ class Saver:
         try:
             self._copy.writer().send(message)
         except OSError as error:
-            self._answer = self._lost(error)
+            self._answer = self._replace_writer(error)

@@ -80,9 +80,9 @@ class RankFile:
 def written(pieces: Iterable[StateTensor], elsewhere: Container[str]) -> list[StateTensor]:
     """Pieces that this rank writes, in the order of its file: largest elements first, so that each is aligned.
     `elsewhere`: names of parameters that the checkpoint does not hold."""
-    held = [piece for piece in pieces if piece.own.stop > piece.own.start]
-    found = [piece for piece in held if piece.kind != PARAM or piece.name not in elsewhere]
-    return sorted(found, key=lambda piece: -piece.dtype.itemsize)
+    owned = [piece for piece in pieces if piece.own.stop > piece.own.start]
+    saved = [piece for piece in owned if piece.kind != PARAM or piece.name not in elsewhere]
+    return sorted(saved, key=lambda piece: -piece.dtype.itemsize)
 
 
 def _entries(pieces: Sequence[StateTensor]) -> list[Piece]:
@@ -107,22 +107,22 @@ class HostImage:
     def __init__(self, plan: RankFile, *, cuda: bool) -> None:
         self.bytes = plan.bytes
         self._size = -(-plan.bytes // _PAGE) * _PAGE
-        self.handle = os.memfd_create("llmtrain-checkpoint")  # no name in /dev/shm: it disappears with its last user
+        self.handle = os.memfd_create("llmtrain-checkpoint")  # without a name in /dev/shm that a kill would leave
         try:
-            os.posix_fallocate(self.handle, 0, self._size)  # now, not as a signal in the middle of a copy
+            os.posix_fallocate(self.handle, 0, self._size)  # fails now, not as a signal in the middle of a copy
             self._memory = mmap.mmap(self.handle, self._size)
         except BaseException:
             os.close(self.handle)
             raise
         self._memory[: len(plan.header)] = plan.header
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._address = whole.data_ptr()
+        image = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._address = image.data_ptr()
         self._locked = cuda and lock_pages(self._address, self._size)
         if cuda and not self._locked:
             log.warn("checkpoints: the host memory for the copy could not be page-locked, so copying holds up training")
         ends = [offset + piece.region.numel * ITEM_BYTES[dtype] for offset, dtype, piece in plan.layout]
         self.slots = [
-            [each.view(_TORCH_DTYPES[dtype]) for each in between_locks(whole, offset, end)]
+            [view.view(_TORCH_DTYPES[dtype]) for view in between_locks(image, offset, end)]
             for (offset, dtype, _), end in zip(plan.layout, ends, strict=True)
         ]
         """The place of each piece, in views that a GPU copies to."""
@@ -207,7 +207,7 @@ class Snapshot:
             raise
         self._copied = self._stream.record_event() if self._stream is not None else None
         self._host_done.clear()
-        self._thread = threading.Thread(target=self._run, args=(host, self._copied, then), name="checkpoint-copy")
+        self._thread = threading.Thread(target=self._finish, args=(host, self._copied, then), name="checkpoint-copy")
         self._thread.start()
 
     def _copy_on_device(self, piece: StateTensor, slot: Sequence[Tensor]) -> None:
@@ -240,7 +240,7 @@ class Snapshot:
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1000
 
-    def _run(self, host: list[tuple[StateTensor, Sequence[Tensor]]], copied: Any, then: Any) -> None:
+    def _finish(self, host: list[tuple[StateTensor, Sequence[Tensor]]], copied: Any, then: Any) -> None:
         try:
             if copied is not None:
                 torch.cuda.set_device(self._device)  # a new thread has GPU 0: a context there takes 0.5 GB
@@ -258,7 +258,7 @@ class Snapshot:
 
 
 def _copy(values: Tensor, slot: Sequence[Tensor]) -> None:
-    for part, place in zip(values.split([len(each) for each in slot]), slot, strict=True):
+    for part, place in zip(values.split([len(view) for view in slot]), slot, strict=True):
         place.copy_(part, non_blocking=True)
 
 

@@ -21,7 +21,7 @@ _WORDS = {int: "a number", str: "text", dict: "a map", list: "a list"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """None and empty values are not recorded: a conversion knows fewer than a run."""
+    """None and empty values are not recorded: a conversion knows fewer of them than a run."""
 
     step: int = 0
     tokens: int = 0
@@ -95,30 +95,30 @@ class TrainerState:
             if type(number := tree.get(key)) is not int or not 0 <= number < 2**63:
                 raise _wrong(file, key, number, "a whole number, 0 or more")
         kinds = _kinds()
-        known = {key: value for key, value in tree.items() if key in kinds and value is not None}
-        for key, value in known.items():
+        values = {key: value for key, value in tree.items() if key in kinds and value is not None}
+        for key, value in values.items():
             if not any(_fits(value, kind) for kind in kinds[key]):
                 names = [_WORDS[get_origin(kind) or kind] for kind in kinds[key] if kind is not type(None)]
                 raise _wrong(file, key, value, " or ".join(names))
-        return cls(**known, entries={key: value for key, value in tree.items() if key not in kinds})
+        return cls(**values, entries={key: value for key, value in tree.items() if key not in kinds})
 
     def to_json(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            tree |= value if each.name == "entries" else {each.name: value}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            tree |= value if entry.name == "entries" else {entry.name: value}
         return tree
 
     def section(self, name: str) -> dict[str, Any]:
         """A section of the configuration; empty: not recorded."""
-        found = (self.run or {}).get(name)
-        return found if isinstance(found, dict) else {}
+        section = (self.run or {}).get(name)
+        return section if isinstance(section, dict) else {}
 
     @property
     def source(self) -> dict[str, Any] | None:
-        """The Hugging Face folder that `from-hf` made the checkpoint of."""
-        found = self.entries.get("source")
-        return found if isinstance(found, dict) else None
+        """The Hugging Face folder from which `from-hf` made the checkpoint."""
+        source = self.entries.get("source")
+        return source if isinstance(source, dict) else None
 
     @property
     def order(self) -> str | None:
@@ -141,30 +141,30 @@ class TrainerState:
             return self.data_stages
         data = self.section("data")
         folders = {data["path"]: 1.0} if data.get("path") else data.get("mixture") or {}
-        return [{"stage": 0, "from_step": 0, "folders": folders, "fingerprint": self.data_fingerprint or fingerprint,
-                 "next": self.sample_index}]  # fmt: skip
+        data_of = self.data_fingerprint or fingerprint
+        return [{"stage": 0, "from_step": 0, "folders": folders, "fingerprint": data_of, "next": self.sample_index}]
 
     def differences(self, other: TrainerState, keys: Sequence[str] = _SETTINGS) -> list[str]:
         """Lines `key: self -> other` of the settings that both record."""
         lines = []
         for key in sorted(keys):
-            there, here = getattr(self, key), getattr(other, key)
-            if there is None or here is None:
+            saved, current = getattr(self, key), getattr(other, key)
+            if saved is None or current is None:
                 continue
             if key == "run":
-                there, here = _in_todays_form(there), _in_todays_form(here)
-            lines += differences({key: there}, {key: here})
+                saved, current = _in_todays_form(saved), _in_todays_form(current)
+            lines += differences({key: saved}, {key: current})
         return lines
 
     def disagreements(self, folder: Path, manifest: Manifest) -> list[str]:
         """Each mismatch of step among the folder's name, the manifest and trainer.json."""
-        found = []
+        problems = []
         named = step_of(folder)
         if named is not None and named != manifest.step:
-            found.append(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
+            problems.append(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
         if self.step != manifest.step:
-            found.append(f"{TRAINER} is of step {self.step}, {MANIFEST} of step {manifest.step}")
-        return found
+            problems.append(f"{TRAINER} is of step {self.step}, {MANIFEST} of step {manifest.step}")
+        return problems
 
 
 @cache
@@ -177,9 +177,9 @@ def _kinds() -> dict[str, tuple[Any, ...]]:
 
 def _fits(value: Any, kind: Any) -> bool:
     """`kind`: a type, or a list or map with a type of its elements."""
-    of = [each for each in get_args(kind) if each is not Any]
+    of = [argument for argument in get_args(kind) if argument is not Any]
     if get_origin(kind) is list:
-        return type(value) is list and (not of or all(_fits(each, of[0]) for each in value))
+        return type(value) is list and (not of or all(_fits(element, of[0]) for element in value))
     return type(value) is (get_origin(kind) or kind)
 
 
@@ -191,7 +191,7 @@ def _wrong(file: Path, key: str, value: Any, rule: str) -> CheckpointError:
 
 
 def _in_todays_form(run: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the fields that a checkpoint of other tools may lack."""
+    """Add the fields that a checkpoint of other tools may lack, with their defaults."""
     from llmtrain import features
     from llmtrain.config.reader import read_saved  # many processes read the state alone
     from llmtrain.config.run import FaultConfig, TrainConfig

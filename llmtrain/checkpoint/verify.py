@@ -58,7 +58,7 @@ def verify(
     total = sum(manifest.files[name].bytes for name in files)
     with Progress(f"verifying {folder.name}", total) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {name: pool.submit(_verify_file, folder, name, manifest, bar.advance, filled) for name in files}
-        wrong = {name: found for name, job in jobs.items() if (found := job.result())}
+        wrong = {name: problem for name, job in jobs.items() if (problem := job.result())}
     lines = []
     for name, text in wrong.items():
         of_rank = _RANK_FILE.fullmatch(name)
@@ -91,7 +91,7 @@ def wrong_frozen(source: FrozenSource, names: Iterable[str] | None = None) -> Fr
             sums = list(pool.map(lambda name: _frozen_sum(some, files, name), some.parts))
         except TensorFileError as error:
             return some.error(str(error))
-    bad = [name for name, found in zip(some.parts, sums, strict=True) if found != some.checksums[name]]
+    bad = [name for name, total in zip(some.parts, sums, strict=True) if total != some.checksums[name]]
     if not bad:
         return None
     more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
@@ -117,9 +117,9 @@ def _verify_file(
     filled: Callable[[Path], contextlib.AbstractContextManager[None]],
 ) -> str:
     entry = manifest.files[name]
-    found = problems(folder, manifest, [name], contents=False)
-    if found:
-        return found[0].removeprefix(name).lstrip(": ")
+    faults = problems(folder, manifest, [name], contents=False)
+    if faults:
+        return faults[0].removeprefix(name).lstrip(": ")
     try:
         with filled(folder / name):
             intact = hash_file(folder / name, advance) == entry.xxh3
@@ -138,7 +138,7 @@ def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
     with TensorFile(path, open_file(path)) as file:
         if odd := misfit(file, entry):
             return f"it does not hold the tensors that the manifest lists: see {odd}"
-        strange = [key for key, found in file.entries.items() if found.dtype not in TYPES]
+        strange = [key for key, entry in file.entries.items() if entry.dtype not in TYPES]
         if strange:
             return f"{strange[0]} has the type {file.entries[strange[0]].dtype}, which no checkpoint has"
         if intact:
@@ -154,14 +154,14 @@ def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
 
 def damaged_parts(folder: Path, name: str, entry: FileEntry, beat: Callable[[], None]) -> list[str]:
     """The run's parts in a file that differ from the manifest; calls `beat` before each. Raises CheckpointError."""
-    found = []
+    damaged = []
     with TensorFile(folder / name, open_file(folder / name)) as file:
         for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True):
             if piece.kind.startswith(OUTER):
                 beat()
                 if _checksum(file, key, piece) != piece.checksum:
-                    found.append(f"{name}: {piece.kind} of {piece.name} differs from the manifest")
-    return found
+                    damaged.append(f"{name}: {piece.kind} of {piece.name} differs from the manifest")
+    return damaged
 
 
 def _where(region: Region) -> str:

@@ -89,10 +89,10 @@ def commit(
             xxh3=written[name]["xxh3"],
             pieces=[
                 replace(Piece.from_json(piece), checksum=total)
-                for piece, total in zip(held, written[name]["checksums"], strict=True)
+                for piece, total in zip(file_pieces, written[name]["checksums"], strict=True)
             ],
         )
-        for name, held in pieces.items()
+        for name, file_pieces in pieces.items()
     }
     size, xxh3 = write_durably(partial / TRAINER, trainer)
     files[TRAINER] = FileEntry(bytes=size, xxh3=xxh3)
@@ -104,7 +104,7 @@ def commit(
         remove_tree(final)
     partial.rename(final)
     sync(final.parent)
-    tidy(final.parent)  # a disk that was read-only, or a file server that was away, kept what a failed save left
+    tidy(final.parent)  # a read-only disk, or a file server that was away, may have kept files of a failed save
     if keep is not None:
         keep_newest(final.parent, keep, best=None if best is None else Best(**best))
 
@@ -125,8 +125,8 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
         if what == "commit":
             partial, final = Path(message.pop("partial")), Path(message.pop("final"))
             try:
-                known = {key: table[key] for key in ("tensors", "pieces", "frozen")}
-                commit(partial, final, **known, **message)
+                facts = {key: table[key] for key in ("tensors", "pieces", "frozen")}
+                commit(partial, final, **facts, **message)
             except OSError:
                 remove_tree(partial)
                 raise

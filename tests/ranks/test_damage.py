@@ -291,9 +291,9 @@ def test_what_cannot_travel_is_refused_by_name(pools, small_data, run, imported,
     found = same_on_all_ranks(pools(2).run(try_resume, Case(data=small_data, stage=2), attempts))
     assert f"--resume {imported['weights']} --resume-weights-only" in found[0] and "parameters alone" in found[0]
     assert "it lacks exp_avg_sq of lm_head.weight, exp_avg_sq of model.norm.weight, which this run trains" in found[1]
-    assert "data_fingerprint is 'd' there and 'e' in this run" in found[2] and "resume_weights_only" in found[2]
-    assert "optimizer is 'adamw' there and 'muon' in this run" in found[3] and "resume_weights_only" in found[3]
-    assert "vocab_size is 512 there and 640 in this run" in found[4]
+    assert "data_fingerprint was 'd' and is 'e'" in found[2] and "resume_weights_only" in found[2]
+    assert "optimizer was 'adamw' and is 'muon'" in found[3] and "resume_weights_only" in found[3]
+    assert "vocab_size was 512 and is 640" in found[4]
     name, lines = found[5]
     assert name == "step-00000001" and "does not name its data" in lines[-1] and "from sequence 12 on" in lines[-1]
 

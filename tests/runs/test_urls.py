@@ -36,7 +36,7 @@ def test_a_model_by_url(small_data: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert f"model.pretrained: file://{folder} is in {tmp_path}/cache/stores/" in output
     assert output.count("fetching file://") == 2  # settings, then weights: by one of the two ranks
     output = forked.train(_recipe(tmp_path / "b", small_data, str(folder)), *steps, *export)
-    assert f"{export[1]}: files are there that are no earlier export of this run; nothing was written" in output
+    assert f"{export[1]}: its files are no earlier export of this run; nothing was written" in output
     assert f"Later: llmtrain checkpoint to-hf {tmp_path}/b/run" in output  # and the run has ended well
     assert losses(tmp_path / "a/run") == losses(tmp_path / "b/run")
 

@@ -30,9 +30,9 @@ class ExportStore:
         """Raises CheckpointError: the store cannot be used, or holds something else."""
         self._url, self._asked_by = redact_text(url), asked_by
         self._run = run_id(checkpoint, TrainerState.read(checkpoint))
-        if found := problem_of(url, writes=True):
-            raise self.wrong("; ".join(found))
-        with self._told():
+        if problems := problem_of(url, writes=True):
+            raise self.wrong("; ".join(problems))
+        with self._name_errors():
             self._store = Store(url)
             self._refuse_others()
 
@@ -42,12 +42,12 @@ class ExportStore:
     def put(self, folder: Path) -> str:
         """Replace an earlier export. Returns a description. Raises CheckpointError."""
         names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-        with self._told(folder):
+        with self._name_errors(folder):
             before = self._refuse_others()
             if before:  # readers find no export that lacks a file, and the record of its run stays to the end
-                there = self._store.files().keys()
-                leading = [name for name in _LAST_IN_STORE if name in there]
-                for some in (leading, sorted(there - {MARK, *leading}), [MARK]):
+                stored = self._store.files().keys()
+                leading = [name for name in _LAST_IN_STORE if name in stored]
+                for some in (leading, sorted(stored - {MARK, *leading}), [MARK]):
                     self._store.remove(some)
             for name in sorted(names, key=lambda name: (name in _LAST_IN_STORE, name != MARK, name)):
                 self._store.put(folder / name, name)  # raises StoreError if the file's size differs there
@@ -77,30 +77,28 @@ class ExportStore:
             os.close(lock)
 
     @contextlib.contextmanager
-    def _told(self, left: Path | None = None) -> Iterator[None]:
+    def _name_errors(self, left: Path | None = None) -> Iterator[None]:
         """`left`: path of the complete local copy. Raises CheckpointError for an error of the store in the block."""
         try:
             yield
         except StoreError as error:
-            kept = f"; the complete copy is in {left}" if left is not None else ""
-            text = f"the store cannot be used ({error}){kept}. Correct the address or the access to it"
+            copy = f"; the complete copy is in {left}" if left is not None else ""
+            text = f"the store cannot be used ({error}){copy}. Correct the address or the access to it"
             raise self.wrong(text) from error
 
     def _refuse_others(self) -> Mapping[str, Any]:
         """The record of an earlier export; empty: there is none."""
-        there = self._store.files()
-        if not there.keys() - {MARK}:  # an upload or a deletion that ended early
+        stored = self._store.files()
+        if not stored.keys() - {MARK}:  # an upload or a deletion that ended early
             return {}
         try:
-            mark = untrusted.loads(self._store.read(MARK), infinite=True) if MARK in there else {}
-            ours = mark["run"] == self._run
+            mark = untrusted.loads(self._store.read(MARK), infinite=True) if MARK in stored else {}
+            of_this_run = mark["run"] == self._run
         except (ValueError, KeyError, TypeError):
-            mark, ours = {}, False
-        if not ours:
-            raise self.wrong(
-                "files are there that are no earlier export of this run; nothing was written. Give another address"
-            )
-        refuse_more(self._url, mark, there.keys())
+            mark, of_this_run = {}, False
+        if not of_this_run:
+            raise self.wrong("its files are no earlier export of this run; nothing was written. Give another address")
+        refuse_more(self._url, mark, stored.keys())
         return mark
 
 

@@ -153,11 +153,11 @@ def prove_merge(made: Export, merge: Merge, hf: nn.Module, file: Mapping[str, Te
     of a PEFT folder to use as the adapter's values; default: the checkpoint's. Raises ProofError."""
     from llmtrain.models.adapter import plain_name
 
-    there = {name.removeprefix(PREFIX): tensor for name, tensor in (file or {}).items()}
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in (file or {}).items()}
 
     def value(name: str, start: int, stop: int) -> Tensor:
         plain = plain_name(name)
-        return there[plain].reshape(-1)[start:stop].float() if plain in there else merge.read(plain, start, stop)
+        return tensors[plain].reshape(-1)[start:stop].float() if plain in tensors else merge.read(plain, start, stop)
 
     compare_logits(
         made,
@@ -165,7 +165,7 @@ def prove_merge(made: Export, merge: Merge, hf: nn.Module, file: Mapping[str, Te
         lambda tokens: logits_of(hf, value, tokens),
         title="adapter",
         what="peft's layers on the model's own weights",
-        resident=4 * sum(tensor.numel() for tensor in there.values()),
+        resident=4 * sum(tensor.numel() for tensor in tensors.values()),
         rounding=_ROUNDING,
     )
 
@@ -180,9 +180,9 @@ def _as_peft_loads(folder: Path, layout: FolderLayout) -> nn.Module:
         model = PeftModel.from_pretrained(copy.deepcopy(layout.skeleton), str(folder), low_cpu_mem_usage=True)
     # By default peft adds embeddings that are longer than the base's; the folder has them by their own names.
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
-    held = load_peft_weights(str(folder), device="cpu").keys()
-    if odd := sorted(wanted ^ held):
-        raise ProofError(f"{folder}: peft wants other tensors than it holds, first {odd[0]}. Nothing was kept.")
+    held_names = load_peft_weights(str(folder), device="cpu").keys()
+    if odd := sorted(wanted ^ held_names):
+        raise ProofError(f"{folder}: peft expects other tensors than it holds, first {odd[0]}. Nothing was kept.")
     hf: nn.Module = model.get_base_model()
     return hf
 
@@ -291,8 +291,9 @@ def export_hf(
         saved = saved_names(layout.skeleton, adapter)
     merged = Merge(reader, adapter, saved=saved)
     merged.check()
-    made = Export(reader=reader, trainer=trainer, layout=layout, check=check, report=report,
-                  trust_remote_code=trust_remote_code)  # fmt: skip
+    made = Export(
+        reader=reader, trainer=trainer, layout=layout, check=check, report=report, trust_remote_code=trust_remote_code
+    )
     _check_names(made, merged.names)
     if adapter is not None and not merge:
         return _export_adapter(made, adapter, dtype, target, weights)
@@ -316,9 +317,9 @@ def export_hf(
 
 def _refuse_other_weights(reader: CheckpointReader, name: str) -> None:
     """Raises CheckpointError: the checkpoint has no such variant."""
-    there = [each for each in features.variants() if OUTER + each in reader.kinds()]
-    if name not in there:
-        remedy = f"Give {' or '.join(there)}" if there else "Leave it out"
+    variants = [variant for variant in features.variants() if OUTER + variant in reader.kinds()]
+    if name not in variants:
+        remedy = f"Give {' or '.join(variants)}" if variants else "Leave it out"
         raise CheckpointError(f"{reader.folder}: --weights {name}: its run kept no such values. {remedy}.")
 
 
@@ -384,19 +385,19 @@ def _target(checkpoint: Path, out: Path, trainer: TrainerState, report: Report) 
     CheckpointError: `out` is something else, or has files that the export did not write."""
     if not out.exists():
         return out
-    ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, by any command
+    in_run_folder = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, by any command
     try:
         mark = untrusted.loads((out / MARK).read_bytes(), infinite=True)
         marked = mark["run"] == run_id(checkpoint, trainer)
     except (OSError, ValueError, KeyError, TypeError):
         mark, marked = {}, False
-    if not marked and not (ours and (out / "config.json").is_file()):
+    if not marked and not (in_run_folder and (out / "config.json").is_file()):
         raise CheckpointError(
             f"{out} exists and is no earlier export of this run; nothing was written. Give another name."
         )
-    if not ours:  # a run's end must not fail for a note in its export
+    if not in_run_folder:  # a note in its export must not make the end of a run fail
         refuse_more(str(out), mark, {str(file.relative_to(out)) for file in out.rglob("*") if not file.is_dir()})
-    report.add("replaced", f"{out}: the export of step {mark.get('step')} that was there" if marked else str(out))
+    report.add("replaced", f"{out}: the export of step {mark.get('step')}" if marked else str(out))
     target = out.with_name(out.name + ".new")
     if (target / MARK).is_file():  # a kill in `_replace` left it
         remove_tree(target)
@@ -409,7 +410,7 @@ def refuse_more(out: str, mark: Mapping[str, Any], there: Collection[str]) -> No
     if isinstance(written, list) and (more := sorted(set(there).difference(written, [MARK]))):
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
         raise CheckpointError(
-            f"{out} is an earlier export of this run, but {more[0]}{others} came into it since, and would be lost; "
+            f"{out} is an earlier export of this run, but {more[0]}{others} was added since and would be lost; "
             "nothing was written. Move it away, or give another name."
         )
 
@@ -439,8 +440,8 @@ def _check_names(made: Export, adapter: Collection[str]) -> None:
     """Require every parameter of the model class with its shape, and no other tensor except an adapter's."""
     reader, layout, report = made.reader, made.layout, made.report
     model = type(layout.skeleton).__name__
-    held = {name: reader.shape(name) for name in reader.order() if name not in adapter}
-    lacking, surplus = sorted(layout.shapes.keys() - held.keys()), sorted(held.keys() - layout.shapes.keys())
+    shapes = {name: reader.shape(name) for name in reader.order() if name not in adapter}
+    lacking, surplus = sorted(layout.shapes.keys() - shapes.keys()), sorted(shapes.keys() - layout.shapes.keys())
     if lacking or surplus:
         raise CheckpointError(
             f"{reader.folder} is not of its own configuration, {model}: it lacks {len(lacking)} parameters "
@@ -451,14 +452,14 @@ def _check_names(made: Export, adapter: Collection[str]) -> None:
     ends = {id(module.weight) for module in outer if module is not None}  # a reward model has no head of words
     padded = {name for name, parameter in layout.skeleton.named_parameters() if id(parameter) in ends}
     for name, shape in layout.shapes.items():
-        if name in padded and held[name][1:] == shape[1:] and held[name][0] > shape[0]:
-            report.add("padding", f"{held[name][0] - shape[0]} rows beyond the vocabulary removed from {name}")
-        elif held[name] != shape:
+        if name in padded and shapes[name][1:] == shape[1:] and shapes[name][0] > shape[0]:
+            report.add("padding", f"{shapes[name][0] - shape[0]} rows beyond the vocabulary removed from {name}")
+        elif shapes[name] != shape:
             raise CheckpointError(
-                f"{reader.folder}: {name} has shape {list(held[name])}, its configuration makes it {list(shape)}."
+                f"{reader.folder}: {name} has shape {list(shapes[name])}, its configuration makes it {list(shape)}."
             )
     tied = f", {layout.tied} tied and written once" if layout.tied else ""
-    report.add("parameters", f"{len(held)}: names and shapes as {model} has them{tied}")
+    report.add("parameters", f"{len(shapes)}: names and shapes are those of {model}{tied}")
 
 
 def _weight_files(made: Export, dtype: str | None, max_shard_bytes: int | None) -> WeightFiles:
@@ -468,11 +469,12 @@ def _weight_files(made: Export, dtype: str | None, max_shard_bytes: int | None) 
         dtypes |= reader.frozen_types()  # byte by byte from their source
     dtypes |= dict.fromkeys(layout.frozen, "F32")  # unchanged: transformers keeps router biases in fp32, too
     if trainer.source is not None:
-        given = as_described(layout, trainer.source["files"])
+        imported = as_described(layout, trainer.source["files"])
         if dtype is None:
-            dtypes |= {given.parts[tensor].parameter: kind for tensor, kind in given.dtype_of().items()}
-        if max_shard_bytes is None and all(dtypes[given.parts[t].parameter] == d for t, d in given.dtype_of().items()):
-            return given
+            dtypes |= {imported.parts[tensor].parameter: kind for tensor, kind in imported.dtype_of().items()}
+        same = all(dtypes[imported.parts[tensor].parameter] == kind for tensor, kind in imported.dtype_of().items())
+        if max_shard_bytes is None and same:
+            return imported
     return cut(layout, dtypes, max_shard_bytes or MAX_SHARD_BYTES)
 
 
@@ -491,13 +493,13 @@ class _Rounding:
         """Elements [start, stop) of a tensor of the file, for stream_tensors. Raises CheckpointError."""
         part, dtype = self._files.parts[tensor], DTYPE_OF[self._dtype_of[tensor]]
         at = part.start + start
-        given = self._reader.read(part.parameter, at, part.start + stop)
-        values = self._merge(part.parameter, at, given)
+        read = self._reader.read(part.parameter, at, part.start + stop)
+        values = self._merge(part.parameter, at, read)
         out = values.to(dtype)
         if out.numel() and dtype != torch.float32 and not bool(torch.isfinite(torch.stack(out.aminmax())).all()):
             self._refuse_overflow(part.parameter, values, out)
-        before = checksum(given, at)
-        after = checksum(out, at) if self._rounded and out is not given else before
+        before = checksum(read, at)
+        after = checksum(out, at) if self._rounded and out is not read else before
         self.sums.setdefault(tensor, {})[start] = (before, after)
         return out
 

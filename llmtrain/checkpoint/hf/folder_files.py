@@ -108,17 +108,17 @@ def describe(source: SafetensorsSource) -> tuple[dict[str, Any], list[str]]:
     """A checkpoint's record of its imported folder, and the files that an export cannot restore byte by byte."""
     left_out = {*source.placement.derived, *source.placement.twins}
     files: dict[str, TensorFile] = {file.path.name: file for file in source.file_of.values()}
-    known, changed = {}, []
+    record, changed = {}, []
     for name, file in sorted(files.items()):
         entries = sorted(file.entries.items(), key=lambda item: (item[1].begin, item[1].end))
-        kept = {tensor: entry.dtype for tensor, entry in entries if tensor not in left_out}
-        held = {tensor: (entry.dtype, entry.shape) for tensor, entry in entries}
-        written = next((a for a in (8, 1) if _begins(file, header_bytes(held, file.metadata, a))), None)
-        if written is None or len(kept) < len(entries):
+        types = {tensor: entry.dtype for tensor, entry in entries if tensor not in left_out}
+        header = {tensor: (entry.dtype, entry.shape) for tensor, entry in entries}
+        written = next((a for a in (8, 1) if _begins(file, header_bytes(header, file.metadata, a))), None)
+        if written is None or len(types) < len(entries):
             changed.append(name)
-        if kept:
-            known[name] = {"tensors": kept, "metadata": file.metadata, "align": written or 8}
-    return known, changed
+        if types:
+            record[name] = {"tensors": types, "metadata": file.metadata, "align": written or 8}
+    return record, changed
 
 
 def _begins(file: TensorFile, header: bytes) -> bool:
@@ -203,27 +203,27 @@ def for_older_readers(fields: dict[str, Any]) -> None:
     if not isinstance(rope, dict):
         return
     if isinstance(rope.get("full_attention"), dict):  # by the kind of layer
-        whole, local = rope["full_attention"], rope.get("sliding_attention") or {}
+        full, local = rope["full_attention"], rope.get("sliding_attention") or {}
         bases = next((names for begin, names in _LOCAL_BASES.items() if family.startswith(begin)), None)
         if bases is None:  # transformers 4 has no such family, and 5 takes `rope_scaling` for the rope of all layers
             return
-        older = {bases[0]: whole.get("rope_theta"), bases[1]: local.get("rope_theta")}
+        older = {bases[0]: full.get("rope_theta"), bases[1]: local.get("rope_theta")}
     else:
-        whole = rope
+        full = rope
         older = {"rope_theta": rope.get("rope_theta"), "partial_rotary_factor": rope.get("partial_rotary_factor")}
         if family.startswith("gpt_neox"):
             older |= {"rotary_emb_base": rope.get("rope_theta"), "rotary_pct": rope.get("partial_rotary_factor")}
-    kind, length = whole.get("rope_type", "default"), whole.get("original_max_position_embeddings")
-    scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    kind, length = full.get("rope_type", "default"), full.get("original_max_position_embeddings")
+    scaling = {key: value for key, value in full.items() if key not in ("rope_theta", "partial_rotary_factor")}
     if kind == "longrope" and length:
         older["original_max_position_embeddings"] = length  # read from the same level, and then the ratio is the factor
-        factor, most = whole.get("factor"), fields.get("max_position_embeddings")
+        factor, most = full.get("factor"), fields.get("max_position_embeddings")
         if factor and most and factor * length != most and "attention_factor" not in scaling:
             scaling["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
     if family.startswith("phi3"):  # reads these three and no other
         scaling = {"type": kind} | {key: scaling.get(key) for key in ("short_factor", "long_factor")}
     elif family in ("olmo", "olmo2") and kind in ("linear", "dynamic"):
-        scaling = {"type": kind, "factor": whole.get("factor")}
+        scaling = {"type": kind, "factor": full.get("factor")}
     elif family == "gpt_oss" and kind == "default":
         fields.setdefault("rope_scaling", None)  # its own default there is YaRN
     if kind != "default" and not family.startswith("modernbert"):  # modernbert has no scaling in transformers 4
@@ -286,18 +286,18 @@ def beside_weights(folder: Path, *, python: bool) -> list[Path]:
     Raises:
         ModelError: one is a link that leaves the folder.
     """
-    found = []
+    files = []
     for file in (*sorted(folder.iterdir()), *tokenizer_folder.named_templates(folder)):
         plain = file.suffix in _BESIDE or file.name.startswith(("LICENSE", "NOTICE"))
         if (plain or (python and file.suffix == ".py")) and file.is_file() and file.stat().st_size <= _BESIDE_LIMIT:
-            found.append(refuse_escape(folder, file))
-    return found
+            files.append(refuse_escape(folder, file))
+    return files
 
 
 def _keep_config(path: Path, source: Mapping[str, Any], files: WeightFiles, dtype: str) -> None:
     """Keep the imported config.json, byte by byte unless the weights have another type now."""
-    known, config = source["files"], dict(source["config"])
-    before = {tensor: kind for shard in known.values() for tensor, kind in shard["tensors"].items()}
+    shards, config = source["files"], dict(source["config"])
+    before = {tensor: kind for shard in shards.values() for tensor, kind in shard["tensors"].items()}
     same = all(files.dtype_of().get(tensor) == kind for tensor, kind in before.items())
     try:
         unchanged = untrusted.loads(path.read_bytes(), infinite=True) == config

@@ -46,7 +46,7 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
         raise CheckpointError(f"{out} exists already; nothing was written. Give another name or move it away.")
     report = Report(out)
     model, config = _configuration(folder)
-    kept = beside_weights(folder, python=trust_remote_code)
+    beside = beside_weights(folder, python=trust_remote_code)
     layout = layout_of(model, trust_remote_code=trust_remote_code)
     source = SafetensorsSource(folder, layout, asked_by=_ASKED_BY)
     _check_names(source, layout, report)
@@ -59,7 +59,7 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
             if child not in (kept_step.parent, kept_step, kept_step.with_name(kept_step.name + ".tmp")):
                 shutil.rmtree(child) if child.is_dir() else child.unlink()
         step = _write(partial, source, layout, config, report)
-        _keep(kept, folder, partial / SOURCE)
+        _keep(beside, folder, partial / SOURCE)
         if check != "none":
             made = Conversion(layout=layout, check=check, report=report, trust_remote_code=trust_remote_code)
             _prove(step, source, made)
@@ -100,8 +100,8 @@ def _configuration(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def _check_names(source: SafetensorsSource, layout: FolderLayout, report: Report) -> None:
-    model, there = type(layout.skeleton).__name__, set(source.order())
-    if lacking := sorted(layout.shapes.keys() - there):
+    model, names = type(layout.skeleton).__name__, set(source.order())
+    if lacking := sorted(layout.shapes.keys() - names):
         raise ModelError(
             f"{source.origin} lacks {len(lacking)} of the {len(layout.shapes)} parameters of {model}, first "
             f"{', '.join(lacking[:3])}. Is its config.json the one of these weights (tie_word_embeddings, "
@@ -109,7 +109,7 @@ def _check_names(source: SafetensorsSource, layout: FolderLayout, report: Report
         )
     if surplus := source.placement.surplus:
         raise ModelError(
-            f"{source.origin} holds {len(surplus)} tensors that {model} has no place for, first "
+            f"{source.origin} holds {len(surplus)} tensors for which {model} has no place, first "
             f"{', '.join(surplus[:3])}. Is its config.json the one of these weights?"
         )
     for name, shape in layout.shapes.items():
@@ -120,7 +120,7 @@ def _check_names(source: SafetensorsSource, layout: FolderLayout, report: Report
         if odd := source.dtypes(name) - set(DTYPES.values()):
             raise ModelError(f"{source.origin}: {name} has the type {odd.pop()}; F32, BF16 and F16 are read.")
     tied = f", {layout.tied} tied" if layout.tied else ""
-    report.add("parameters", f"{len(layout.shapes)}: names and shapes as {model} has them{tied}")
+    report.add("parameters", f"{len(layout.shapes)}: names and shapes are those of {model}{tied}")
     dropped = source.placement.derived
     if dropped:
         report.add("dropped", f"{len(dropped)} that the model computes itself, first {', '.join(dropped[:3])}")
@@ -178,15 +178,15 @@ def _described(source: SafetensorsSource, files: dict[str, Any], config: Mapping
         "identity": {str(path.resolve()): [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()},
         "config": dict(config),
         "files": files,
-        "precision": next(ours for ours, theirs in DTYPES.items() if theirs == most),
+        "precision": next(own_name for own_name, stored_name in DTYPES.items() if stored_name == most),
     }
 
 
-def _keep(files: list[Path], folder: Path, kept: Path) -> None:
-    kept.mkdir()
+def _keep(files: list[Path], folder: Path, target: Path) -> None:
+    target.mkdir()
     for file in files:
-        sync(copy_into(kept, folder, file))
-    sync(kept)
+        sync(copy_into(target, folder, file))
+    sync(target)
 
 
 def _prove(step: Path, source: SafetensorsSource, made: Conversion) -> None:

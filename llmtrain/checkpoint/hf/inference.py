@@ -55,8 +55,10 @@ class Sampling:
 def _refuse_nan(ids: Any, scores: Any) -> Any:
     """Raises ModelError: a score [batch, vocabulary] is NaN."""
     if scores.isnan().any():
-        raise ModelError("the model gives scores that are no numbers (NaN): its weights are damaged, or training has "
-                         "diverged. `llmtrain checkpoint verify` finds damage. Name another checkpoint.")  # fmt: skip
+        raise ModelError(
+            "the model's scores are NaN: its weights are damaged (see `llmtrain checkpoint verify`), or training has "
+            "diverged. Name another checkpoint."
+        )
     return scores
 
 
@@ -137,10 +139,10 @@ def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[P
             from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
             from llmtrain.checkpoint.remote import checkpoints_at
 
-            found = checkpoints_at(path, find=best_checkpoints if best else find_checkpoints)
-            yield _hf_folder(found[0], scratch)
-        elif (here := folder_here(path)) is not None:
-            yield _hf_folder(here, scratch, best=best)
+            checkpoints = checkpoints_at(path, find=best_checkpoints if best else find_checkpoints)
+            yield _hf_folder(checkpoints[0], scratch)
+        elif (folder := folder_here(path)) is not None:
+            yield _hf_folder(folder, scratch, best=best)
         else:
             from llmtrain.storage.hub import model_folder
 
@@ -222,8 +224,8 @@ def _rows(folder: Path, model: Any) -> int:
     names = [f"{PREFIX}{path}.weight" for path, module in model.named_modules() if module in ends]
     try:
         with TensorFile(refuse_escape(folder, folder / WEIGHTS)) as file:
-            held = [name for name in names if name in file.entries]
-            return file.entries[held[0]].shape[0] if held else 0
+            present = [name for name in names if name in file.entries]
+            return file.entries[present[0]].shape[0] if present else 0
     except TensorFileError as error:
         raise ModelError(f"{folder}: {error} Only safetensors are read.") from error
 
@@ -251,34 +253,33 @@ def _refuse_lost(folder: Path, model: Any, reported: Collection[str]) -> None:
 
     if not reported:
         return
-    held: dict[str, list[Any]] = {}
+    saved: dict[str, list[Any]] = {}
     for name, tensor in load_file(folder / WEIGHTS).items():
         if ".original_module." not in name:
-            held.setdefault(plain_name(name.removeprefix(PREFIX)), []).append(tensor)
+            saved.setdefault(plain_name(name.removeprefix(PREFIX)), []).append(tensor)
     state = model.state_dict()
     places: dict[str, list[Any]] = {}
     for name, tensor in state.items():
         places.setdefault(plain_name(name), []).append(tensor)
     # Tied places share one tensor, which peft saves once; AdaLoRA's ranknum it never saves.
-    given = {tensor.data_ptr() for name, tensor in state.items() if plain_name(name) in held} - {0}
-    reported = [name for name in reported
-                if name not in state or not (state[name].data_ptr() in given or name.endswith(".ranknum"))]  # fmt: skip
+    filled = {tensor.data_ptr() for name, tensor in state.items() if plain_name(name) in saved} - {0}
+    loaded = {name for name in state if state[name].data_ptr() in filled or name.endswith(".ranknum")}
+    reported = [name for name in reported if name not in loaded]
 
     def there(tensor: Any, place: Any) -> bool:
         return place.shape == tensor.shape and bool((place.cpu() == tensor.to(place.dtype)).all())
 
     lost = set()
     for name in map(plain_name, reported):
-        tensors = held.get(name, [])
+        tensors = saved.get(name, [])
         if not tensors or not all(any(there(tensor, place) for place in places.get(name, ())) for tensor in tensors):
             lost.add(name)
     unset, odd = sorted(lost & places.keys()), sorted(lost - places.keys())
     if lost:
-        told = [f"{len(names)} {what}, first {', '.join(names[:2])}"
-                for names, what in ((odd, "of its tensors have no place in the model"),
-                                    (unset, "places of the adapter get no tensor")) if names]  # fmt: skip
+        groups = {"of its tensors have no place in the model": odd, "places of the adapter get no tensor": unset}
+        faults = [f"{len(names)} {what}, first {', '.join(names[:2])}" for what, names in groups.items() if names]
         hint = strange_part(odd, unset) or f" Is the base in {CONFIG} the one that the adapter was made for?"
-        raise ModelError(f"{folder / WEIGHTS} does not fit: {'; '.join(told)}.{hint}")
+        raise ModelError(f"{folder / WEIGHTS} does not fit: {'; '.join(faults)}.{hint}")
 
 
 def is_model(folder: Path) -> bool:
@@ -293,21 +294,21 @@ def _tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, TypeError: any error about a folder's files
         raise ModelError(
-            f"{folder}: no tokenizer that transformers can load ({untrusted.first_line(error)}). Put the files of the "
+            f"{folder}: transformers finds no tokenizer there ({untrusted.first_line(error)}). Put the files of the "
             "tokenizer next to config.json; a run's is in the folder of its data, tokenizer/."
         ) from error
 
 
 def _ends(base: Path, folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Ids at which generation stops. A file that cannot be read names none: transformers has read what it needs."""
-    found = [tokenizer.eos_token_id]
+    ids = [tokenizer.eos_token_id]
     for path in (place / name for place in dict.fromkeys((folder, base)) for name in _ENDS):
         try:
-            ids = untrusted.loads(path.read_bytes(), infinite=True).get("eos_token_id")
+            named = untrusted.loads(path.read_bytes(), infinite=True).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue
-        found += ids if isinstance(ids, list) else [ids]
-    return tuple(dict.fromkeys(number for number in found if type(number) is int))
+        ids += named if isinstance(named, list) else [named]
+    return tuple(dict.fromkeys(number for number in ids if type(number) is int))
 
 
 def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
@@ -316,10 +317,10 @@ def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
     from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there
 
     export = path / "export"
-    found = complete_checkpoints(path / "checkpoints")
+    checkpoints = complete_checkpoints(path / "checkpoints")
     exported = None if best else _mark(export)
     # By its manifest, not its step: a run that was started again reaches the same step with other weights.
-    if exported is not None and (not found or exported.get("manifest") == hash_file(found[0] / MANIFEST)):
+    if exported is not None and (not checkpoints or exported.get("manifest") == hash_file(checkpoints[0] / MANIFEST)):
         print(f"model: {export}, of step {untrusted.shown(exported.get('step'), 40)}", file=sys.stderr)
         return export
     older = "" if exported is None else f"; {export} is of step {exported.get('step')}"
@@ -330,7 +331,7 @@ def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
         try:
             return find_checkpoints(path)[0]
         except CheckpointError as error:
-            raise CheckpointError(f"{error} A Hugging Face folder, with a config.json, is right too.") from error
+            raise CheckpointError(f"{error} A Hugging Face folder (with a config.json) can be given too.") from error
 
     def exported_from(checkpoint: Path) -> None:
         shutil.rmtree(scratch / "export", ignore_errors=True)  # of a checkpoint that was deleted in the meantime
@@ -407,7 +408,7 @@ def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "au
     model, tokenizer = loaded.model, loaded.tokenizer
     if not (begin := prompt or tokenizer.bos_token or tokenizer.eos_token):
         raise ModelError(f"{folder}: its tokenizer names no token that begins a text. Give a --prompt.")
-    # Of no prompt the tokenizer's own first token is all, and is not put before itself.
+    # Without a prompt the text begins with the tokenizer's first token, which must not be added twice.
     tokens = tokenizer(begin, return_tensors="pt", add_special_tokens=bool(prompt)).to(model.device)
     torch.manual_seed(sampling.seed)
     out = model.generate(

@@ -81,22 +81,22 @@ def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int],
     parts = {tensor: part for tensor, part in layout.tensors.items() if part.parameter in expected}
 
     def one(part: Part) -> tuple[int, Extent]:
-        found, lows, highs = 0, [math.inf], [-math.inf]
+        total, lows, highs = 0, [math.inf], [-math.inf]
         for start in range(part.start, part.start + part.numel, CHUNK):
             chunk = values.read(part.parameter, start, min(part.start + part.numel, start + CHUNK))
-            found += checksum(chunk, start)
+            total += checksum(chunk, start)
             low, high = chunk.aminmax()
             lows.append(float(low))
             highs.append(float(high))
             progress.advance(4 * chunk.numel())
         finite = all(map(math.isfinite, (*lows[1:], *highs[1:])))
-        return found, Extent(min(lows), max(highs), finite)
+        return total, Extent(min(lows), max(highs), finite)
 
     sums, extents = dict.fromkeys(expected, 0), {}
     total = 4 * sum(part.numel for part in parts.values())
     with log.Progress(what, total) as progress, ThreadPoolExecutor(_READERS) as pool:
-        for (tensor, part), (found, extent) in zip(parts.items(), pool.map(one, parts.values()), strict=True):
-            sums[part.parameter] += found
+        for (tensor, part), (value, extent) in zip(parts.items(), pool.map(one, parts.values()), strict=True):
+            sums[part.parameter] += value
             extents[tensor] = extent
     bad = [name for name in expected if sums[name] % 2**64 != expected[name]]
     if bad:
@@ -219,12 +219,12 @@ def logits_of(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: 
 
     for name, tensor in frozen_tensors(hf).items():
         _copy(tensor, name, values)
-    held: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
+    former: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
     with contextlib.ExitStack() as stack:
         for layer in layers:
             hooks = (
-                layer.register_forward_pre_hook(lambda layer, _: held.update({layer: fill(layer.modules())})),
-                layer.register_forward_hook(lambda layer, *_: empty(held.pop(layer))),
+                layer.register_forward_pre_hook(lambda layer, _: former.update({layer: fill(layer.modules())})),
+                layer.register_forward_hook(lambda layer, *_: empty(former.pop(layer))),
             )
             for hook in hooks:
                 stack.callback(hook.remove)

@@ -73,8 +73,8 @@ def pad_apart(config: Any, report: Report) -> None:
     text, ends = config.get_text_config(), getattr(config, "eos_token_id", None)
     pad = text.pad_token_id
     if pad is not None and pad in (ends if isinstance(ends, list) else [ends]):
-        for each in (config, text):
-            each.pad_token_id = None
+        for part in (config, text):
+            part.pad_token_id = None
         report.add(
             "padding",
             f"pad_token_id {pad} left out: it ends answers, and transformers would read the score before it. For "
@@ -90,23 +90,24 @@ def sampling_defaults(folder: Path, tokenizer: Path | None = None) -> dict[str, 
         plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float))}
     except (OSError, ValueError, AttributeError):
         plain = {}
-    kept = {key: value for key, value in plain.items() if not key.startswith("_") and not key.endswith("token_id")}
+    defaults = {key: value for key, value in plain.items() if not key.startswith("_") and not key.endswith("token_id")}
     stops = [] if tokenizer is None else own_stops(folder, tokenizer)
-    return kept | ({"eos_token_id": stops} if stops else {})
+    return defaults | ({"eos_token_id": stops} if stops else {})
 
 
 def own_stops(base: Path, tokenizer: Path) -> list[int]:
     """Ids where a base's answers stop, by its generation_config.json, else by its config.json: those that are the same
     added token in its tokenizer and in the run's. In another vocabulary they are ordinary words."""
     try:
-        ours, theirs = (
+        run_tokens, base_tokens = (
             Tokenizer.from_file(str(place / "tokenizer.json")).get_added_tokens_decoder() for place in (tokenizer, base)
         )
         for name in (_SETTINGS, "config.json"):
             file = base / name
             ids = untrusted.loads(file.read_bytes(), infinite=True).get("eos_token_id") if file.is_file() else None
             if named := [number for number in (ids if isinstance(ids, list) else [ids]) if type(number) is int]:
-                return [n for n in named if n in ours and n in theirs and ours[n].content == theirs[n].content]
+                shared = run_tokens.keys() & base_tokens.keys()
+                return [n for n in named if n in shared and run_tokens[n].content == base_tokens[n].content]
     except Exception:  # the library raises bare Exception; a base whose files cannot be read has no stops to keep
         pass
     return []
@@ -120,8 +121,8 @@ def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
         if number is not None and not 0 <= number < size:
             report.add("padding", f"pad_token_id {number} left out: the model's tokens are 0 to {size - 1}")
     if trained is not None and not 0 <= trained < size:
-        for each in {id(part): part for part in (config, text)}.values():
-            each.pad_token_id = None
+        for part in {id(part): part for part in (config, text)}.values():
+            part.pad_token_id = None
     if named is not None and not 0 <= named < size:
         ids["pad_token_id"] = None
     elif None not in (trained, named) and trained != named:
@@ -162,8 +163,8 @@ def tokenizer_here(trainer: TrainerState) -> Path | None:
         return None
     data = trainer.section("data")
     url = next(iter(data.get("mixture") or {}), data.get("path")) or ""
-    found = _here(url, data) if not Path(named).is_dir() and is_url(url) else None
-    return Path(named) if found is None else found / "tokenizer"
+    folder = _here(url, data) if not Path(named).is_dir() and is_url(url) else None
+    return Path(named) if folder is None else folder / "tokenizer"
 
 
 def _here(name: str, data: Mapping[str, Any]) -> Path | None:
@@ -187,13 +188,13 @@ def ends_of(folders: list[Path]) -> list[int]:
     """Ids of the tokens that end the answers in these folders' rows, where generation must stop."""
     from tokenizers import Tokenizer
 
-    found: dict[int, None] = {}
+    ends: dict[int, None] = {}
     for folder in folders:
         read = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
         chat = _chat(folder)
         ids = map(read.token_to_id, chat.stop_tokens if chat is not None else ())
-        found |= {number: None for number in ids if number is not None}
-    return list(found)
+        ends |= {number: None for number in ids if number is not None}
+    return list(ends)
 
 
 @dataclass
@@ -214,15 +215,15 @@ def prove_serving(folder: Path, trainer: TrainerState, report: Report) -> None:
         from llmtrain.data.chat.encoder import NAME  # runs on plain texts have none
 
         if not (data / NAME).is_file():
-            report.add("serving", f"not compared: {data} keeps no {NAME}; prepared again, it does")
+            report.add("serving", f"not compared: {data} keeps no {NAME}; prepare it again to have it compared")
             continue
-        found = _compare(folder, data)
-        text = f"{units.counted(found.turns, 'turn')} of {units.counted(found.conversations, 'conversation')}: "
+        compared = _compare(folder, data)
+        text = f"{units.counted(compared.turns, 'turn')} of {units.counted(compared.conversations, 'conversation')}: "
         report.add("serving", f"{text}transformers makes the ids of the training rows with the folder's template")
-        if found.spelled:
-            report.add("serving", f"not compared: {found.spelled} that spell control tokens, which rows hold as text")
-        if found.joined:
-            report.add("serving", f"{found.joined} answers join their prompt in a token; of these the prompts only")
+        if compared.spelled:
+            report.add("serving", f"not compared: {compared.spelled} that spell control tokens, text in the rows")
+        if compared.joined:
+            report.add("serving", f"{compared.joined} answers join their prompt in a token: prompts alone compared")
         chat = _chat(data)
         if chat is not None and chat.moment is not None:
             report.add(
@@ -230,7 +231,7 @@ def prove_serving(folder: Path, trainer: TrainerState, report: Report) -> None:
             )
         if chat is not None and (variables := chat.chat_template_kwargs):
             report.add("serving", f"give a server chat_template_kwargs {json.dumps(variables)}, as {data} was")
-        _check_ends(folder, found.ends, report)
+        _check_ends(folder, compared.ends, report)
 
 
 def _compare(folder: Path, data: Path) -> _Compared:
@@ -244,7 +245,7 @@ def _compare(folder: Path, data: Path) -> _Compared:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise ProofError(f"transformers cannot load the tokenizer of {folder}: {error}. Nothing was kept.") from error
-    prepared, found = PreparedSet(data), _Compared()
+    prepared, compared = PreparedSet(data), _Compared()
     chat = prepared.manifest.chat
     assert chat is not None
     template = rendering.Template(tokenizer, moment=chat.moment, variables=chat.chat_template_kwargs)
@@ -257,16 +258,16 @@ def _compare(folder: Path, data: Path) -> _Compared:
         if not 0 <= sample.row <= sample.row + sample.rows <= len(lengths):
             raise DataError(f"{data / NAME}: line {number + 1} names rows that {data} does not have; prepare it again")
         if any(token in text for text in strings(untrusted.loads(sample.record)) for token in control):
-            found.spelled += 1
+            compared.spelled += 1
             continue
         rows = [
             (stream.read(int(starts[at]), int(lengths[at])), stream.counted(int(starts[at]), int(lengths[at])))
             for at in range(sample.row, sample.row + sample.rows)
         ]
-        found.conversations += 1
+        compared.conversations += 1
         for talk, turn in _turns(sample.record, prepared):
-            found.turns += 1
-            wrong = _turn(tokenizer, template, talk, turn, rows, stops, found)
+            compared.turns += 1
+            wrong = _turn(tokenizer, template, talk, turn, rows, stops, compared)
             if wrong is not None:
                 raise ProofError(
                     f"{folder} would not be served as it was trained: of message {turn} of line {number + 1} of "
@@ -274,7 +275,7 @@ def _compare(folder: Path, data: Path) -> _Compared:
                     "Nothing was kept; --check none writes the folder without this proof."
                 )
     rendering.close()
-    return found
+    return compared
 
 
 def _turns(record: str, prepared: PreparedSet) -> Iterator[tuple[Conversation, int]]:
@@ -301,14 +302,14 @@ def _turn(
     turn: int,
     rows: list[Any],
     stops: set[int],
-    found: _Compared,
+    compared: _Compared,
 ) -> str | None:
     """The fault of a turn; None: a row has its prompt's ids, then the answer's as far as they can be known."""
     from llmtrain.data.chat.rendering import RenderError
 
     try:
         talk = template.fitted(talk)
-        prompt, whole = template.ids(talk, turn, prompt=True), template.ids(talk, turn + 1, prompt=False)
+        prompt, with_answer = template.ids(talk, turn, prompt=True), template.ids(talk, turn + 1, prompt=False)
     except RenderError as error:
         raise ProofError(f"the chat template of the exported folder fails: {error}. Nothing was kept.") from error
     at = len(prompt)
@@ -316,12 +317,12 @@ def _turn(
     if not begun:
         return f"the prompt has other ids ({at} of them) than the training rows: {tokenizer.decode(prompt)[-60:]!r}"
     ends = [next((place for place in range(at, len(ids)) if ids[place] in stops), len(ids) - 1) for ids in begun]
-    joins = whole[:at] != prompt
-    right = [ids[end] for ids, end in zip(begun, ends, strict=True) if joins or whole[:end] == ids[:end]]
+    joins = with_answer[:at] != prompt
+    right = [ids[end] for ids, end in zip(begun, ends, strict=True) if joins or with_answer[:end] == ids[:end]]
     if not right:  # no row with this prompt, for example a chosen and a rejected answer
-        return f"the answer has other ids than its training row: {tokenizer.decode(whole[at:])[:60]!r}"
-    found.joined += joins
-    found.ends[right[0]] += 1
+        return f"the answer has other ids than its training row: {tokenizer.decode(with_answer[at:])[:60]!r}"
+    compared.joined += joins
+    compared.ends[right[0]] += 1
     return None
 
 

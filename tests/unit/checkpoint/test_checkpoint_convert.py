@@ -256,7 +256,7 @@ def test_a_folder_that_is_not_as_it_was_is_refused(
     code, out, err = say(*(places.get(word, word) for word in command.split()))
     assert code == {"v": 1, "p": 0}.get(command[0], 2), (out, err)
     assert str(tmp_path / "hf") in out + err and "as they were when the run began. Put that folder" in out + err
-    assert "or move what is there away: a resume then takes model.pretrained" in out + err
+    assert "a resume then takes model.pretrained" in out + err
     assert (UP if how == "changed" else "hf/model-") in out + err or how == "other"
     assert not (tmp_path / "out").exists()
     assert at(outside, 1).exists() == (command[0] != "p") and at(outside, 2).exists()

@@ -215,7 +215,7 @@ def test_code_in_a_folder_runs_only_when_it_is_trusted(folder, monkeypatch, tmp_
     ("fields", "says"),
     [
         ({"num_hidden_layers": 3}, r"lacks 9 of the 30 parameters of LlamaForCausalLM, first model\.layers\.2"),
-        ({"num_hidden_layers": 1}, r"holds 9 tensors that LlamaForCausalLM has no place for"),
+        ({"num_hidden_layers": 1}, r"holds 9 tensors"),
         ({"intermediate_size": 64}, r"mlp\.\w+\.weight has shape \[.*\], config\.json makes it \["),
         ({"tie_word_embeddings": True}, r"ties lm_head\.weight to model\.embed_tokens\.weight, but they differ"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantized weights are not read"),

@@ -107,7 +107,7 @@ STRANGE = {
     "a tensor is lacking": (_lacking, "lacks 1 of the model's 21 parameters, first model.norm.weight"),
     "a deep config.json": (lambda f: (f / "config.json").write_text(DEEP), "nested deeper than 100"),
     "a deep tokenizer": (lambda f: (f / "tokenizer_config.json").write_text(DEEP), "nested deeper than 100"),
-    "a tokenizer.json that is none": (lambda f: (f / "tokenizer.json").write_text("[]"), "no tokenizer that"),
+    "a tokenizer.json that is none": (lambda f: (f / "tokenizer.json").write_text("[]"), "finds no tokenizer there"),
     "a width of 10^8": (lambda f: _with(f, "config.json", hidden_size=10**8), "more memory than this host has"),
     "a normalizer of 50^7 letters": (
         lambda f: _with(
@@ -143,7 +143,7 @@ def test_weights_that_are_no_numbers_end_in_a_sentence(run, capsys, temperature)
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, run / "export/model.safetensors", metadata={"format": "pt"})
     assert main(["generate", str(run / "export"), "--prompt", "walk", "--temperature", temperature]) == 2
-    assert "error: the model gives scores that are no numbers (NaN)" in capsys.readouterr().err
+    assert "error: the model's scores are NaN" in capsys.readouterr().err
 
 
 def test_the_newest_state_of_a_run_is_what_continues_the_prompt(run, capsys):
@@ -246,7 +246,7 @@ def test_a_tokenizer_that_is_gone_is_reported(tmp_path, capsys):
     assert "none: /nonexistent, the run's source, is gone" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == TOKENS["eos_token_id"]
     assert main(["generate", str(tmp_path / "out"), "--prompt", "walk"]) == 2
-    assert "no tokenizer that transformers can load" in capsys.readouterr().err
+    assert "transformers finds no tokenizer there" in capsys.readouterr().err
 
 
 def test_text_appears_as_it_is_generated(tmp_path, tokenizer, capsys, monkeypatch):

@@ -153,9 +153,9 @@ def test_a_checkpoint_continues_the_order_with_other_exclusions(folders: list[st
     [
         ({"exclude": [3], "skip_steps": [9]}, True, ""),  # step 9 comes later
         ({"exclude": [4]}, False, ""),
-        ({"exclude": [4]}, True, r"data.exclude is \[\[3\]\] there .* and \[\[4\]\] in this run.*--resume step-5"),
-        ({"exclude": [3], "skip_steps": [5]}, True, r"data.skip_steps is \[\] there .* and \[5\] in this run"),
-        ({"path": "other"}, False, "data_fingerprint is 'a3' there and 'b' in this run"),
+        ({"exclude": [4]}, True, r"data.exclude is \[\[3\]\] .* \[\[4\]\].*--resume step-5"),
+        ({"exclude": [3], "skip_steps": [5]}, True, r"data.skip_steps is \[\] .* \[5\]"),
+        ({"path": "other"}, False, "data_fingerprint was 'a3'"),
     ],
 )
 def test_a_run_keeps_its_exclusions_and_a_branch_may_have_others(now: Any, own: bool, message: str) -> None:
