@@ -14,7 +14,8 @@ from llmtrain.models.experts import Routing
 from llmtrain.models.head import Head, Loss
 from llmtrain.models.parameters import LocalParameter, local_parameter, named_tensors
 from llmtrain.models.score import at_the_last_place
-from llmtrain.models.transformers_private import documents_are
+from llmtrain.models.skeleton import decoder_layers
+from llmtrain.models.transformers_private import documents_are, matrices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -57,6 +58,11 @@ class LanguageModel(nn.Module):
         """By Hugging Face name."""
         shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack tensors of others' heads
         return shapes or {held.name: held.shape for held in self.local_parameters()}
+
+    def matrices(self) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
+        """Yield each matrix [.., rows, columns] of a linear map in the decoder layers, its rows and columns, and True
+        if its rows are the map's inputs."""
+        return matrices(decoder_layers(self.hf))
 
     def forward(self, inputs: Tensor, loss: Loss, positions: Tensor | None = None) -> Tensor:
         """The result of `loss` for the decoder's output. `inputs`: [B, T]. `positions`: [B, T], beginning at 0 with

@@ -5,7 +5,8 @@ A new one is a class here, or in a plugin: its fields, and the torch optimizer f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -13,6 +14,21 @@ from llmtrain.base.choice import BELOW_1, NOT_NEGATIVE, POSITIVE, Bound, Choice,
 
 PARAM = "param"
 """Kind of the fp32 master values in an optimizer's state; the other kinds are its names of its moments (`state`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Parameters with settings of their own."""
+
+    name: str
+    parameters: Iterable[Any]
+    """Those that do not train may be among them."""
+    settings: Mapping[str, Any]
+    """As of `Optimizer.group`, such as `{**self.group(), "lr": 1e-3}`."""
+    state: tuple[str, ...] = ()
+    """Kinds of tensor that are kept for each; empty: as for the other parameters."""
+    scale: float = 1.0
+    """Factor on the learning rate, which the weight decay does not follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +43,8 @@ class Optimizer(Choice, section="optim"):
     """Further keys of `optimizer.params` that the JSON may give with this value alone."""
     state: ClassVar[tuple[str, ...]] = ()
     """Kinds of tensor that it may keep for a parameter, named as in checkpoints."""
+    state_of_groups: ClassVar[tuple[str, ...]] = ()
+    """Those of them that only parameters of `groups` have."""
     moments: ClassVar[int] = 2
     """Largest number of them for one parameter."""
     host_ops: ClassVar[tuple[str, ...]] = ()
@@ -71,8 +89,17 @@ class Optimizer(Choice, section="optim"):
         return self.layer_decay != 1.0 or bool(self.lr_factor_of or self.weight_decay_of)
 
     def group(self) -> dict[str, Any]:
-        """The settings of a group of parameters, except its decay; the schedule multiplies `peak_lr`."""
-        return {"lr": self.lr, "peak_lr": self.lr, "betas": self.betas}
+        """The settings of a group of parameters, except its decay; `lr` is the peak that the schedule multiplies."""
+        return {"lr": self.lr, "betas": self.betas}
+
+    def groups(self, model: Any) -> Iterable[Group]:
+        """Return the parameters with settings of their own; all others have those of `group`.
+
+        Args:
+            model: `model.hf` is the Hugging Face model, of which a pipeline's rank has a part; `model.matrices()`
+                yields its decoder layers' matrices (`LanguageModel.matrices`). A value may lie on other ranks.
+        """
+        return ()
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
         """Return the torch optimizer of these groups.
@@ -81,9 +108,13 @@ class Optimizer(Choice, section="optim"):
         `state`.
 
         Args:
-            groups: torch's, each with `params`, `lr`, `betas` and `weight_decay`; the schedule sets `lr` before a step.
+            groups: torch's, each with `params`, `weight_decay` and its settings; the schedule sets `lr` before a step.
         """
         raise NotImplementedError("an optimizer needs a method build(groups)")
+
+    def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
+        """Return DeepSpeed's optimizer of these groups for state on the host; it builds `host_ops`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +146,6 @@ class AdamW(Optimizer, choice="adamw"):
         return torch.optim.AdamW(groups, fused=True)
 
     def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
-        """Return DeepSpeed's optimizer of these groups for state on the host; it builds `host_ops`."""
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, adamw_mode=True)
@@ -128,6 +158,7 @@ class Muon(AdamW, choice="muon"):
     title = "Muon"
     json_types: ClassVar[tuple[str, ...]] = ("Muon",)
     state: ClassVar[tuple[str, ...]] = (*AdamW.state, "momentum_buffer")
+    state_of_groups: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     host_ops: ClassVar[tuple[str, ...]] = ()
     norm_of_update = True
     whole_gradients = True
@@ -168,8 +199,16 @@ class Muon(AdamW, choice="muon"):
     """Momentum of Muon. Or from the JSON."""
     clip_norm: float = joined(0.0, "gradient_clipping", NOT_NEGATIVE, "0 is the default of muon")
 
-    def matrices(self) -> dict[str, Any]:
-        return {"lr": self.muon_lr, "peak_lr": self.muon_lr, "momentum": self.muon_momentum}
+    def group(self) -> dict[str, Any]:
+        return {**super().group(), "use_muon": False}
+
+    def groups(self, model: Any) -> Iterable[Group]:
+        settings = {"lr": self.muon_lr, "momentum": self.muon_momentum, "use_muon": True}
+        for matrix, rows, columns, turned in model.matrices():
+            # DeepSpeed scales Muon's updates by sqrt(max(1, rows / columns)), the definition by outputs and inputs:
+            # where rows are inputs, that is sqrt(outputs / inputs) times as much, whichever of the two are more.
+            scale = math.sqrt(columns / rows) if turned else 1.0
+            yield Group(name="muon", parameters=[matrix], settings=settings, state=self.state_of_groups, scale=scale)
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
         import torch
@@ -197,7 +236,6 @@ class Lion(Optimizer, choice="lion"):
         return lion.Lion(groups)
 
     def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
-        """Return DeepSpeed's optimizer of these groups for state on the host; it builds `host_ops`."""
         from deepspeed.ops.lion import DeepSpeedCPULion
 
         return DeepSpeedCPULion(groups)

@@ -361,16 +361,21 @@ class PlainOptimizer:
         self._own = {name: _own(model, name, value, optim) for name, value in masters.items()}
         self._of_plugin: Any = None
         if type(optim) not in (AdamW, Lion, Muon):
-            self._of_plugin = optim.build([
-                {**optim.group(), "weight_decay": decay, "factor": factor,
-                 "params": [masters[name] for name, own in self._own.items() if own == (factor, decay)]}
-                for factor, decay in dict.fromkeys(self._own.values())
-            ])  # fmt: skip
+            self._of_plugin = optim.build(list(self._groups(model)))
         if isinstance(optim, Muon):  # for the matrices of the decoder layers: the list with most parameters
             lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
             layers = max(lists, key=lambda m: sum(1 for _ in m.parameters()))
             inside = dict(_maps(layers))
             self._muon = {name: inside[p] for name, p in self._named.items() if p in inside}
+
+    def _groups(self, model: nn.Module) -> Iterator[dict[str, Any]]:
+        """Yield a group for each parameter of a plugin's optimizer."""
+        groups = self._optim.groups(types.SimpleNamespace(hf=model))
+        special = {id(parameter): group for group in groups for parameter in group.parameters}
+        for name, master in self._masters.items():
+            (factor, decay), group = self._own[name], special.get(id(self._named[name]))
+            settings = self._optim.group() if group is None else group.settings
+            yield {**settings, "params": [master], "peak_lr": settings["lr"] * factor, "weight_decay": decay}
 
     @torch.no_grad()
     def step(self, lr_factor: float) -> float:
@@ -386,7 +391,7 @@ class PlainOptimizer:
             for name, grad in grads.items():
                 self._masters[name].grad = grad
             for group in self._of_plugin.param_groups:
-                group["lr"] = optim.lr * lr_factor * group["factor"]
+                group["lr"] = group["peak_lr"] * lr_factor
             self._of_plugin.step()
             return norm
         for name, grad in grads.items():

@@ -23,6 +23,7 @@ from llmtrain.objectives.objective import Objective
 from llmtrain.training.proofs import prove_alike
 from tests.gpu.test_syncs import recorded_waits
 from tests.helpers.answers import answers_case, plain_steps, trained_answers
+from tests.helpers.launching import REPO
 from tests.helpers.preference import Plain, prepared_preferences
 from tests.helpers.training import (
     Case,
@@ -76,7 +77,25 @@ class Hinge(Pairs, choice="hinge"):
         margin = self.beta * (a.mean[:, 0] - a.mean[:, 1])
         return F.relu(1 - margin), margin
 """
+TWO_RATES = str(REPO / "examples/two_rates.py")
+
+
+class TenTimes(torch.optim.AdamW):
+    """The first group at ten times the learning rate."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] *= 10
+        return super().step(closure)
+
+
+def plain_two_rates(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    table, *matrices = groups[0]["params"]  # the embedding is a model's first matrix
+    groups = [{**groups[0], "params": [table]}, {**groups[0], "params": matrices}, groups[1]]
+    return TenTimes(groups, lr=lr, betas=(0.9, 0.95))
+
+
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
+    "two_rates": plain_two_rates,
     "momentum": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9),
     "root": lambda groups, lr: torch.optim.RMSprop(groups, lr=lr, alpha=0.9, eps=1e-6),
 }
@@ -91,7 +110,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def with_plugin(path: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """On a rank: call the function in a process that knows the plugin."""
-    plugin_import.use([path])
+    plugin_import.use([path, TWO_RATES])
     try:
         return function(*arguments)
     finally:
@@ -103,6 +122,7 @@ def with_plugin(path: str, function: Callable[..., Any], *arguments: Any) -> Any
     [
         ("momentum", (2, {"stage": 3}), (2, {"stage": 1, "tensor": 2})),
         ("root", (2, {"stage": 2}), (1, {"stage": 0})),
+        ("two_rates", (2, {"stage": 3}), (2, {"stage": 1})),
         pytest.param("root", (1, {"stage": 0}), (4, {"stage": 1, "pipeline": 2}), marks=pytest.mark.slow),
         pytest.param("momentum", (2, {"stage": 1, "offload": "optimizer"}), (4, {"stage": 3}), marks=pytest.mark.slow),
     ],
@@ -110,7 +130,7 @@ def with_plugin(path: str, function: Callable[..., Any], *arguments: Any) -> Any
 )
 def test_an_optimizer_trains_and_goes_on_in_another_form(pools, small_data, tmp_path, mine, name, saved, loaded):
     """The checkpoint holds its moments by the elements of Hugging Face's tensors, as those of adamw."""
-    lr = {"momentum": 0.03, "root": 3e-4}[name]
+    lr = {"momentum": 0.03}.get(name, 3e-4)
     first, second = (Case(data=small_data, steps=END, optimizer=name, lr=lr, **form) for _, form in (saved, loaded))
     want = plain_pytorch(Case(data=small_data, steps=END, lr=lr), build=OPTIMIZERS[name])
     got, path = pools(saved[0]).run(with_plugin, mine, save_in_the_middle, first, str(tmp_path))[0]

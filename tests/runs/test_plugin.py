@@ -275,11 +275,24 @@ def test_parity_of_a_users_objective_finds_a_mean_over_the_micro_batch(
         text = Path(words[at]).read_text()
         words[at] = str(tmp_path / "focal_loss.py")
         Path(words[at]).write_text(text.replace("* nll, nll", "* nll / nll.detach().mean(), nll"))
-    command = [str(warm.python), "-m", "llmtrain", *words]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    code, output = finish_process(warm.popen(command, cwd=REPO, env=environment(PYTHONPATH=str(REPO)), **streams))
+    code, output = run_from_the_clone(warm, *words)
     assert (code, output.splitlines()[-1]) == ((1, "FAIL") if mistake else (0, "PASS")), output
     assert ("terms of objective.name focal depends on the tokens that share a micro-batch" in output) == mistake
+
+
+def run_from_the_clone(warm: WarmCommands, *words: str) -> tuple[int, str]:
+    command = [str(warm.python), "-m", "llmtrain", *words]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return finish_process(warm.popen(command, cwd=REPO, env=environment(PYTHONPATH=str(REPO)), **streams))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parity_of_an_optimizer_with_two_rates(warm: WarmCommands, stage: int) -> None:
+    words = ("--plugin", "examples/two_rates.py", "--optim.name", "two_rates", "--steps", "3")
+    json_words = ("--deepspeed", f"ds_configs/zero{stage}.json")
+    code, output = run_from_the_clone(warm, "parity", "launch/recipes/quickstart.yaml", *words, *json_words)
+    assert (code, output.splitlines()[-1]) == (0, "PASS"), output
 
 
 HINGE = """

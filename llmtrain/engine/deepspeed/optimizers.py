@@ -29,9 +29,7 @@ from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.engine.ranks.plugin_code import called
 from llmtrain.models import compiler
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.skeleton import decoder_layers
-from llmtrain.models.transformers_private import matrices
-from llmtrain.optim.optimizers import AdamW, Lion, Muon, Optimizer
+from llmtrain.optim.optimizers import Group, Optimizer
 
 if TYPE_CHECKING:
     from llmtrain.models.own_settings import OwnSettings
@@ -119,6 +117,10 @@ def op_build_lock() -> Iterator[None]:
 _MUON = "deepspeed.runtime.zero.muon"
 
 
+def _groups_of(optim: Optimizer, model: LanguageModel) -> list[Group]:
+    return called(optim, f"optim.name {optim.name}", "groups", lambda: list(optim.groups(model)))
+
+
 def parameter_groups(
     model: LanguageModel,
     optim: Optimizer,
@@ -127,40 +129,32 @@ def parameter_groups(
     moments: torch.dtype = torch.float32,
 ) -> list[dict[str, Any]]:
     """Return parameter groups by equal settings: optim.decay selects the parameters with weight decay, `own` has
-    settings of single parameters by Hugging Face name; Muon's matrices are separate groups.
+    settings of single parameters by Hugging Face name. Those of `optim.groups` are separate groups.
 
     A group carries `peak_lr`, which the schedule multiplies, and its kinds of `moments`. It has at most `largest`
     elements on this rank; a larger tensor is alone.
     """
-    # DeepSpeed scales Muon's updates by sqrt(max(1, rows / columns)), the definition by outputs and inputs: where rows
-    # are inputs, that is sqrt(outputs / inputs) times as much, whichever of the two are more.
-    found = matrices(decoder_layers(model.hf)) if isinstance(optim, Muon) else ()
-    rates = {id(p): math.sqrt(columns / rows) if turned else 1.0 for p, rows, columns, turned in found}
+    state = tuple(kind for kind in optim.state if kind not in optim.state_of_groups)
+    usual = Group(name="", parameters=(), settings=optim.group(), state=state)
+    special = {id(parameter): group for group in _groups_of(optim, model) for parameter in group.parameters}
     groups: list[dict[str, Any]] = []
     filling: dict[tuple[Any, ...], dict[str, Any]] = {}
     elements: Counter[tuple[Any, ...]] = Counter()
-    kinds = {kind: moments for kind in optim.state if kind != MOMENTUM or not isinstance(optim, Muon)}
-    usual = {**optim.group(), MOMENTS: kinds}
-    muon = {**optim.matrices(), MOMENTS: {MOMENTUM: torch.float32}} if isinstance(optim, Muon) else {}
     for held in (held for held in model.local_parameters() if held.trains):
         parameter, (factor, decay) = held.parameter, own[held.name] if own else (1.0, None)
-        is_muon = id(parameter) in rates
-        parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
+        group = special.get(id(parameter), usual)
+        # DeepSpeed's ZeRO reads this tag.
+        parameter.use_muon = group.settings.get("use_muon", False)  # type: ignore[attr-defined]
         decays = optim.decay == "all" or len(getattr(parameter, "ds_shape", parameter.shape)) >= 2  # in full
-        name = "muon" if is_muon else ("decay" if decays else "no_decay")
-        shared = is_moe_param(parameter)
-        if shared:  # DeepSpeed finds the ranks that hold the same experts by the name of the group
-            name = parameter.group_name  # type: ignore[attr-defined]
+        name = group.name or ("decay" if decays else "no_decay")
         if decay is None:
             decay = optim.weight_decay if decays else 0.0
-        own_rate = rates.get(id(parameter), 1.0)
-        settings = dict(muon if is_muon else usual, weight_decay=decay / own_rate)  # which the rate multiplies
-        settings |= {key: settings[key] * factor * own_rate for key in ("lr", "peak_lr")}
-        if muon:
-            settings["use_muon"] = is_muon
-        if shared:
-            settings["moe"] = True
-        alike = (name, factor, decay, own_rate)
+        settings = {**group.settings, MOMENTS: dict.fromkeys(group.state or state, moments)}
+        settings["weight_decay"] = decay / group.scale  # which the rate multiplies
+        settings["lr"] = settings["peak_lr"] = group.settings["lr"] * factor * group.scale
+        if is_moe_param(parameter):  # DeepSpeed finds the ranks that hold the same experts by the name of the group
+            name, settings["moe"] = parameter.group_name, True  # type: ignore[attr-defined]
+        alike = (name, group.name, factor, decay, group.scale)
         elements[alike] += parameter.numel()
         if alike not in filling or elements[alike] > largest:
             filling[alike] = {"name": name, "params": [], **settings}
@@ -174,15 +168,16 @@ def build_optimizer(
     model: LanguageModel, optim: Optimizer, own: Mapping[str, OwnSettings], mix: Mix
 ) -> torch.optim.Optimizer:
     device = torch.device(get_accelerator().device_name())
-    import_muon(compiled=isinstance(optim, Muon) and device.type != "cpu" and compiler.trouble(device) is None)
+    steps_matrices = optim.whole_gradients  # as Muon does
+    import_muon(compiled=steps_matrices and device.type != "cpu" and compiler.trouble(device) is None)
     cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
     dtype = torch.bfloat16 if mix.bf16_moments else torch.float32
     groups = parameter_groups(model, optim, own, LARGEST_GROUP if cuts else math.inf, dtype)
-    if isinstance(optim, Muon):
+    if steps_matrices:
         _set_newton_schulz_dtype(mix.precision)
     if is_of_plugin(optim) or not optim.counts_steps:
         return build_guarded(optim, groups)
-    if mix.offload_optimizer and optim.host_ops and isinstance(optim, AdamW | Lion):
+    if mix.offload_optimizer and optim.host_ops:
         with op_build_lock():
             try:
                 return optim.build_on_host(groups)
