@@ -15,6 +15,7 @@ from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
+from llmtrain.config.help import entries, json_schema
 from llmtrain.config.load import COMMAND_LINE, configs_in, parse, plugins_of, run_words
 from llmtrain.config.on_disk import refuse_if_preempted
 from llmtrain.config.pinned import with_base
@@ -22,7 +23,7 @@ from llmtrain.config.problems import closest, show, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import value_of
 from llmtrain.config.run import Run
-from llmtrain.config.schema import SHARED, entries, json_schema
+from llmtrain.config.schema import SHARED
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.epoch import sequences_of_epoch
 

@@ -14,8 +14,8 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.commands import completion
 from llmtrain.commands.arguments import Parser
+from llmtrain.config.help import source_entries
 from llmtrain.config.plugin_import import use
-from llmtrain.config.schema import source_entries
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.prepare import plugin_source, preparation
 from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings

@@ -21,8 +21,9 @@ from llmtrain.base import untrusted
 from llmtrain.base.choice import Choice, Entry
 from llmtrain.base.trees import leaves
 from llmtrain.config.deepspeed.keys import KEYS
+from llmtrain.config.help import entries
 from llmtrain.config.problems import COMMAND_LINE, WRITTEN, Problems, closest
-from llmtrain.config.schema import ENTRIES, SHARED, entries, schema, type_name
+from llmtrain.config.schema import ENTRIES, SHARED, schema, type_name
 
 _PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
 _OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}

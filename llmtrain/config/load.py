@@ -20,7 +20,7 @@ from llmtrain.config.problems import COMMAND_LINE, Problems, closest, nearest_fi
 from llmtrain.config.reader import WRONG, members, read
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, Run, RunConfig
-from llmtrain.config.schema import ENTRIES, choices, run_parser, schema, sections, subsections
+from llmtrain.config.schema import ENTRIES, choices, schema, sections, subsections
 from llmtrain.config.stages import STAGED, StageConfig
 
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
@@ -62,7 +62,8 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     Raises: ConfigError with every mistake found.
     """
     if "-h" in argv or "--help" in argv:
-        from llmtrain.config.pages import rules_help  # nothing else of a run reads the pages
+        from llmtrain.config.help import run_parser  # nothing else of a run needs these
+        from llmtrain.config.pages import rules_help
 
         run_parser().print_help()
         print(rules_help())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base.choice import Rule, Rules
-from llmtrain.config import rules, schema, topology
+from llmtrain.config import help, rules, topology
 from llmtrain.config.deepspeed import keys
 from llmtrain.config.deepspeed.join import join_values, read_run
 from llmtrain.config.problems import Problems, show
@@ -246,7 +246,7 @@ _RULES = """### Settings that do not go together
 Each example is refused in a run that is right without it. The message names the lines of your values and the remedy.
 """
 PAGES: dict[str, Callable[[], str]] = {
-    "configuration.md": lambda: "\n".join([schema.markdown(), _RULES, rules_markdown()]),
+    "configuration.md": lambda: "\n".join([help.markdown(), _RULES, rules_markdown()]),
     "deepspeed.md": keys.markdown,
     "parallelism.md": parallelism,
     "adapters.md": markdown,

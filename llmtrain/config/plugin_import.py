@@ -21,7 +21,7 @@ from types import FunctionType
 from llmtrain.base import log
 from llmtrain.base.choice import Choice, Entry
 from llmtrain.base.errors import ConfigError
-from llmtrain.config import schema
+from llmtrain.config import help, schema
 from llmtrain.config.plugins import CARRIED, FLAG, Plugin, current, line_of, modules, within
 from llmtrain.config.problems import closest, nearest_file
 
@@ -51,8 +51,7 @@ def use(given: list[str]) -> None:
         _forget_all()
         raise
     finally:
-        for cached in (schema.sections, schema.subsections, schema.choices, schema.schema, schema.entries,
-                       schema.source_entries):  # fmt: skip
+        for cached in (schema.sections, schema.subsections, schema.choices, schema.schema, help.entries):
             cached.cache_clear()
 
 

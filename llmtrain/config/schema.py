@@ -1,27 +1,16 @@
-"""The fields of a run, from its classes and their docstrings: types, help, JSON Schema, and the tables in the docs."""
+"""The fields of a run, from its classes: their keys and types. Help and documentation of them are in help.py."""
 
 from __future__ import annotations
 
-import argparse
-import ast
 import functools
-import inspect
-import json
-import operator
-import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from llmtrain.base import choice
-from llmtrain.base.choice import Bound, Choice, default_of
-from llmtrain.config.problems import show
+from llmtrain.base.choice import Choice
 from llmtrain.config.run import RunConfig
 from llmtrain.optim.optimizers import Optimizer
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
 
 SHARED: dict[str, str] = {
     "train.global_batch": "train_batch_size",
@@ -41,35 +30,22 @@ ENTRIES = ("parts", "trackers", "metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FieldEntry:
-    """One field of a run, as help and docs show it."""
+class FieldOf:
+    """A field of a run, or the selector of a section of choices."""
 
     key: str
     """Dotted."""
     kind: Any
     """Its type."""
-    default: str
-    """In words."""
-    doc: str
-    """Its docstring."""
-    bound: Bound | None
-    line: str | None = None
-    """The form of an entry of a map whose keys are the user's own."""
-    owners: tuple[str, ...] = ()
-    """The choices of its section that have it; empty: all."""
+    cls: type[Any]
+    """The class that has it."""
+    item: Field[Any]
+    choice: str = ""
+    """The choice of its section whose own it is; empty: it is shared by all, or the section has no choices."""
 
     @property
-    def values(self) -> str:
-        """The type and the limits in words."""
-        kind = type_name(self.kind)
-        if self.line is not None:
-            kind = kind.replace("a map", f"a map of lines `{self.line}`")
-        return kind + (f", {self.bound.words}" if self.bound else "")
-
-    @property
-    def meaning(self) -> str:
-        """The docstring, after the choices that have the field."""
-        return f"{', '.join(self.owners)}: {self.doc}" if self.owners else self.doc
+    def is_selector(self) -> bool:
+        return issubclass(self.cls, Choice) and self.item.name == self.cls.SELECTOR
 
 
 @functools.cache
@@ -107,89 +83,45 @@ def entry_sections() -> dict[str, dict[str, type[Any]]]:
 @functools.cache
 def schema() -> dict[str, Any]:
     """Dotted key of every field -> its type; of a plugin's source for `llmtrain prepare` NAME.FIELD."""
-    return {entry.key: entry.kind for entry in (*entries(), *source_entries())}
+    return {field.key: field.kind for field in (*fields_of_run(), *fields_of_sources())}
 
 
-@functools.cache
-def source_entries() -> tuple[FieldEntry, ...]:
+def fields_of_sources() -> Iterator[FieldOf]:
     """The fields of the sources that plugins bring to `llmtrain prepare`, NAME.FIELD."""
-    known = choice.Entry.SECTIONS.get("sources", {})
-    return tuple(_entry(cls, item, f"{name}.{item.name}") for name, cls in known.items() for item in fields(cls))
+    for name, cls in choice.Entry.SECTIONS.get("sources", {}).items():
+        yield from _fields(cls, name)
 
 
-@functools.cache
-def entries() -> tuple[FieldEntry, ...]:
-    """Return every field, in the order of the classes. A field with several meanings has an entry for each."""
-    found = [_entry(RunConfig, item, item.name) for item in fields(RunConfig) if item.name not in sections()]
+def fields_of_run() -> Iterator[FieldOf]:
+    """Yield every field in the order of the classes. One that several choices have comes once for each."""
+    yield from (field for field in _fields(RunConfig) if field.key not in sections())
     for section, cls in sections().items():
-        items = [item for item in fields(cls) if item.init and f"{section}.{item.name}" not in subsections()]
-        if section not in choices():
-            found += [_entry(cls, item, f"{section}.{item.name}") for item in items]
+        shared = [field for field in _fields(cls, section) if field.key not in subsections()]
+        if section in choices():
+            base = choices()[section]
+            names: Any = Literal[tuple(base.CHOICES)]
+            selector = base.__dataclass_fields__[base.SELECTOR]
+            yield FieldOf(key=f"{section}.{base.SELECTOR}", kind=names, cls=base, item=selector)
+            yield from shared
+            of_all = {field.key for field in shared}
+            for name, chosen in base.CHOICES.items():
+                yield from (field for field in _fields(chosen, section, name) if field.key not in of_all)
+        else:
+            yield from shared
             for key, inner in subsections().items():
                 if key.startswith(f"{section}."):
-                    found += [_entry(inner, item, f"{key}.{item.name}") for item in fields(inner)]
-            continue
-        found.append(_selector(section, choices()[section]))
-        found += [_entry(cls, item, f"{section}.{item.name}") for item in items]
-        shared = {item.name for item in items}
-        own: dict[FieldEntry, list[str]] = {}
-        for name, chosen in choices()[section].CHOICES.items():
-            for item in fields(chosen):
-                if item.init and item.name not in shared:
-                    own.setdefault(_entry(chosen, item, f"{section}.{item.name}"), []).append(name)
-        found += [replace(entry, owners=tuple(owners)) for entry, owners in own.items()]
-    for section, names in entry_sections().items():
-        for name, cls in names.items():
-            found += [_entry(cls, item, f"{section}.{name}.{item.name}") for item in fields(cls) if item.init]
-    return tuple(found)
+                    yield from _fields(inner, key)
+    for section, known in entry_sections().items():
+        for name, cls in known.items():
+            yield from _fields(cls, f"{section}.{name}")
 
 
-def _entry(cls: type, item: Field[Any], key: str) -> FieldEntry:
-    kind, bound = get_type_hints(cls)[item.name], item.metadata.get("bound")
-    doc = _with_choices(_doc(cls, item.name), item.metadata.get("named", {}))
-    default = "required"
-    if not is_required(item):
-        default = show(default_of(item) if item.default_factory is MISSING else item.default_factory())
-    return FieldEntry(key=key, kind=kind, default=default, doc=doc, bound=bound,
-                 line=item.metadata.get("line"))  # fmt: skip
-
-
-def _selector(section: str, cls: type[Choice]) -> FieldEntry:
-    """The field whose values are the choices, with what each of them is."""
-    return FieldEntry(
-        key=f"{section}.{cls.SELECTOR}",
-        kind=Literal[tuple(cls.CHOICES)],
-        default=show(default_choice(section)),
-        doc=_with_choices(_doc(cls, cls.SELECTOR), cls.CHOICES),
-        bound=None,
-    )
-
-
-def _with_choices(doc: str, choices: Mapping[str, type]) -> str:
-    described = (f"{name}: {' '.join((inspect.getdoc(cls) or '').split())}" for name, cls in choices.items())
-    return " ".join((doc, *described))
-
-
-@functools.cache
-def _docstrings(module: ModuleType) -> dict[tuple[str, str], str]:
-    """(class, field) -> the string literal below the field; Python itself throws it away."""
-    docs = {}
-    for cls in ast.parse(inspect.getsource(module)).body:
-        if isinstance(cls, ast.ClassDef):
-            for node, after in zip(cls.body, cls.body[1:], strict=False):
-                if (
-                    isinstance(node, ast.AnnAssign)
-                    and isinstance(node.target, ast.Name)
-                    and isinstance(after, ast.Expr)
-                    and isinstance(after.value, ast.Constant)
-                ):
-                    docs[cls.name, node.target.id] = " ".join(str(after.value.value).split())
-    return docs
-
-
-def _doc(cls: type, field: str) -> str:
-    found = (_docstrings(sys.modules[each.__module__]).get((each.__name__, field)) for each in cls.__mro__[:-1])
-    return next((doc for doc in found if doc is not None), "")  # a plugin's field may have none
+def _fields(cls: type[Any], section: str = "", choice: str = "") -> Iterator[FieldOf]:
+    hints = get_type_hints(cls)
+    for item in fields(cls):
+        if item.init:
+            key = f"{section}.{item.name}".lstrip(".")
+            yield FieldOf(key=key, kind=hints[item.name], cls=cls, item=item, choice=choice)
 
 
 def is_required(item: Field[Any]) -> bool:
@@ -213,141 +145,3 @@ def type_name(kind: Any) -> str:
     if origin is dict:
         return "a map"
     return " or ".join(type_name(a) for a in args)
-
-
-def run_parser() -> ArgumentParser:
-    """Make the command line of a run: a flag with type, default and meaning for each field."""
-    from jsonargparse import ArgumentParser  # 0.3 CPU seconds, which a run without --help does not spend
-
-    parser = ArgumentParser(prog="llmtrain train", usage="%(prog)s RUN.yaml ... [--SECTION.FIELD VALUE ...]")
-    parser.add_argument("--config", metavar="RUN.yaml", default=argparse.SUPPRESS,
-                        help="The YAML; of several the later wins, value by value.")  # fmt: skip
-    groups: dict[str, Any] = {}
-    same_key: dict[str, list[FieldEntry]] = {}
-    for entry in entries():
-        same_key.setdefault(entry.key, []).append(entry)
-    for key, found in same_key.items():
-        section = key.rpartition(".")[0]
-        if section not in groups:
-            groups[section] = parser.add_argument_group(section or "run")
-        words = [entry.meaning + (f" ({entry.bound.words})" if entry.bound else "") for entry in found]
-        kind = functools.reduce(operator.or_, (entry.kind for entry in found))
-        default = argparse.SUPPRESS if found[0].default == "required" else json.loads(found[0].default)
-        groups[section].add_argument(f"--{key}", type=kind, default=default, help=" ".join(words).replace("%", "%%"))
-    return parser
-
-
-def markdown() -> str:
-    """The tables of docs/configuration.md, one per section."""
-    lines: list[str] = []
-    section = None
-    for entry in entries():
-        head, _, name = entry.key.rpartition(".")
-        if head != section:
-            section = head
-            lines += ["", f"### `{head}`" if head else "### top level", ""]
-            lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-        meaning = entry.meaning.replace("|", "\\|")
-        values = entry.values.replace("a whole number", "integer").replace("a number", "number").removeprefix("one of ")
-        lines.append(f"| `{name}` | {values} | `{entry.default}` | {meaning} |")
-    return "\n".join(lines).strip() + "\n"
-
-
-DRAFT = "https://json-schema.org/draft/2020-12/schema"
-_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the schema of a run's YAML: types, bounds and choices. `config check` applies the rules between fields."""
-    top: dict[str, Any] = {entry.key: _value(entry) for entry in entries() if "." not in entry.key}
-    top |= {section: _section(section) for section in sections()}
-    for section, names in entry_sections().items():
-        top[section] = _or_null(_map({name: _section(f"{section}.{name}") for name in names}))
-    return {"$schema": DRAFT, "title": "A training run of llmtrain", "required": ["deepspeed"], **_map(top)}
-
-
-def _map(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _section(section: str) -> dict[str, Any]:
-    """Return a map or null. A section of choices allows all fields, and for each choice its own."""
-    mine = [entry for entry in entries() if entry.key.rpartition(".")[0] == section]
-    if section not in choices():
-        inner = {key.rpartition(".")[2]: _section(key) for key in subsections() if key.startswith(f"{section}.")}
-        return _or_null(_map({_name(entry): _value(entry) for entry in mine} | inner))
-    base = choices()[section]
-    properties = {_name(entry): {} if entry.owners else _or_null(_value(entry)) for entry in mine}
-    rules = []
-    for name, chosen in base.CHOICES.items():
-        fields = {_name(e): _or_null(_value(e)) for e in mine if name in e.owners}
-        fields |= {_name(e): {"type": "null"} for e in mine if e.owners and _name(e) not in chosen.own()}
-        named = {"properties": {base.SELECTOR: {"const": name}}, "required": [base.SELECTOR]}
-        asked: dict[str, Any] = named
-        if name == default_choice(section) and section != "optim":  # there the JSON may name it
-            asked = {"anyOf": [named, {"properties": {base.SELECTOR: {"type": "null"}}}]}
-        rules.append({"if": asked, "then": {"properties": fields}})
-    return {**_or_null(_map(properties)), "allOf": rules}
-
-
-def _name(entry: FieldEntry) -> str:
-    return entry.key.rpartition(".")[2]
-
-
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with null allowed, which means the default if it is no value of its own."""
-    if "enum" in schema:
-        return {**schema, "enum": [*schema["enum"], None]}
-    if "type" in schema:
-        known = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        return {**schema, "type": [*known, *([] if "null" in known else ["null"])]}
-    return schema
-
-
-def _value(entry: FieldEntry) -> dict[str, Any]:
-    limits: dict[str, Any] = {**entry.bound.json_schema()} if entry.bound else {}
-    value_schema: dict[str, Any] = {"description": entry.meaning}
-    if entry.default not in ("required", "null"):
-        value_schema["default"] = json.loads(entry.default)
-    if entry.line is not None:
-        kind = next(get_args(each)[1] for each in (entry.kind, *get_args(entry.kind)) if get_origin(each) is dict)
-        limits = {"additionalProperties": {"type": _TYPES[kind], **limits}}
-    return {**value_schema, **_kind(entry.kind, limits)}
-
-
-def _kind(kind: Any, limits: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a type. `limits`: keywords of numbers, or of the keys of a map."""
-    origin, args = get_origin(kind), get_args(kind)
-    if kind in _TYPES:
-        return {"type": _TYPES[kind], **limits}
-    if isinstance(kind, type) and is_dataclass(kind):
-        return _section(kind.SECTION) if issubclass(kind, Choice) else _object(kind)
-    if origin is Literal:
-        return {"enum": list(args)}
-    if origin is tuple and args[-1] is not ...:
-        return {"type": "array", "items": _kind(args[0], limits), "minItems": len(args), "maxItems": len(args)}
-    if origin in (list, tuple):
-        return {"type": "array", "items": _kind(args[0], limits)}
-    if origin is dict:
-        return {"type": "object", **limits}
-    if given := next((arg for arg in args if is_dataclass(arg)), None):
-        return _or_null(_kind(given, {}))
-    either = [_kind(arg, limits if arg is not type(None) else {}) for arg in args]
-    enums = [each["enum"] for each in either if "enum" in each]
-    if enums:
-        named = {"enum": [*enums[0], None]}
-        others = [each for each in either if each.get("type", "null") != "null"]
-        return {"anyOf": [named, *others]} if others else named
-    merged = {key: value for each in either for key, value in each.items()}
-    types = [each["type"] for each in either]
-    return {**merged, "type": types}
-
-
-def _object(cls: type[Any]) -> dict[str, Any]:
-    """Return the schema of an object of this class in a list."""
-    properties, kinds = {}, get_type_hints(cls)
-    for item in fields(cls):
-        bound = item.metadata.get("bound")
-        limits = bound.json_schema() if bound else {}
-        properties[item.name] = {"description": _doc(cls, item.name), **_kind(kinds[item.name], limits)}
-    return _map(properties)

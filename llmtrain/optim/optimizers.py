@@ -35,6 +35,8 @@ class Group:
 class Optimizer(Choice, section="optim"):
     """The optimizer. Fields that the JSON may give are None until `config/deepspeed/join.py` has joined the two."""
 
+    own_methods: ClassVar[frozenset[str]] = frozenset({"build_on_host"})
+    """Methods that are called on llmtrain's own classes alone."""
     title: ClassVar[str] = "optimizer of a plugin"
     """Its name in sentences."""
     json_types: ClassVar[tuple[str, ...]] = ()

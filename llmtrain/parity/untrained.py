@@ -28,7 +28,7 @@ from llmtrain.data.stream.loader import AnswerBatch, Course, MicroBatch, Unpaire
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.parity.plain import rate_of_step
 from llmtrain.training.examine import rate_of
-from llmtrain.training.stage_borders import StageBorders
+from llmtrain.training.reporting import StageBorders
 from llmtrain.training.step import Position
 
 _EACH, _RESUMES = 100_000, 25

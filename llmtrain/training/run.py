@@ -44,10 +44,9 @@ from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.guards import DataCheck, Limits, SkippedSteps
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.replica_check import ReplicaCheck
-from llmtrain.training.reporting import Evaluation, Logging, throughput_of
+from llmtrain.training.reporting import Evaluation, Logging, StageBorders, throughput_of
 from llmtrain.training.saving import Saving
 from llmtrain.training.setup import Setup
-from llmtrain.training.stage_borders import StageBorders
 from llmtrain.training.start import Start, resume_or_start
 from llmtrain.training.step import Passes, Position, Request
 

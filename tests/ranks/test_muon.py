@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.engine.deepspeed import optimizers
+from llmtrain.models.language import LanguageModel
+from llmtrain.models.skeleton import decoder_layers
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import Case, assert_agrees, plain_model, plain_pytorch, run_case
 from tests.ranks.test_resume import load_and_go_on, save_in_the_middle
@@ -105,12 +106,14 @@ def test_vectors_train_beside_muon_with_fp32_sums(pools, small_data):
 
 def momentum_of_kernels(case: Case, folder: str) -> str:
     """Save with Muon's momentum for each tensor of two and more dimensions, as it once was; the error of a resume."""
-    theirs = optimizers.matrices
-    optimizers.matrices = lambda layers: ((p, *p.shape[-2:], False) for p in layers.parameters() if p.dim() > 1)
+    right = LanguageModel.matrices
+    LanguageModel.matrices = lambda model: (
+        (p, *p.shape[-2:], False) for p in decoder_layers(model.hf).parameters() if p.dim() > 1
+    )
     try:
         _, path = save_in_the_middle(case, folder)
     finally:
-        optimizers.matrices = theirs
+        LanguageModel.matrices = right
     try:
         load_and_go_on(case, path)
     except CheckpointError as error:

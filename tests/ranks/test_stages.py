@@ -21,8 +21,8 @@ from llmtrain.config.stages import StageBatch, StageConfig
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.optim.schedules import Constant
 from llmtrain.training.parts import Done
+from llmtrain.training.reporting import StageBorders
 from llmtrain.training.setup import Setup
-from llmtrain.training.stage_borders import StageBorders
 from llmtrain.training.step import Position
 from tests.helpers.families import FAMILIES
 from tests.helpers.plain import PlainTraining, mean_cross_entropy

@@ -55,12 +55,10 @@ LIGHT = (
 )
 # Imported by a `build` of optim/optimizers.py; a program of its own, with a world of its own.
 ALONE = ("optim/lion.py", "features/doctor/all_reduce.py")
-# Inside functions only: `config check` and `train` ask the installed DeepSpeed; an engine builds an optimizer; sites
-# alone pack what they send.
+# Inside functions only: `config check` and `train` ask the installed DeepSpeed; an engine builds an optimizer.
 LAZILY: dict[str, str | tuple[str, ...]] = {
     "config/deepspeed/read.py": "deepspeed",
     "optim/optimizers.py": ("torch", "deepspeed"),
-    "features/sites/message_formats.py": "numpy",
 }
 THE_SITE = "models/parallel/mesh.py"  # the one place that names torch's world
 LAZY_DISPATCH = ("__init__", "cli", "__main__")

@@ -24,8 +24,7 @@ from llmtrain.engine.ranks.device import memory_of
 from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.features.plan import PlanConfig, autos
-from llmtrain.features.plan.chosen import in_words, with_chosen
-from llmtrain.features.plan.planned import refuse_without_room, stored
+from llmtrain.features.plan.planned import in_words, refuse_without_room, stored, with_chosen
 
 LIMIT_S = 300.0
 """For the rehearsals of a start: two to five, with 8 CPU-s each for 1B and 35 for 8B."""

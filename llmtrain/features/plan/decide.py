@@ -11,8 +11,8 @@ from typing import Literal
 from llmtrain.base.errors import ConfigError
 from llmtrain.config.run import RecomputeConfig, Run
 from llmtrain.features.plan import PlanConfig
-from llmtrain.features.plan.chosen import with_chosen
 from llmtrain.features.plan.device import Machines
+from llmtrain.features.plan.planned import with_chosen
 from llmtrain.features.plan.rehearsal import Rehearsed
 from llmtrain.models.spec import ModelSpec
 

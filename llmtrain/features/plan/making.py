@@ -18,10 +18,9 @@ from llmtrain.config.run import Run
 from llmtrain.features.plan import autos
 from llmtrain.features.plan.answer import Kind, Plan, name_of
 from llmtrain.features.plan.asked import resolved
-from llmtrain.features.plan.chosen import with_chosen
 from llmtrain.features.plan.decide import decide, needs
 from llmtrain.features.plan.device import Machines
-from llmtrain.features.plan.planned import Planned, store
+from llmtrain.features.plan.planned import Planned, store, with_chosen
 from llmtrain.features.plan.rehearsal import Rehearsed, kinds, prepared, rehearse
 from llmtrain.features.plan.speed import speeds_for, step_time
 from llmtrain.features.plan.work import sent

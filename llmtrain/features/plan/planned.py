@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from llmtrain.base.files import cache_folder, content_of, replace_file
 from llmtrain.base.units import size
 from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read
+from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, Run
 from llmtrain.features import Expected, defaults, observing
 from llmtrain.features.plan import PlanConfig, autos
-from llmtrain.features.plan.chosen import in_words, with_chosen
 from llmtrain.tracking.environment import versions
 
 
@@ -146,3 +146,29 @@ def _model_files(run: Run) -> list[str]:
     paths = [Path(each) for each in given if isinstance(each, str)]
     files = [path / "config.json" if path.is_dir() else path for path in paths]
     return [file.read_text(errors="replace") for file in files if file.is_file()]
+
+
+def in_words(chosen: dict[str, Any]) -> str:
+    layers, keep = chosen["recompute"]["layers"], chosen["recompute"]["keep"]
+    kept = " but their attention" if keep else ""
+    return f"micro-batch {chosen['micro_batch']}, {layers or 'no'} layers recomputed{kept}"
+
+
+def with_chosen(run: Run, micro_batch: int, recompute: RecomputeConfig) -> Run:
+    """The run with these values where it has auto. Raises ConfigError: the micro-batch does not go with the run."""
+    if run.config.train.micro_batch == "auto":
+        run = _with_micro_batch(run, micro_batch)
+    if run.config.model.recompute.layers != "auto":
+        return run
+    mix = replace(run.mix, recomputes=recompute.layers is not None, keep_attention=recompute.keep is not None)
+    config = replace(run.config, model=replace(run.config.model, recompute=recompute))
+    return replace(run, config=config, mix=mix)
+
+
+def _with_micro_batch(run: Run, count: int) -> Run:
+    """Return the run with a number for train.micro_batch auto. Raises ConfigError: the number does not go with it."""
+    train = run.config.train
+    given = replace(train, micro_batch=count, max_steps=run.max_steps, max_tokens=None, epochs=None)
+    made = resolve(replace(run.config, train=given), run.mix.degrees.world_size, places=dict(run.places))
+    train = replace(made.config.train, max_steps=train.max_steps, max_tokens=train.max_tokens, epochs=train.epochs)
+    return replace(made, config=replace(made.config, train=train), notes=run.notes)

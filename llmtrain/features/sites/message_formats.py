@@ -2,12 +2,14 @@
 
 A new one is a class here: `pack` and `unpack`. Each writes a record of a fixed size for each block of
 `BLOCK` elements, so that any blocks can be served without their neighbours, and every site decodes a record to the same
-bits. numpy is imported inside the functions, because the configuration reads the formats' names without numpy.
+bits. The section `sites` (outer_methods.py) names and describes them.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
+
+import numpy as np
 
 Array = Any
 """numpy's, fp32."""
@@ -48,8 +50,6 @@ class Bf16(Format, name="bf16"):
 
     @staticmethod
     def pack(values: Array) -> Bytes:
-        import numpy as np
-
         bits = np.ascontiguousarray(values).view(np.uint32)
         rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16  # to nearest even
         halves = np.where(np.isfinite(values), rounded, 0x7FC0).astype("<u2")
@@ -57,8 +57,6 @@ class Bf16(Format, name="bf16"):
 
     @staticmethod
     def unpack(records: Bytes) -> Array:
-        import numpy as np
-
         halves = np.ascontiguousarray(records).view("<u2").astype(np.uint32)
         return (halves << 16).view(np.float32)
 
@@ -70,15 +68,11 @@ class Int8(Format, name="int8"):
 
     @staticmethod
     def pack(values: Array) -> Bytes:
-        import numpy as np
-
         scale, steps = _steps(values, 127)
         return np.concatenate([_to_bytes(scale), steps.view(np.uint8)], axis=1)
 
     @staticmethod
     def unpack(records: Bytes) -> Array:
-        import numpy as np
-
         return _scale_of(records) * np.ascontiguousarray(records[:, 4:]).view(np.int8).astype(np.float32)
 
 
@@ -89,16 +83,12 @@ class Int4(Format, name="int4"):
 
     @staticmethod
     def pack(values: Array) -> Bytes:
-        import numpy as np
-
         scale, steps = _steps(values, 7)
         nibbles = (steps + 8).view(np.uint8)
         return np.concatenate([_to_bytes(scale), nibbles[:, ::2] | nibbles[:, 1::2] << 4], axis=1)
 
     @staticmethod
     def unpack(records: Bytes) -> Array:
-        import numpy as np
-
         steps = np.empty((len(records), BLOCK), np.float32)
         steps[:, ::2] = records[:, 4:] & 15
         steps[:, 1::2] = records[:, 4:] >> 4
@@ -107,20 +97,14 @@ class Int4(Format, name="int4"):
 
 def _steps(values: Array, most: int) -> tuple[Array, Any]:
     """Return (size of a step [n, 1], steps [n, BLOCK] from -most to most, int8)."""
-    import numpy as np
-
     scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(most)
     steps = np.rint(values / np.where(scale > 0, scale, 1))
     return scale, np.nan_to_num(np.clip(steps, -most, most)).astype(np.int8)
 
 
 def _to_bytes(column: Array) -> Bytes:
-    import numpy as np
-
     return np.ascontiguousarray(column, "<f4").view(np.uint8)
 
 
 def _scale_of(records: Bytes) -> Array:
-    import numpy as np
-
     return np.ascontiguousarray(records[:, :4]).view("<f4").astype(np.float32)

@@ -6,15 +6,9 @@ A new one is a class here: its fields, and its outer step; rules.py has the rule
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, Choice, bounded
-from llmtrain.features.sites.message_formats import FORMATS
-
-if TYPE_CHECKING:
-    Compress = str
-else:
-    Compress = Literal[("none", *FORMATS)]
 
 Array = Any
 """numpy's."""
@@ -33,9 +27,11 @@ class SitesConfig(Choice, section="sites", selector="method"):
     """This site's name; with it the run trains together with the other sites of its coordinator."""
     coordinator: str | None = None
     """HOST:PORT of `llmtrain sites coordinator`."""
-    compress: Compress = field(default="none", metadata={"named": FORMATS})
+    compress: Literal["none", "bf16", "int8", "int4"] = "none"
     """Format of the messages. none: the fp32 parameters. The others send changes since the last synchronisation, in
-    blocks of 256 elements, and add each message's rounding error to the next one."""
+    blocks of 256 elements, and add each message's rounding error to the next one. bf16: The upper 16 bits of each fp32
+    change, off by 2^-8 of it at most. int8: Steps of 1/127 of a block's largest change, off by half a step at most.
+    int4: Steps of 1/7 of a block's largest change, two to a byte, off by half a step at most."""
     start_sites: int = bounded(1, AT_LEAST_1, "1 waits for nobody")
     """Sites that the start waits for, this one included (for at most fault.start_timeout_s)."""
     timeout_s: float = bounded(60.0, SECONDS, "60 is the default")

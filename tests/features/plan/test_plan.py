@@ -26,10 +26,9 @@ from llmtrain.config.stages import Batch
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.ranks.ranks import AgreedError
 from llmtrain.features import features
-from llmtrain.features.plan.chosen import with_chosen
 from llmtrain.features.plan.device import DEVICES, MIB, parse_size
 from llmtrain.features.plan.out_of_memory import explain
-from llmtrain.features.plan.planned import Planned, refuse_without_room, store, stored
+from llmtrain.features.plan.planned import Planned, refuse_without_room, store, stored, with_chosen
 from llmtrain.features.plan.rehearsal import kinds, prepared, walk
 from llmtrain.features.plan.speed import Speeds, message_s
 from llmtrain.features.plan.work import Message

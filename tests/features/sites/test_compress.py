@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import numpy as np
 import pytest
 import torch
 
 from llmtrain.features.sites.exchange import Blocks, Feedback, decode, encode
 from llmtrain.features.sites.message_formats import BLOCK, FORMATS
+from llmtrain.features.sites.outer_methods import SitesConfig
 from llmtrain.features.sites.transport import Peer, Server
 from llmtrain.storage.region import Region, shard
 from tests.features.sites.sites_in_threads import at_once, soon
@@ -23,6 +26,10 @@ def numbers(size: int, seed: int = 0) -> np.ndarray:
     values = rng.standard_t(3, size) * 10.0 ** rng.integers(-9, 3, -(-size // 64)).repeat(64)[:size]
     values[BLOCK : 2 * BLOCK] = 0
     return values.astype(np.float32)
+
+
+def test_the_section_names_each_format() -> None:
+    assert get_args(get_type_hints(SitesConfig)["compress"]) == ("none", *FORMATS)
 
 
 def loss_of(name: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

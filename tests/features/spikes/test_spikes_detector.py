@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from llmtrain.features.spikes.detector import Detector, Spike
+from llmtrain.features.spikes.record import Detector, Spike
 
 
 def curve(steps: int, seed: int = 0, noise: float = 0.01) -> list[tuple[float, float]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain import cli
+from llmtrain.config.help import entries, markdown
 from llmtrain.config.pages import BEGIN, END, PAGES, write_into
-from llmtrain.config.schema import entries, markdown
 from tests.helpers.config_workplace import write
 
 PAGE = Path(__file__).parents[3] / "docs/configuration.md"

@@ -10,7 +10,8 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.config import strict_yaml
-from llmtrain.config.schema import choices, json_schema, schema
+from llmtrain.config.help import json_schema
+from llmtrain.config.schema import choices, schema
 from tests.helpers.config_workplace import RUN, merged, value_of
 
 pytestmark = pytest.mark.needs("jsonschema")

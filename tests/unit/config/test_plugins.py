@@ -19,8 +19,8 @@ from llmtrain.base.choice import Entry
 from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.cli import main
 from llmtrain.config import plugin_import, plugins
+from llmtrain.config.help import json_schema, run_parser
 from llmtrain.config.load import parse
-from llmtrain.config.schema import json_schema, run_parser
 from llmtrain.config.strict_yaml import dump
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.schedules import Schedule

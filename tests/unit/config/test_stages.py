@@ -204,7 +204,7 @@ def test_lengths_of_stages_are_checked_as_those_of_runs(here: Path) -> None:
 
 def test_the_schema_of_the_yaml_knows_stages(here: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    from llmtrain.config.schema import json_schema
+    from llmtrain.config.help import json_schema
 
     loaded(here, STAGES)
     tree = yaml.safe_load(Path("run.yaml").read_text())

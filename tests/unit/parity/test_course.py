@@ -16,7 +16,7 @@ from llmtrain.data.stream.loader import Course
 from llmtrain.parity import worlds
 from llmtrain.parity.small_run import wanted
 from llmtrain.parity.untrained import compare_course
-from llmtrain.training.stage_borders import StageBorders
+from llmtrain.training.reporting import StageBorders
 from tests.helpers.config_workplace import write
 
 LINEAR = {"name": "linear", "warmup_steps": 2, "min_ratio": 0}
