@@ -33,7 +33,7 @@ SPEEDS = Speeds(products=1e12, attention=1e12, memory=1e12, inside=1e9, to_host=
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text(RUN)
+    Path("run.yaml").write_text(RUN.replace("num_hidden_layers: 2", "num_hidden_layers: 4"))
     Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1, "reduce_bucket_size": 40_000}}))
     return tmp_path
 
