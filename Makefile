@@ -75,12 +75,18 @@ check: lint
 # what the watch must see), and ranks for each other; what they leave of the processor is for the tests that compute.
 IN_TEST := not (slow or more or cluster or sites)
 PART := $(IN_TEST)
+# Files with a row of a target, of which pytest then imports no other: $(call rows,test-all,tests/unit).
+rows = $(shell awk '/^\[/ { fits = $$0 == "[$(1)]" } fits && /^$(subst /,\/,$(2))/ { sub(/::.*/, ""); print }' \
+  tests/targets.txt | sort -u)
+UNITS := tests/unit
+FEATURES := tests/features
 
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j 3 test-runs test-ranks test-units test-features
 
 test-all: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -j 3 'PART=more and not slow' test-runs test-ranks test-units test-features
+	@$(MAKE) --no-print-directory -j 3 'PART=more and not slow' 'UNITS=$(call rows,test-all,tests/unit)' \
+	  'FEATURES=$(call rows,test-all,tests/features)' test-runs test-ranks test-units test-features
 	@$(MAKE) --no-print-directory -j 3 test-cluster test-sites test-processors
 
 test-runs: $(VENV)/.dev
@@ -90,17 +96,17 @@ test-ranks: $(VENV)/.dev
 	nice -n 10 $(BIN)/python -m pytest tests/ranks -m '$(PART)'
 
 test-units: $(VENV)/.dev
-	nice -n 5 $(BIN)/python -m pytest tests/unit -m '$(PART)'
+	nice -n 5 $(BIN)/python -m pytest $(UNITS) -m '$(PART)'
 
 test-features: $(VENV)/.dev
-	nice -n 5 $(BIN)/python -m pytest tests/features -m '$(PART)'
+	nice -n 5 $(BIN)/python -m pytest $(FEATURES) -m '$(PART)'
 
 test-cluster: $(VENV)/.dev
 	tools/lab/install.sh
-	$(BIN)/python -m pytest tests/cluster tests/features tests/unit tests/runs -m 'cluster and not slow'
+	$(BIN)/python -m pytest $(call rows,test-cluster,tests) -m 'cluster and not slow'
 
 test-sites: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/features -m 'sites and not slow'
+	$(BIN)/python -m pytest $(call rows,test-sites,tests) -m 'sites and not slow'
 
 # What compares figures with stored ones, or with plain PyTorch, once more with the instructions of other processors, whose
 # sums have another order: torch's loops, oneDNN's and MKL's products, one thread and two. Beside the tests of several hosts,
