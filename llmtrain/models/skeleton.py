@@ -137,6 +137,7 @@ def construct(
                 config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
             )
         hf.tie_weights()
+        transformers_private.fuse_gelu(hf)
     except Exception as error:  # any error of transformers or torch about strange numbers
         if "does not support" in str(error):  # sdpa or flash attention, which not every family has
             raise ModelError(none) from error

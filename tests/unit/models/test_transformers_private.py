@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import utils as inductor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, masking_utils
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel, masking_utils
+from transformers.activations import ACT2FN
 
 from llmtrain.models import transformers_private
 from llmtrain.models.parallel import deepspeed_private
+from llmtrain.models.skeleton import construct
+from llmtrain.models.transformers_private import OperatorMode
 
 SMALL = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
 PLACES = torch.arange(4).unsqueeze(0)
@@ -87,3 +90,26 @@ def test_what_is_replaced_comes_back() -> None:
         assert nn.Linear(2, 2).weight.is_meta
         raise ZeroDivisionError
     assert (masking_utils.find_packed_sequence_indices, nn.Module.register_parameter) == before
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_python_tanh"])
+def test_a_gelu_of_many_operators_is_computed_by_one(name: str) -> None:
+    """Value and gradient are transformers' within rounding, and a forward pass of the activation is one operator."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=64, activation_function=name)
+    hf = construct(config, "eager", torch.float32)
+    x = (torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 3).requires_grad_()
+    ours, theirs = hf.transformer.h[1].mlp.act, ACT2FN[name]
+
+    class Count(OperatorMode):
+        operators = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Count.operators += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        value = ours(x)
+    assert Count.operators == 1
+    torch.testing.assert_close(value, theirs(x), rtol=0, atol=5e-7)
+    [got], [want] = torch.autograd.grad(value.sum(), x), torch.autograd.grad(theirs(x).sum(), x)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
