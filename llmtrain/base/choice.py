@@ -122,6 +122,8 @@ class Choice:
     """The field that selects the class; a section's base class declares it, with init=False."""
     CHOICES: ClassVar[dict[str, type[Any]]]
     """Name -> class, in the order of their definition; the section's own, shared by its classes."""
+    KEYWORD: ClassVar[str] = "choice"
+    """Word that names a class in its definition."""
 
     def __init_subclass__(
         cls, *, section: str | None = None, selector: str = "name", choice: str | None = None, **others: Any
@@ -176,6 +178,7 @@ class Entry:
     SECTION: ClassVar[str]
     NAME: ClassVar[str]
     """Key of the class in its section."""
+    KEYWORD: ClassVar[str] = "entry"
     SECTIONS: ClassVar[dict[str, dict[str, type[Any]]]] = {}
     """Section -> name -> class, for all sections of entries."""
     OF_SECRETS: ClassVar[str] = "an environment variable"

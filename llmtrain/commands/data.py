@@ -14,6 +14,7 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.commands import completion
 from llmtrain.commands.arguments import Parser
+from llmtrain.config.plugin_import import use
 from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.show import Shown, shown_row, shown_text
@@ -37,6 +38,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     show.add_argument("--split", choices=SPLITS, default="train", help="which rows")
     show.add_argument("--index", type=int, default=0, metavar="N", help="the first row, from 0")
     show.add_argument("--rows", type=int, default=1, metavar="N", help="how many rows")
+    show.add_argument("--plugin", action="append", default=[], metavar="FILE.py", help="brings the format of the rows")
     where: Any = actions.add_parser(
         "where",
         description="Say which documents a step of a run has read, or which steps have read a document.",
@@ -74,12 +76,13 @@ def main(argv: list[str]) -> int:
     args = _arguments(argv)
     if args.action == "where":
         return _where(args)
+    use(args.plugin)
     data = PreparedSet(args.data)
     chat = data.manifest.chat
     split = cast(Split, args.split)
     encoder = Encoder(data.tokenizer_dir)
     last = min(args.index + max(1, args.rows), data.manifest.documents[split])
-    show = shown_text if chat is None else shown_row
+    show = shown_row if data.kind.has_rows else shown_text
     rows = [show(data, encoder, split, index) for index in range(args.index, max(last, args.index + 1))]
     for line in [] if chat is None else chat.notes():
         print(untrusted.shown(line))

@@ -16,10 +16,10 @@ from llmtrain.commands import completion
 from llmtrain.commands.arguments import Parser
 from llmtrain.config.help import source_entries
 from llmtrain.config.plugin_import import use
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.prepare import plugin_source, preparation
-from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings
-from llmtrain.data.prepare.token_corpora import TOKEN_FORMATS
+from llmtrain.data.prepare.settings import PrepareSettings
 from llmtrain.engine.ranks.local_ranks import ending_on_sigterm
 
 
@@ -79,6 +79,7 @@ def _options() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
+    kinds = RowKind.CHOICES
     # fmt: off
     add = parser.add_argument
     add("--source", nargs="+", required=True, metavar="SOURCE",
@@ -93,11 +94,8 @@ def _options() -> argparse.ArgumentParser:
         help="the field (jsonl) or column (parquet, csv, datasets) that holds the text, the question, or token ids "
              "(then input_ids, if it is not given)")
     add("--format", default="auto",
-        choices=["auto", "text", "jsonl", "parquet", *CHAT_FORMATS, "choices", *TOKEN_FORMATS],
-        help="auto: by the file name; chat: conversations, preference: a chosen and a rejected answer, unpaired: one "
-             "and whether it is desired, prompt: questions alone, see below; choices: multiple choice, for "
-             "eval.choices; tokens: token ids already (Megatron, datatrove, .npy, records with input_ids); "
-             "token-rows: records with input_ids and labels or loss_mask")
+        choices=[name for format, kind in kinds.items() for name in (*kind.also, format)],
+        help="; ".join(f"{format}: {kind.records}" for format, kind in kinds.items()))
     add("--validation-fraction", type=float, metavar="F",
         help="share of --source held out for validation (default: 0.05); 0: none, for runs with train.eval off")
     add("--validation-source", nargs="+", metavar="SOURCE",
@@ -110,7 +108,7 @@ def _options() -> argparse.ArgumentParser:
     add("--shard-bytes", type=int, metavar="N", help="input bytes per shard (default: a 64th, 1 to 256 MiB)")
     add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
     add("--plugin", action="append", metavar="FILE.py",
-        help="a Python file with sources of your own (extend.md), or a module; may be repeated")
+        help="a Python file with sources or formats of your own (extend.md), or a module; may be repeated")
     add("--processes", type=int, metavar="N", help="worker processes (default: all cores)")
     features.options("prepare", add)
     # fmt: on
@@ -125,9 +123,7 @@ def _options() -> argparse.ArgumentParser:
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     add = parser.add_argument_group(
-        "conversations (--format chat, preference, unpaired, prompt)",
-        "jsonl or parquet with messages, sharegpt, alpaca, or prompt + completion; preferences with chosen and "
-        "rejected, as text or messages; unpaired with label, true or false",
+        f"conversations (--format {', '.join(name for name, kind in RowKind.CHOICES.items() if kind.templated)})",
     ).add_argument
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's own")
     add("--chat-template-kwargs", metavar="JSON",
@@ -136,8 +132,8 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add("--count", default="assistant", choices=["assistant", "last", "all"],
         help="what the loss counts: all answers, the last one, or every token")
     add("--max-tokens", type=int, metavar="N",
-        help="tokens of a row, or of a pair (default: any; training needs data.sequence_length of at least the "
-             "longest)")
+        help="tokens of a row, or of a record's rows that stay together (default: any; training needs "
+             "data.sequence_length of at least the longest)")
     add("--too-long", default="reject", choices=["reject", "cut", "split"],
         help="a row of more than --max-tokens: reject its record, keep its beginning, or make several rows of it")
     add("--stop-token", nargs="+", metavar="TOKEN",

@@ -126,7 +126,7 @@ def _check_length(key: str, path: str, manifest: dict[str, Any], config: RunConf
 
     One row of conversations always does."""
     length, tokens, chat = config.data.sequence_length, manifest.get("tokens"), manifest.get("chat")
-    if isinstance(chat, dict) and chat.get("choices"):  # `_check_kind` refuses it
+    if _format_of(manifest) == _QUESTIONS:  # `_check_kind` refuses it
         return
     least = 1 if isinstance(chat, dict) else length + 1
     remedies = {
@@ -143,28 +143,30 @@ def _check_length(key: str, path: str, manifest: dict[str, Any], config: RunConf
 
 
 def _check_kind(config: RunConfig, key: str, path: str, manifest: dict[str, Any], problems: Problems) -> None:
-    """Refuse data of another kind than the objective compares."""
-    chat = manifest.get("chat")
-    chat = chat if isinstance(chat, dict) else {}
-    holds = next((kind for kind in ("choices", "pairs", "unpaired") if chat.get(kind)), "texts")
-    name, wants = config.objective.name, config.objective.data
-    if holds == wants:
-        return
-    if holds == "choices":
-        rule = "multiple-choice questions, which measure a model and train none"
-        remedy = "name the folder in eval.choices"
-    elif wants == "texts":
-        kind, wrong = ("preferences", "rejected answers") if holds == "pairs" else (
-            "answers that were judged", "undesired ones")  # fmt: skip
-        rule = f"{kind}, and objective.name next_token would learn the {wrong}, too"
-        names = ", ".join(each for each, chosen in Objective.CHOICES.items() if chosen.data == holds)
-        remedy = f"set objective.name to one of {names}"
+    """Refuse data of another format than the objective compares. What no objective compares is learnt by the token."""
+    format, name, wants = _format_of(manifest), config.objective.name, config.objective.data
+    comparing = [each for each, chosen in Objective.CHOICES.items() if chosen.data == format]
+    if format == _QUESTIONS:
+        rule, remedy = "multiple-choice questions, which measure a model and train none", "name it in eval.choices"
+    elif wants != "text" and format != wants:
+        rule = f"no answers of --format {wants}, which objective.name {name} compares"
+        remedy = f"prepare them with --format {wants}, or remove objective.name"
+    elif wants == "text" and format != "text" and comparing:
+        rule = f"answers to compare (--format {format}), and objective.name {name} would learn each of them"
+        remedy = f"set objective.name to one of {', '.join(comparing)}"
     else:
-        kind, form = ("preferences", "preference") if wants == "pairs" else (
-            "answers that were judged alone", "unpaired")  # fmt: skip
-        rule = f"no {kind}, which objective.name {name} compares"
-        remedy = f"prepare them with --format {form}, or remove objective.name"
+        return
     problems.add(key, path, f"holds {rule}", remedy)
+
+
+_QUESTIONS = "choices"
+"""The format of the folders in eval.choices."""
+
+
+def _format_of(manifest: dict[str, Any]) -> str:
+    """Return the --format that a folder was prepared with; of a foreign manifest that of texts."""
+    settings = manifest.get("settings")
+    return str(settings.get("format", "text")) if isinstance(settings, dict) else "text"
 
 
 def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], config: RunConfig,
@@ -173,7 +175,7 @@ def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], c
     tokens, chat, length = manifest.get("tokens"), manifest.get("chat"), config.data.sequence_length
     if field == "sets":
         _check_kind(config, key, path, manifest, problems)
-    elif not (isinstance(chat, dict) and chat.get("choices")):
+    elif _format_of(manifest) != _QUESTIONS:
         problems.add(key, path, "holds no multiple-choice questions", "prepare them with --format choices, or name the "
                      "folder in eval.sets")  # fmt: skip
         return

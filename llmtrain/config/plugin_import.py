@@ -88,10 +88,10 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
         _check_fields(cls, word)
         check_methods(cls, f"{FLAG} {word}")
         if not _selectable(cls) and not any(cls in other.__mro__[1:] for other in own):
-            given = "choice" if issubclass(cls, Choice) else "entry"
             base = next(each.__name__ for each in cls.__mro__ if not within(each, modules))
+            name = cls.__name__.lower()
             raise ConfigError(f"{FLAG} {word}: class {cls.__name__} has no name, and no configuration can select it. "
-                              f'Write class {cls.__name__}({base}, {given}="{cls.__name__.lower()}")')  # fmt: skip
+                              f'Write class {cls.__name__}({base}, {cls.KEYWORD}="{name}")')  # fmt: skip
     selectable = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, (Choice, Entry))
                   and not cls.__module__.startswith("llmtrain.") and _selectable(cls)]  # fmt: skip
     if not own and not selectable:  # a file may import its classes from a package

@@ -339,7 +339,7 @@ RULES: tuple[Rule, ...] = (
          "DoRA takes the lengths of a map's exact rows (adapter.dora), and the map would compute with others",
          "remove one of them", {**_FP8, **_LORA, "adapter.dora": True}),
     Rule(("model.fp8",), lambda r: r.model.fp8 and (r.objective.data, r.objective.top_k, r.objective.teacher) != (
-             "texts", None, None),
+             "text", None, None),
          lambda r, _: f"objective.name {r.objective.name} compares models, and has not been tried in fp8",
          "set it to null, or objective.name to next_token", {**_FP8, "objective.name": "dpo"}),
     # the adapter

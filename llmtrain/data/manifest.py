@@ -69,14 +69,8 @@ class ChatFigures:
     """Rows that were cut or split."""
     stop_tokens: list[str] = field(default_factory=list)
     """Tokens that end an answer."""
-    pairs: bool = False
-    """Rows 2i and 2i + 1 are a chosen and a rejected answer."""
-    unpaired: bool = False
-    """Each row is an answer that was judged alone."""
-    prompts: bool = False
-    """Each row is the input before an answer, and no token is counted."""
-    choices: bool = False
-    """Each row is a question with one of its choices."""
+    marks: dict[str, bool] = field(default_factory=dict)
+    """What versions before 0.1 read instead of `settings.format` (`RowKind.marks`)."""
     moment: str | None = None
     """The time that the template was given, if it writes the date."""
     unread: list[str] = field(default_factory=list)
@@ -85,9 +79,18 @@ class ChatFigures:
     """Variables of the template for all records."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For manifest.json, which has the last five only where they say something."""
-        rare = ("prompts", "choices", "moment", "unread", "chat_template_kwargs")
-        return {key: value for key, value in asdict(self).items() if value or key not in rare}
+        """For manifest.json, which has the last three only where they say something."""
+        values = asdict(self)
+        first = {key: values.pop(key) for key in ("counted", "longest", "too_long", "stop_tokens")}
+        return first | values.pop("marks") | {key: value for key, value in values.items() if value}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ChatFigures:
+        known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
+        marks = {key: value for key, value in values.items() if key not in known}
+        if not all(isinstance(value, bool) for value in marks.values()):
+            raise ValueError("its section chat has an unknown key")
+        return cls(**known, marks=marks)
 
     def notes(self) -> list[str]:
         """List the template's date, its variables, and the fields that the preparation left out."""
@@ -190,7 +193,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
         shards = {split: tuple(map(_shard, listed[split])) for split in SPLITS}
         first = tuple(values.pop("first_tokens", ()))
         chat = values.pop("chat", None)
-        chat = None if chat is None else ChatFigures(**chat)
+        chat = None if chat is None else ChatFigures.from_dict(chat)
         manifest = Manifest(shards=shards, first_tokens=first, chat=chat, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
         numbers = (manifest.vocab_size, manifest.separator_id, manifest.rejected, *first)
         if any(type(number) is not int for number in numbers):

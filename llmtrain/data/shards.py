@@ -1,25 +1,22 @@
-"""A prepared folder as token streams: shards are mapped into memory, and reads cross their borders.
-
-Each shard of conversations has a file of rows: the rows' lengths in tokens, uint32 each, and then a bit for each token,
-eight a byte, the first one highest: 1 if it is counted. Unpaired answers and choices add an entry for each row.
-"""
+"""A prepared folder on this host or in a store: its files, their checksums, and the kind of its rows."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.manifest import NAME, SPLITS, URL, ChatFigures, Shard, Split, origins_path, read_manifest
+from llmtrain.data.kinds import RowKind, kind_of
+from llmtrain.data.manifest import NAME, SPLITS, URL, Shard, Split, origins_path, read_manifest
+from llmtrain.data.token_stream import TokenStream, rows_path
 from llmtrain.storage.addresses import is_url
 
 if TYPE_CHECKING:
@@ -28,153 +25,6 @@ if TYPE_CHECKING:
 
 _CHUNK = 4 << 20
 """Bytes that a checksum comparison reads at a time."""
-JUDGED = np.dtype([("prompt", "<u8"), ("begin", "<u4"), ("desirable", "u1")])
-"""Entry for an unpaired answer's row: hash of its prompt, place of its first token, label."""
-CHOICE = np.dtype([("first", "u1"), ("right", "u1"), ("characters", "<u4"), ("bytes", "<u4")])
-"""Entry for a row of multiple choice: whether it begins a question, whether it is the answer, sizes of the choice."""
-
-
-def entry_of(chat: ChatFigures | None) -> np.dtype | None:
-    """Type of the entries at the end of a row file. `chat`: the manifest's section."""
-    if chat is None:
-        return None
-    return JUDGED if chat.unpaired else CHOICE if chat.choices else None
-
-
-def rows_path(shard: Path) -> Path:
-    return shard.with_suffix(".rows")
-
-
-class _Piece(NamedTuple):
-    """Tokens of one shard."""
-
-    shard: int
-    offset: int
-    """Place of the first one in the shard."""
-    size: int
-
-
-class TokenStream:
-    """The tokens of one split, shard after shard, mapped into memory or, without a copy here, read from the store."""
-
-    def __init__(
-        self, folder: Path, shards: tuple[Shard, ...], dtype: np.dtype, cached: CachedFolder | None = None
-    ) -> None:
-        """`cached`: the folder in a store whose copy is `folder`."""
-        self.name = str(folder) if cached is None else cached.shown
-        """Path or URL of the folder, for messages."""
-        self._cached = cached
-        self._shards = shards
-        self._paths = [folder / shard.file for shard in shards]
-        self._rows = [shard.documents for shard in shards if shard.rows]
-        self._starts = [0, *accumulate(shard.tokens for shard in shards)]
-        self._maps: list[np.ndarray | None] = [None] * len(shards)
-        self._fetched: dict[_Piece, bytes] = {}
-        self._dtype = dtype
-        self.tokens: int = self._starts[-1]
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) as an array [length] of the shards' dtype (a view if one shard holds them).
-
-        Raises DataError: the store does not give them.
-        """
-        parts = [self._read(piece) for piece in self._pieces(start, length)]
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
-
-    def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Read missing parts of spans, (start, length) each, for `read` until the next call. Raises DataError."""
-        if self._cached is None:
-            return
-        pieces = [piece for piece in dict.fromkeys(piece for span in spans for piece in self._pieces(*span))
-                  if self._map(piece.shard) is None]  # fmt: skip
-        self._fetched = dict(zip(pieces, self._from_store(self._cached, pieces), strict=True))
-
-    def _pieces(self, start: int, length: int) -> Iterator[_Piece]:
-        assert start >= 0 and start + length <= self.tokens, (start, length, self.tokens)
-        index = bisect_right(self._starts, start) - 1
-        while length > 0:
-            offset = start - self._starts[index]
-            size = min(length, self._shards[index].tokens - offset)
-            if size:
-                yield _Piece(index, offset, size)
-            start, length, index = start + size, length - size, index + 1
-
-    def _read(self, piece: _Piece) -> np.ndarray:
-        mapped = self._map(piece.shard)
-        if mapped is not None:
-            return mapped[piece.offset : piece.offset + piece.size]
-        assert self._cached is not None
-        content = self._fetched.get(piece)
-        if content is None:
-            [content] = self._from_store(self._cached, [piece])
-        return np.frombuffer(content, self._dtype)
-
-    def _from_store(self, cached: CachedFolder, pieces: list[_Piece]) -> list[bytes]:
-        parts = []
-        for piece in pieces:
-            shard = self._shards[piece.shard]
-            start = shard.begin + piece.offset * self._dtype.itemsize
-            parts.append((shard.file, start, start + piece.size * self._dtype.itemsize))
-        return cached.read(parts)
-
-    def shard_of(self, token: int) -> str:
-        return self._shards[bisect_right(self._starts, token) - 1].file
-
-    def is_here(self, index: int) -> bool:
-        return self._cached is None or self._paths[index].is_file()
-
-    def counted(self, start: int, length: int) -> np.ndarray | None:
-        """Counted bits of tokens [start, start + length), bool [length]; None for texts, where all are counted."""
-        if not self._rows:
-            return None
-        parts = [np.empty(0, dtype=bool)]
-        for index, offset, size in self._pieces(start, length):
-            first = 4 * self._rows[index] + offset // 8
-            last = 4 * self._rows[index] + (offset + size + 7) // 8
-            bits = np.unpackbits(np.memmap(rows_path(self._paths[index]), np.uint8, "r")[first:last])
-            parts.append(bits[offset % 8 : offset % 8 + size].astype(bool))
-        return np.concatenate(parts)
-
-    def row_lengths(self) -> np.ndarray:
-        """Tokens of each row, int64 [rows], for conversations only. Raises DataError if they do not fit the stream."""
-        parts = [
-            np.fromfile(rows_path(path), dtype="<u4", count=rows).astype(np.int64)
-            for path, rows in zip(self._paths, self._rows, strict=True)
-        ]
-        for index, lengths in enumerate(parts):
-            if lengths.sum() != self._starts[index + 1] - self._starts[index] or not lengths.all():
-                raise DataError(
-                    f"{rows_path(self._paths[index])}: its rows do not fit its shard: one of the files is damaged; "
-                    "copy the folder again, or delete it and prepare it again"
-                )
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-
-    def judged(self) -> np.ndarray:
-        """JUDGED [rows], for unpaired answers only."""
-        return self._entries(JUDGED)
-
-    def choices(self) -> np.ndarray:
-        """CHOICE [rows], for multiple choice only."""
-        return self._entries(CHOICE)
-
-    def _entries(self, dtype: np.dtype) -> np.ndarray:
-        sizes = np.diff(self._starts)
-        parts = [
-            np.fromfile(rows_path(path), dtype=dtype, count=rows, offset=4 * rows + (int(tokens) + 7) // 8)
-            for path, rows, tokens in zip(self._paths, self._rows, sizes, strict=True)
-        ]
-        return np.concatenate([np.empty(0, dtype), *parts])
-
-    def _map(self, index: int) -> np.ndarray | None:
-        """A shard's tokens; None: it is not on this host."""
-        mapped = self._maps[index]
-        if mapped is None and self.is_here(index):
-            shard = self._shards[index]
-            mapped = np.memmap(self._paths[index], self._dtype, "r", offset=shard.begin, shape=(shard.tokens,))
-            self._maps[index] = mapped
-        return mapped
 
 
 @dataclass(frozen=True)
@@ -284,6 +134,11 @@ class PreparedSet:
     def in_store(self) -> bool:
         return self._cached is not None
 
+    @cached_property
+    def kind(self) -> RowKind:
+        """Raises DataError: no class of this process has its format."""
+        return kind_of(self.manifest, self.name)
+
     def split(self, name: Split) -> TokenStream:
         return TokenStream(self.folder, self.manifest.shards[name], self.dtype, self._cached)
 
@@ -349,7 +204,7 @@ class PreparedSet:
         end = shard.begin + shard.tokens * self.dtype.itemsize
         wanted = {shard.file: end if shard.bytes is None else max(end, shard.bytes)}
         if shard.rows:
-            entry = entry_of(self.manifest.chat)
+            entry = self.kind.entry
             each = 4 + (0 if entry is None else entry.itemsize)
             wanted[rows_path(Path(shard.file)).name] = each * shard.documents + (shard.tokens + 7) // 8
         for name, expected in wanted.items():

@@ -8,9 +8,10 @@ import numpy as np
 
 from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import Manifest, Split
-from llmtrain.data.shards import PreparedSet, TokenStream
-from llmtrain.data.stream.windows import ends_in
+from llmtrain.data.shards import PreparedSet
+from llmtrain.data.token_stream import TokenStream
 from llmtrain.data.tokenize import Encoder
+from llmtrain.data.windows import ends_in
 
 _SHOWN_TOKENS = 2000
 """Limit of shown tokens of one text: a document may be a book."""
@@ -67,15 +68,8 @@ def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> 
     start, length = int(lengths[:index].sum()), int(lengths[index])
     ids, counted = stream.read(start, length), stream.counted(start, length)
     assert counted is not None
-    chat = data.manifest.chat
-    assert chat is not None
-    side = (" (chosen)", " (rejected)")[index % 2] if chat.pairs else ""
-    if chat.unpaired:
-        side = " (desired)" if stream.judged()["desirable"][index] else " (not desired)"
-    if chat.choices:
-        entries = stream.choices()[: index + 1]
-        side = f" (question {int(entries['first'].sum()) - 1}{', the answer' if entries['right'][index] else ''})"
-    heading = f"row {index} of {split}{side}: {length} tokens, {int(counted.sum())} counted"
+    about = data.kind.about(stream, index)
+    heading = f"row {index} of {split}{about}: {length} tokens, {int(counted.sum())} counted"
     return Shown(heading, _runs(ids.tolist(), counted, encoder))
 
 

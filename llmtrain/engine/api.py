@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.models.language import LanguageModel
 from llmtrain.storage.region import Region

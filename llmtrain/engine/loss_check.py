@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine.api import Engine
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction, NextTokenLoss
 from llmtrain.models.head import Head

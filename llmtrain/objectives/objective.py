@@ -39,8 +39,8 @@ class Objective(Choice, section="objective"):
 
     unit: ClassVar[str] = "nats/token"
     """Unit of its loss."""
-    data: ClassVar[Literal["texts", "pairs", "unpaired"]] = "texts"
-    """Kind of prepared data: texts and conversations; pairs of a chosen and a rejected answer; answers judged alone."""
+    data: ClassVar[str] = "text"
+    """Format of the prepared data whose answers it compares; text: it learns each counted token, of any kind of row."""
     scores: ClassVar[bool] = False
     """The model gives a score for an answer, instead of likelihoods."""
     figures: ClassVar[tuple[Figure, ...]] = ()

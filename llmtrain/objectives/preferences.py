@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from llmtrain.base.choice import NOT_NEGATIVE, POSITIVE, Bound, bounded
@@ -23,7 +23,7 @@ _WRONG = Bound(at_least=0, below=0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """A answers of a micro-batch, fp32 [A]; for pairs [P, 2]: the chosen answer and the rejected one."""
+    """A answers of a micro-batch, fp32 [A]; if a record has k of them [R, k], such as the chosen and the rejected."""
 
     tokens: Tensor
     """Counted tokens of each answer."""
@@ -33,8 +33,8 @@ class Answers:
     """Score of each answer, by a model that gives scores."""
     reference: Tensor = None
     """The log-probability under the reference, if there is one."""
-    desirable: Tensor = None
-    """bool; for answers judged alone."""
+    facts: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the kind of row knows of each answer, by name."""
     kl: float = math.nan
     """z for answers judged alone: mean of d over the batch's prompts, each with the answer to another one; at least 0.
     """
@@ -69,10 +69,11 @@ class Equal:
 
 @dataclass(frozen=True, kw_only=True)
 class OverAnswers(Objective):
-    """An objective over answers."""
+    """An objective over the answers of a kind of row, whose format is `data`; a new one is a class with `terms`."""
 
+    @abstractmethod
     def terms(self, answers: Answers) -> tuple[Tensor, ...]:
-        """The loss and the figures, in order, for each pair or answer."""
+        """The loss and the figures, in order, for each record."""
         raise NotImplementedError
 
     def equal(self, figures: Mapping[str, float]) -> Equal:
@@ -112,7 +113,7 @@ class OverPairs(OverAnswers):
     """A loss over pairs."""
 
     unit: ClassVar[str] = "nats/pair"
-    data: ClassVar[Literal["texts", "pairs", "unpaired"]] = "pairs"
+    data: ClassVar[str] = "preference"
     charts: ClassVar[tuple[Chart, ...]] = (
         Chart(
             file="accuracy",
@@ -298,7 +299,7 @@ class Kto(Referenced, choice="kto"):
     """Answers judged alone, desired or not."""
 
     unit: ClassVar[str] = "per answer"
-    data: ClassVar[Literal["texts", "pairs", "unpaired"]] = "unpaired"
+    data: ClassVar[str] = "unpaired"
     figures: ClassVar[tuple[Figure, ...]] = (
         Figure(
             name="unpaired/kl",
@@ -349,9 +350,10 @@ class Kto(Referenced, choice="kto"):
         divergence from the reference, without a gradient (arXiv 2402.01306).
         """
         above = self.beta * (answers.ratio - answers.kl)
-        margins = above.where(answers.desirable, -above)
-        kinds = answers.desirable * self.desirable_weight + ~answers.desirable * self.undesirable_weight
-        losses = kinds * (1 - margins.sigmoid())
+        desired = answers.facts["desirable"]
+        margins = above.where(desired, -above)
+        weights = desired * self.desirable_weight + ~desired * self.undesirable_weight
+        losses = weights * (1 - margins.sigmoid())
         same = losses.new_full(losses.shape, answers.kl)
         return losses, same, (margins > 0).float(), answers.log_prob, answers.tokens
 

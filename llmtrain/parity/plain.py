@@ -38,7 +38,7 @@ from llmtrain.parity.plain_maps import (
     pack_plainly,
 )
 from llmtrain.parity.plain_objectives import PLAIN, PlainTeacher, divergence, plain_loss
-from llmtrain.parity.tokens import Answers, Tokens
+from llmtrain.parity.tokens import Answers, Tokens, synthetic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -122,10 +122,8 @@ def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> T
     optimizer = PlainOptimizer(
         model, masters, optim, newton_schulz_dtype(optim.name, run.mix.precision), bf16=run.mix.bf16_moments
     )
-    vocabulary, objective = of_model.get_text_config().vocab_size, config.objective
-    tokens = (
-        Tokens(config.data, vocabulary, objective.top_k) if objective.data == "texts" else Answers(config, vocabulary)
-    )
+    vocabulary = of_model.get_text_config().vocab_size
+    tokens = synthetic(config, vocabulary)
     teacher = PlainTeacher.of(config.objective, order.attention, DTYPES[run.mix.precision], device)
     trace = Trace(by_sign=optim.by_sign)
     plain = [each for feature in asked(config) if (each := feature.plain(config)) is not None]
@@ -243,14 +241,14 @@ def _forward_backward(
 
 
 def _of_answers(model: Any, config: Objective, answers: Answers, rows: list[int], order: Order, base: Any) -> float:
-    """Compute gradients of the mean over all pairs, or answers; return the mean."""
+    """Compute gradients of the mean over all records; return the mean."""
     if order.reverse:
         rows.reverse()
-    unpaired = config.data == "unpaired"
-    z = divergence(model, answers, rows, base) if unpaired else 0.0
+    kind = answers.kind
+    z = divergence(model, answers, rows, base) if kind.mismatched else 0.0
     all_answers = sum(len(answers.rows(row)) for row in rows)
     pieces = order.pieces if config.name in PLAIN else 1  # a plugin's losses see the full batch at once
-    counted, total, each = all_answers if unpaired else all_answers // 2, 0.0, len(rows) // pieces
+    counted, total, each = all_answers // kind.together, 0.0, len(rows) // pieces
     for first in range(0, len(rows), each):
         loss = plain_loss(model, config, answers, rows[first : first + each], z, base) / counted
         loss.backward()

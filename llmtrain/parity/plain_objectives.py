@@ -19,8 +19,8 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import KEY, teacher_model
 from llmtrain.objectives.by_token import Distill
 from llmtrain.objectives.objective import Objective
-from llmtrain.objectives.preferences import Answers as OfPairs
-from llmtrain.objectives.preferences import Pairs
+from llmtrain.objectives.preferences import Answers as OfRecords
+from llmtrain.objectives.preferences import OverAnswers
 from llmtrain.parity.small import LoudSource, small_model
 from llmtrain.parity.tokens import Answers
 
@@ -37,23 +37,26 @@ _SEED = 7_919
 def plain_loss(
     model: Any, config: Objective, answers: Answers, windows: list[int], z: float, base: Any = None
 ) -> Tensor:
-    """Sum the loss over the pairs, or answers, of some windows; each row goes through the model alone. `base`: the
+    """Sum the loss over the records of some windows; each row goes through the model alone. `base`: the
     initial model where it is the reference."""
     o = vars(config)
     if config.name == "reward":
-        rows = [torch.from_numpy(ids) for window in windows for ids, _, _, _ in answers.rows(window)]
+        rows = [torch.from_numpy(ids) for window in windows for ids, _, _ in answers.rows(window)]
         each = [model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, 0].float() for ids in rows]
         rw, rl = torch.stack(each).view(-1, 2).T  # transformers reads the last token where a row comes alone
         return (torch.log1p((rl - rw).exp()) + o["centering"] * (rw + rl) ** 2).sum()
-    s, d, n, desired = _scored(model, answers, windows, base)
+    s, d, n = _scored(model, answers, windows, base)
+    facts = _facts(answers, windows, s.device)
+    if isinstance(config, OverAnswers) and config.name not in PLAIN:  # a plugin's own formula is its definition
+        shape = (-1, answers.kind.together) if answers.kind.together > 1 else (-1,)
+        given = {name: each.view(shape) for name, each in (("log_prob", s), ("tokens", n), ("reference", s - d))}
+        by_record = {name: each.view(shape) for name, each in facts.items()}
+        return config.terms(OfRecords(**given, facts=by_record, kl=z, log_sigmoid=F.logsigmoid))[0].sum()
     beta = o["beta"]
     if config.name == "kto":
+        desired = facts["desirable"]
         wanted = o["desirable_weight"] * (1 - torch.sigmoid(beta * (d - z)))
         return torch.where(desired, wanted, o["undesirable_weight"] * (1 - torch.sigmoid(beta * (z - d)))).sum()
-    if isinstance(config, Pairs) and config.name not in PLAIN:  # a plugin's own formula is its definition
-        log_probs, tokens, references = (each.view(-1, 2) for each in (s, n, s - d))
-        return config.losses(OfPairs(log_prob=log_probs, tokens=tokens, reference=references,
-                                     log_sigmoid=F.logsigmoid))[0].sum()  # fmt: skip
     (sw, sl), (dw, dl), (nw, nl) = ((each[::2], each[1::2]) for each in (s, d, n))
     right, wrong = F.logsigmoid(beta * (dw - dl)), F.logsigmoid(beta * (dl - dw))
     losses = {
@@ -81,19 +84,25 @@ def _log_prob(model: Any, tokens: Tensor, begin: int) -> Tensor:
 
 def _scored(
     model: Any, answers: Answers, windows: list[int], base: Any, *, mismatched: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (log-probability, its difference from the reference's, counted tokens, desired) per row."""
-    found = []
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (log-probability, its difference from the reference's, counted tokens) per row."""
+    scored = []
     for window in windows:
-        for ids, begin, reference, desired in answers.rows(window, mismatched=mismatched):
+        for ids, begin, reference in answers.rows(window, mismatched=mismatched):
             tokens = torch.from_numpy(ids).to(model.device)
             s, r = _log_prob(model, tokens, begin), float(np.float32(reference))
             if base is not None:
                 with torch.no_grad():
                     r = float(_log_prob(base, tokens, begin))
-            found.append((s, s - r, s.new_tensor(len(ids) - begin), desired))
-    s, d, n = (torch.stack(column) for column in list(zip(*found, strict=True))[:3])
-    return s, d, n, torch.tensor([row[3] for row in found], device=s.device)
+            scored.append((s, s - r, s.new_tensor(len(ids) - begin)))
+    s, d, n = (torch.stack(column) for column in zip(*scored, strict=True))
+    return s, d, n
+
+
+def _facts(answers: Answers, windows: list[int], device: torch.device) -> dict[str, Tensor]:
+    """Return what the kind of row knows of each row."""
+    each = [answers.facts(window) for window in windows]
+    return {name: torch.from_numpy(np.concatenate([facts[name] for facts in each])).to(device) for name in each[0]}
 
 
 def with_small_teacher(config: RunConfig, student: dict[str, Any], where: Path) -> Distill:

@@ -19,6 +19,7 @@ from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import check_values
 from llmtrain.config.run import DataConfig, EvalConfig, KeepBest, Run, RunConfig, StopEarly
 from llmtrain.config.topology import Degrees
+from llmtrain.objectives.preferences import OverAnswers
 
 PLAN = "plan.pickle"
 """File of the small runs for their ranks (trainer.py)."""
@@ -100,7 +101,7 @@ def small_run(wanted: Run, model: dict[str, Any], shrunk_by: float, ranks: int, 
             path="(synthetic tokens)",
             sequence_length=length,
             mask_document_starts=config.data.mask_document_starts,
-            isolate_documents=config.data.isolate_documents or config.objective.data != "texts",
+            isolate_documents=config.data.isolate_documents or isinstance(config.objective, OverAnswers),
         ),
         optim=replace(config.optim, lr=LR),
         schedule=config.schedule.shortened(min(2, config.schedule.warmup_steps, steps - 1)),

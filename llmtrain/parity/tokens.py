@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from llmtrain.config.run import DataConfig, RunConfig
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.stream.windows import IGNORED, Window, labels_of, positions_of
+from llmtrain.data.windows import IGNORED, AnswerWindow, Window, labels_of, positions_of
+from llmtrain.objectives.preferences import OverAnswers
 
 SEED = 20_261_121
 _COPY_FROM = 5  # distance in tokens of a repetition, which attention can learn
-_MOST = 4
-"""Maximum number of rows in a window of `Answers`."""
 
 
 class Tokens(TrainData):
@@ -21,6 +23,7 @@ class Tokens(TrainData):
     def __init__(self, config: DataConfig, vocab_size: int, top_k: int | None = None) -> None:
         """`top_k`: add a random teacher column with `top_k` words for each label."""
         assert vocab_size >= 8 and (top_k is None or top_k < vocab_size), (vocab_size, top_k)
+        self.kind = RowKind.of("text")
         self.sequence_length = config.sequence_length
         self.mask_document_starts = config.mask_document_starts
         self.isolate_documents = config.isolate_documents
@@ -38,11 +41,9 @@ class Tokens(TrainData):
     def window_at(self, index: int) -> Window:
         inputs, labels = self.sequence(index)
         isolated = self.isolate_documents
-        window = Window(inputs, labels, positions_of(inputs[None], self.separator_id)[0] if isolated else None)
-        if self.top_k is None:
-            return window
-        words, logs = self.column(index)
-        return window._replace(words=words, logs=logs)
+        positions = positions_of(inputs[None], self.separator_id)[0] if isolated else None
+        taught = {} if self.top_k is None else dict(zip(("words", "logs"), self.column(index), strict=True))
+        return Window(inputs=inputs, labels=labels, positions=positions, by_token=taught)
 
     def column(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a teacher column: (words, int64 [T, k], distinct per place; logarithms of their probabilities and of
@@ -69,52 +70,56 @@ class Tokens(TrainData):
 
 
 class Answers(TrainData):
-    """Windows of two or four rows: pairs, or single answers; window k depends on k alone. Reference log-probabilities
-    are below an untrained model's, so that kto's z is not 0."""
+    """Sequences of one or two records of answers, of judged ones two or four; sequence k depends on k alone. Reference
+    log-probabilities are below an untrained model's, so that the divergence from the reference is not 0."""
 
     def __init__(self, config: RunConfig, vocab_size: int) -> None:  # the base class opens folders
         assert vocab_size >= 8, vocab_size
+        self.kind = RowKind.of(config.objective.data)
         self.sequence_length, self.vocab_size = config.data.sequence_length, vocab_size
         self.mask_document_starts, self.isolate_documents = False, True
         self.separator_id = vocab_size - 1
-        self._unpaired = config.objective.data == "unpaired"
+        self._most = 2 * max(2, self.kind.together)
 
-    def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float, bool]]:
-        """Return (ids, start of the answer, reference, desired) of each row."""
+    def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float]]:
+        """Return (ids, start of the answer, reference) of each row."""
         draw = np.random.default_rng((SEED, index, mismatched))
         made = []
-        for row in range(_MOST if index % 3 else 2):
-            length = int(draw.integers(4, self.sequence_length // _MOST + 1))
+        for _ in range(self._most if index % 3 else self._most // 2):
+            length = int(draw.integers(4, self.sequence_length // self._most + 1))
             ids = draw.integers(0, self.separator_id, length)
             ids[2:] = np.where(draw.random(length - 2) < 0.5, (ids[1:-1] * 7 + 3) % self.separator_id, ids[2:])
             begin = int(draw.integers(1, length - 1))
-            made.append((ids, begin, -float(length - begin) * 8 + float(draw.normal()), bool((row + index) % 2)))
+            made.append((ids, begin, -float(length - begin) * 8 + float(draw.normal())))
         return made
 
-    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (inputs, labels), int64 [T] each."""
-        return self.window_at(index)[:2]
+    def facts(self, index: int) -> dict[str, np.ndarray]:
+        """Return what the kind knows of each row."""
+        return self.kind.invented(self._numbers(index, len(self.rows(index))))
 
-    def window_at(self, index: int) -> Window:
-        window = self._window(index)
-        if not self._unpaired:
-            return window._replace(desirable=None)
-        return window._replace(mismatched=self._window(index, mismatched=True))
+    def _numbers(self, index: int, count: int) -> np.ndarray:
+        return np.arange(count) + self._most * index
 
-    def _window(self, index: int, *, mismatched: bool = False) -> Window:
+    def window_at(self, index: int) -> AnswerWindow:
+        mismatched = self._window(index, mismatched=True) if self.kind.mismatched else None
+        return replace(self._window(index), facts=self.facts(index), mismatched=mismatched)
+
+    def _window(self, index: int, *, mismatched: bool = False) -> AnswerWindow:
         inputs = np.full(self.sequence_length, self.separator_id, dtype=np.int64)
         labels, positions = np.full_like(inputs, IGNORED), np.arange(self.sequence_length)
         at, rows = 0, self.rows(index, mismatched=mismatched)
-        for ids, begin, _, _ in rows:
+        for ids, begin, _ in rows:
             end = at + len(ids)
             inputs[at:end], labels[at + begin - 1 : end - 1] = ids, ids[begin:]
             positions[end:] -= end - at
             at = end
-        return Window(
-            inputs,
-            labels,
-            positions,
-            rows=np.arange(len(rows)) + _MOST * index,
-            reference=np.array([row[2] for row in rows], dtype=np.float32),
-            desirable=np.array([row[3] for row in rows]),
-        )
+        reference = np.array([row[2] for row in rows], dtype=np.float32)
+        return AnswerWindow(inputs=inputs, labels=labels, positions=positions, rows=self._numbers(index, len(rows)),
+                            reference=reference)  # fmt: skip
+
+
+def synthetic(config: RunConfig, vocab_size: int) -> Tokens | Answers:
+    """Return data for a run's objective."""
+    if isinstance(config.objective, OverAnswers):
+        return Answers(config, vocab_size)
+    return Tokens(config.data, vocab_size, config.objective.top_k)

@@ -29,7 +29,7 @@ from llmtrain.optim.optimizers import PARAM
 from llmtrain.parity.compare import VARIANT, Trace
 from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.small_run import PLAN
-from llmtrain.parity.tokens import Answers, Tokens
+from llmtrain.parity.tokens import synthetic
 from llmtrain.storage.pieces import put
 from llmtrain.training.parts import Done, Part
 from llmtrain.training.setup import Setup
@@ -80,8 +80,7 @@ def set_up(run: Run, ranks: Ranks, source: ParameterSource | None = None) -> Set
     """Return a run's setup over synthetic data. `source`: of its first values; None: the same as in plain PyTorch."""
     config = run.config
     spec = _spec_of(config)
-    vocabulary, over_tokens = spec.facts.vocab_size, config.objective.data == "texts"
-    tokens = Tokens(config.data, vocabulary, config.objective.top_k) if over_tokens else Answers(config, vocabulary)
+    tokens = synthetic(config, spec.facts.vocab_size)
     return Setup(run, spec, RunData(stages=(tokens,)), ranks, source or loud_source(spec, config.train.seed))
 
 

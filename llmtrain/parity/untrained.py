@@ -23,8 +23,9 @@ from llmtrain.base import units
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import Run, RunConfig
+from llmtrain.data.batches import AnswerBatch, MicroBatch
 from llmtrain.data.stream.epoch import sequences_of_epoch
-from llmtrain.data.stream.loader import AnswerBatch, Course, MicroBatch, UnpairedBatch, batches_of
+from llmtrain.data.stream.loader import Course, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.parity.plain import rate_of_step
 from llmtrain.training.examine import rate_of
@@ -177,13 +178,15 @@ class Plain:
     counted: _Shards | None = None
     """1 for a token that counts."""
     prompts: np.ndarray | None = None
-    """Hash of each row's prompt; None: the folder has no unpaired answers."""
+    """Hash of each row's prompt; None: the folder has no answers judged alone."""
     begins: np.ndarray | None = None
     desirable: np.ndarray | None = None
     reference: np.ndarray | None = None
+    together: int = 1
+    """Rows of a record."""
 
     @classmethod
-    def of(cls, folder: Path, *, column: bool) -> Plain:
+    def of(cls, folder: Path, *, column: bool, together: int = 1) -> Plain:
         """Raises OSError, ValueError or KeyError: the files differ from their definition."""
         manifest = json.loads((folder / "manifest.json").read_text())
         kind = "<u2" if manifest["dtype"] == "uint16" else "<u4"
@@ -193,7 +196,8 @@ class Plain:
         numbers = np.fromfile(folder / "reference-train.f32", "<f4") if column else None
         separator = manifest["separator_id"]
         doubled = manifest.get("first_tokens", [])[:1] == [separator]
-        texts = cls(stream=_Shards(ids, sizes), separator=separator, doubled=doubled, reference=numbers)
+        texts = cls(stream=_Shards(ids, sizes), separator=separator, doubled=doubled, reference=numbers,
+                    together=together)  # fmt: skip
         chat = manifest.get("chat")
         if chat is None:
             return texts
@@ -244,12 +248,12 @@ def differences(config: RunConfig, precision: str) -> tuple[str, list[str]]:
         data.take_reference(precision)
     folders = [config.data.path] if config.data.path else list(config.data.mixture or ())
     try:
-        plains = [Plain.of(Path(str(folder)), column=column) for folder in folders]
+        plains = [Plain.of(Path(str(folder)), column=column, together=data.kind.together) for folder in folders]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{', '.join(map(str, folders))}: not a prepared folder of this version ({error})") from error
     total = min(_SEQUENCES, data.sequences_per_epoch)
     found, documents = [], 0
-    for micro in batches_of(data.window_at, total, _TOGETHER, 0, 1, False):
+    for micro in batches_of(data.kind, data.window_at, total, _TOGETHER, 0, 1, False):
         for row in range(len(micro.sample_indices)):
             documents += len(list(_documents(micro, row)))
             wrong = [_sequence(plain, micro, row, config) for plain in plains]
@@ -324,18 +328,19 @@ def _answers(plain: Plain, micro: AnswerBatch, row: int) -> str:
             micro.reference is None or float(micro.reference[answer]) != float(plain.reference[number])
         ):
             return f"row {number}: its log-probability under the reference is that of another row"
-        if plain.desirable is None and answer % 2 != number % 2:
-            return f"row {number}: chosen and rejected answer of a pair are exchanged"
-        if isinstance(micro, UnpairedBatch) and (wrong := _judged(plain, micro, row, answer, number)):
+        if answer % plain.together != number % plain.together:
+            return f"row {number}: the answers of a record are exchanged"
+        if plain.desirable is not None and (wrong := _judged(plain, micro, row, answer, number)):
             return wrong
     return ""
 
 
-def _judged(plain: Plain, micro: UnpairedBatch, row: int, answer: int, number: int) -> str:
+def _judged(plain: Plain, micro: AnswerBatch, row: int, answer: int, number: int) -> str:
     assert plain.desirable is not None and plain.begins is not None and plain.prompts is not None
-    if bool(micro.desirable[answer]) != bool(plain.desirable[number]):
+    if bool(micro.facts["desirable"][answer]) != bool(plain.desirable[number]):
         return f"row {number}: its judgement is another"
     other = micro.mismatched
+    assert other is not None
     ids = other.inputs[row, (other.answers[row] == answer).nonzero().flatten()].tolist()
     begin = int(plain.begins[number])
     if ids[:begin] != plain.row(number)[0][:begin]:

@@ -26,13 +26,14 @@ from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, Run, RunConfig
 from llmtrain.config.stages import Stages
+from llmtrain.data.batches import MicroBatch
 from llmtrain.data.manifest import SPLITS, Split, read_manifest
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.columns import ColumnWriter, TeacherColumn, numbers, write_reference
-from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch, batches_of
+from llmtrain.data.stream.loader import batches_of
+from llmtrain.data.stream.reference_and_teacher import ColumnWriter, TeacherColumn, numbers, write_reference
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.deepspeed.process_group import join_process_group
-from llmtrain.engine.losses.answers import LogProbs
+from llmtrain.engine.losses.answers import LogProbs, mismatched_of
 from llmtrain.engine.losses.likeliest import Likeliest
 from llmtrain.engine.ranks.local_ranks import RankError, ending_on_sigterm, failure_reported
 from llmtrain.engine.ranks.local_ranks import Ranks as LocalRanks
@@ -180,7 +181,9 @@ def _read(setup: Setup, data: TrainData, split: Split, micro_batch: int, at_once
     ranks, data_parallel, train = setup.ranks, setup.mesh.degrees.data, split == "train"
     read = data.window_at if train else data.validation_window_at
     rows = data.sequences_per_epoch if train else data.validation_sequences
-    batches = batches_of(read, rows, micro_batch, setup.mesh.place.data, data_parallel, ranks.device.type == "cuda")
+    batches = batches_of(
+        data.kind, read, rows, micro_batch, setup.mesh.place.data, data_parallel, ranks.device.type == "cuda"
+    )
     done = 0
     with log.Progress(f"{split}:", rows, unit="row") if ranks.rank == 0 else contextlib.nullcontext() as progress:
         while some := list(itertools.islice(batches, at_once)):
@@ -228,9 +231,9 @@ def _column(setup: Setup, config: DataConfig, split: Split, micro_batch: int) ->
     collect = LogProbs()
     for some in _read(setup, data, split, micro_batch, _AT_ONCE):
         engine.evaluate(some, collect)
-        if others := [micro.mismatched for micro in some if isinstance(micro, UnpairedBatch)]:
+        if others := mismatched_of(some):
             engine.evaluate(others, collect)
-    values = collect.of_all(ranks, numbers(data.manifests[0], split))
+    values = collect.of_all(ranks, numbers(PreparedSet(str(config.path)), split))
     if wrong := int((~np.isfinite(values)).sum()):
         raise AgreedError(
             f"{config.path}: the log-probabilities of {units.counted(wrong, 'answer')} are not finite under the model; "

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,11 +21,14 @@ from llmtrain.base.errors import DataError, ModelError, UserError
 from llmtrain.config.run import Run, RunConfig
 from llmtrain.config.stages import Stage
 from llmtrain.config.topology import Place
+from llmtrain.data.batches import MicroBatch
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.manifest import NEW_COLUMN
-from llmtrain.data.stream.loader import MicroBatch, TrainData, UnpairedBatch, batches_of
-from llmtrain.data.stream.windows import IGNORED, Window
+from llmtrain.data.stream.loader import batches_of
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.windows import IGNORED, AnswerWindow, Window
 from llmtrain.engine.api import Engine
-from llmtrain.engine.losses.answers import PerAnswer, answers_in, answers_of
+from llmtrain.engine.losses.answers import PerAnswer, answers_in, answers_of, mismatched_of
 from llmtrain.engine.losses.function import NEXT_TOKEN, Evaluate, LooksAhead, LossFunction
 from llmtrain.engine.losses.likeliest import DistillLoss
 from llmtrain.engine.losses.named import sample_terms
@@ -68,27 +71,25 @@ class FromItself(DistillLoss):
         return head.top_words(hidden.flatten(0, 1), _WORDS, self._terms.temperature).of
 
 
-def twice(window: Window) -> Window:
-    """Return a sequence with the window's first answer twice, to prefer it to itself or judge it both ways; the
-    beginning is cut if both do not fit."""
-    assert window.positions is not None and window.rows is not None
-    length = len(window.inputs)
+def alike(kind: RowKind, window: Window) -> AnswerWindow:
+    """Return a sequence with the window's first answer several times, to prefer it to itself or judge it both ways; the
+    beginning is cut if they do not fit."""
+    assert isinstance(window, AnswerWindow) and window.positions is not None
+    count, length = max(2, kind.together), len(window.inputs)
     begins = np.flatnonzero(window.positions == 0)
     end = int(begins[1]) if len(begins) > 1 else length
-    kept = min(end, length // 2)
+    kept = min(end, length // count)
     inputs, labels = np.full_like(window.inputs, window.inputs[-1]), np.full_like(window.labels, IGNORED)
-    positions = np.arange(length) - 2 * kept
-    for at in (0, kept):
+    positions = np.arange(length) - count * kept
+    for at in range(0, count * kept, kept):
         inputs[at : at + kept], labels[at : at + kept] = (
             window.inputs[end - kept : end],
             window.labels[end - kept : end],
         )
         positions[at : at + kept] = np.arange(kept)
-    known = None if window.reference is None else window.reference[[0, 0]]
-    judged = None if window.desirable is None else np.array([True, False])
-    return window._replace(
-        inputs=inputs, labels=labels, positions=positions, rows=window.rows[[0, 0]], reference=known, desirable=judged
-    )
+    reference = None if window.reference is None else window.reference[[0] * count]
+    return replace(window, inputs=inputs, labels=labels, positions=positions, rows=window.rows[[0] * count],
+                   reference=reference, facts=kind.alike(window.facts, count))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Known:
     first: Sequence[MicroBatch]
     """This rank's micro-batches of the first sequences of the data."""
     alike: Sequence[MicroBatch]
-    """Micro-batches that are equal on all ranks, made by `twice`."""
+    """Micro-batches that are equal on all ranks, of sequences by `alike`."""
     own_teacher: bool
 
     def broken(self, module: nn.Module) -> Iterator[UserError]:
@@ -136,7 +137,7 @@ class Known:
 
     def _reference(self) -> Iterator[UserError]:
         """The first loss of dpo is ln 2 and its margin 0, kto's z is 0: each log-probability is the reference's."""
-        others = [each.mismatched for each in self.first if isinstance(each, UnpairedBatch)]
+        others = mismatched_of(self.first)
         remedy = NEW_COLUMN if self.config.objective.reference == "column" else "train with a column instead of online"
         for whose, micros in (("an answer", self.first), ("a prompt with the answer to another", others)):
             apart = self._figures(self.reference(Apart()), micros)["loss"] if micros else 0.0
@@ -152,17 +153,18 @@ class Known:
         known = objective.equal(found)
         margin = self._few * known.margin
         loss_off = _off(found["loss"], known.loss, self._few + margin * known.slope)
-        if objective.data == "unpaired":
+        what = f"{self._begin} an answer that is {RowKind.of(objective.data).alike_is} has"
+        if "pairs/margin" not in found:
             if loss_off:
                 yield ModelError(
-                    f"{self._begin} an answer that is judged both ways has the loss {found['loss']:.6g}; by the "
-                    f"definition it is {known.loss:.6g}: please report it with your JSON."
+                    f"{what} the loss {found['loss']:.6g}; by the definition it is {known.loss:.6g}: please report it "
+                    "with your JSON."
                 )
         elif loss_off or _off(found["pairs/margin"], 0.0, margin):
             yield ModelError(
-                f"{self._begin} an answer that is preferred to itself has the margin {found['pairs/margin']:.4g} and "
-                f"the loss {found['loss']:.6g}; by the definition they are 0 and {known.loss:.6g}. The answers of a "
-                "sequence are separated wrongly: please report it with your JSON."
+                f"{what} the margin {found['pairs/margin']:.4g} and the loss {found['loss']:.6g}; by the definition "
+                f"they are 0 and {known.loss:.6g}. The answers of a sequence are separated wrongly: please report it "
+                "with your JSON."
             )
 
     def _itself(self, objective: Distill) -> Iterator[UserError]:
@@ -256,12 +258,11 @@ def prove_start(
     batch, key = stage.batch, stage_key(stage)
     dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")
     few, one = batch.micro_batch, 1
-    over_answers = config.objective.data != "texts"
     with ranks.together():  # a damaged shard is met by one rank
-        first = list(batches_of(data.window_at, few * batch.data_parallel, few, *dealt))
-        alike = list(batches_of(lambda _: twice(data.window_at(0)), batch.data_parallel, one, *dealt)) \
-            if over_answers else []  # fmt: skip
-    known = Known(config, run.mix.precision, engine.evaluate, objective, reference, first, alike, own_teacher)
+        first = list(batches_of(data.kind, data.window_at, few * batch.data_parallel, few, *dealt))
+        equal = list(batches_of(data.kind, lambda _: alike(data.kind, data.window_at(0)), batch.data_parallel, one,
+                                *dealt)) if isinstance(config.objective, OverAnswers) else []  # fmt: skip
+    known = Known(config, run.mix.precision, engine.evaluate, objective, reference, first, equal, own_teacher)
     with compiler.uncompiled():
         for error in known.broken(engine.module):  # of numbers that all ranks have
             raise AgreedError(f"{key}: {error}" if key else str(error), error.exit_code)

@@ -15,7 +15,8 @@ from llmtrain.base import log, units
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.checkpoint.format import step_of
 from llmtrain.checkpoint.retain import Best, best_of
-from llmtrain.data.stream.loader import MicroBatch, validation_batches
+from llmtrain.data.batches import MicroBatch
+from llmtrain.data.stream.loader import validation_batches
 from llmtrain.data.stream.train_data import TrainData, counted_bytes
 from llmtrain.data.tokenizer_folder import byte_lengths
 from llmtrain.engine.losses.function import LooksAhead, NextTokenLoss

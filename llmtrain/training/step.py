@@ -15,7 +15,8 @@ from torch import Tensor
 
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.topology import Degrees
-from llmtrain.data.stream.loader import MicroBatch, StepBatch
+from llmtrain.data.batches import MicroBatch
+from llmtrain.data.stream.loader import StepBatch
 from llmtrain.engine.api import Engine, Update
 from llmtrain.engine.losses.function import NEXT_TOKEN, LooksAhead, LossFunction
 from llmtrain.engine.losses.with_metrics import quotients

@@ -13,6 +13,7 @@ import torch
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.objectives.objective import Objective
+from tests.helpers.preference import rows_read
 from tests.helpers.training import (
     GLOBAL_BATCH,
     LLAMA,
@@ -68,7 +69,7 @@ def plain_steps(case: Case, hf: Any, loss_of: Callable[[list[int]], torch.Tensor
     training, data = plain_training(case, hf), TrainData(case_data(case))
     for step in range(STEPS):
         windows = [data.window_at(step * GLOBAL_BATCH + at) for at in range(GLOBAL_BATCH)]
-        training.step(loss_of([int(row) for window in windows if window.rows is not None for row in window.rows]))
+        training.step(loss_of(rows_read(windows)))
     return training.losses
 
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.prepare import preparation
 from llmtrain.data.prepare.worker import encoder_of, process_unit
+from llmtrain.data.row import Row
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -60,6 +63,19 @@ def workers_here() -> contextlib.AbstractContextManager[object]:
             keep(unit, process_unit(unit, settings, encoder, lambda size: None))
 
     return patch.object(preparation.pools, "run_units", run_units)
+
+
+class RowMaker:
+    """A kind of row with its encoder, as a worker of `llmtrain prepare` has it."""
+
+    def __init__(self, folder: Path, format: str = "chat", **options: Any) -> None:
+        """`folder`: with the tokenizer. `options`: of the kind."""
+        self.folder, self.kind = folder, RowKind.of(format, **options)
+        self.encoder = self.kind.encoder(folder, np.dtype("<u2"), bare=False)
+
+    def rows(self, text: str) -> list[Row]:
+        """Raises RefusedError."""
+        return self.kind.encode(self.encoder, self.encoder.record(text))
 
 
 class C(str):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.models import compiler, varlen
 from llmtrain.models.skeleton import decoder_layers
 from tests.helpers.training import GLOBAL_BATCH, LENGTH, Case, Trace, make_engine, train_steps

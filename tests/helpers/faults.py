@@ -153,7 +153,7 @@ def _instead(function: Any, faulty: Any) -> Iterator[None]:
 @fault("labels", everywhere=True, zero=0)
 def late_labels() -> Context:
     """The label of a place is the token after the next one."""
-    from llmtrain.data.stream.windows import labels_of
+    from llmtrain.data.windows import labels_of
 
     def late(tokens: Any, separator_id: int, mask_document_starts: bool, doubled: bool = False) -> Any:
         more = (separator_id, mask_document_starts, doubled)
@@ -372,10 +372,14 @@ def late_answers() -> Context:
     """What says which answer a token belongs to is late by one."""
     from dataclasses import replace
 
-    from llmtrain.data.stream import loader
+    from llmtrain.data import batches
 
-    right = loader._answers
-    return patch.object(loader, "_answers", lambda *a: replace(made := right(*a), answers=made.answers.roll(1, dims=1)))
+    right = batches.answer_batch_of
+
+    def late(*given: Any) -> Any:
+        return replace(made := right(*given), answers=made.answers.roll(1, dims=1))
+
+    return patch.object(batches, "answer_batch_of", late)
 
 
 @fault("forward pass", sequence=2, zero=2, objective="dpo_norm")
@@ -407,10 +411,10 @@ def answers_without_the_others() -> Context:
 @fault("forward pass", zero=2, accumulation=2, objective="kto")
 def divergence_of_a_micro_batch() -> Context:
     """kto's z is that of the rank's first micro-batch."""
-    from llmtrain.engine.losses.answers import UnpairedLoss
+    from llmtrain.engine.losses.answers import MismatchLoss
 
-    right = UnpairedLoss.look
-    return patch.object(UnpairedLoss, "look", lambda self, micros, evaluate: right(self, micros[:1], evaluate))
+    right = MismatchLoss.look
+    return patch.object(MismatchLoss, "look", lambda self, micros, evaluate: right(self, micros[:1], evaluate))
 
 
 @fault("forward pass", zero=2, objective="reward")
@@ -493,10 +497,12 @@ def other_direction() -> Context:
 def _another_column(change: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> Context:
     """A micro-batch's part of a teacher's column is another. `change`: (words [b, T, k], logs [b, T, k + 1]) -> what
     stands in their place."""
-    from llmtrain.data.stream import loader
+    from llmtrain.data import batches
 
-    right = loader.TaughtBatch
-    return patch.object(loader, "TaughtBatch", lambda **given: right(**given | change(given["words"], given["logs"])))
+    right = batches.MicroBatch
+    return patch.object(
+        batches, "MicroBatch", lambda **given: right(**given | {"by_token": change(*given["by_token"].values())})
+    )
 
 
 @fault("forward pass", **_COLUMN)

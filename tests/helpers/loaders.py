@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from llmtrain.config.stages import Batch, DataConfig, Stage, Stages
-from llmtrain.data.stream.loader import Course, TrainData, TrainLoader
+from llmtrain.data.stream.loader import Course, TrainLoader
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.optim.schedules import Constant
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from llmtrain.data.kinds.judged import Judged, partners
 from llmtrain.data.manifest import Split
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.rows import partners
+from llmtrain.data.windows import AnswerWindow, Window
 from tests.helpers.chat import KINDS, Kind, workers_here, write_tokenizer
 
 DEFINITIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -40,6 +41,11 @@ DEFINITIONS: dict[str, Callable[..., torch.Tensor]] = {
         -sw / nw - beta * F.logsigmoid(torch.logit((sw / nw).exp()) - torch.logit((sl / nl).exp()))
     ),
 }
+
+
+def rows_read(windows: Iterable[Window]) -> list[int]:
+    """The rows of the split that are the answers of some sequences."""
+    return [int(row) for window in windows if isinstance(window, AnswerWindow) for row in window.rows]
 
 
 def preferences(count: int, seed: int = 3) -> list[dict[str, Any]]:
@@ -105,7 +111,7 @@ class Plain:
 
     def mismatched(self, rows: list[int]) -> list[int]:
         """New rows: the prompts of these, each with the answer to another one. Whose it is, is asked of us."""
-        partner = partners(PreparedSet(self.folder).split("train").judged()["prompt"])
+        partner = partners(PreparedSet(self.folder).split("train").entries(Judged.entry)["prompt"])
         assert partner is not None
         for row in rows:
             (ids, counted), (other, theirs) = self.rows[row], self.rows[int(partner[row])]

@@ -31,8 +31,10 @@ from llmtrain.config.run import (
 )
 from llmtrain.config.stages import StageConfig
 from llmtrain.config.topology import Degrees
-from llmtrain.data.stream.loader import AnswerBatch, StepBatch, TrainData
+from llmtrain.data.batches import AnswerBatch
+from llmtrain.data.stream.loader import StepBatch
 from llmtrain.data.stream.run_data import RunData
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.process_group import join_process_group

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from llmtrain.config.run import DataConfig, EvalConfig, ModelConfig
 from llmtrain.config.stages import Stages
 from llmtrain.data.stream.train_data import EvalSet, TrainData
-from llmtrain.data.stream.windows import IGNORED
+from llmtrain.data.windows import IGNORED
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training.step import Position
 from tests.helpers.training import LENGTH, LLAMA, Case, examined, joined, resolved_run

@@ -20,7 +20,7 @@ from llmtrain.optim.schedules import Constant
 from llmtrain.training.output_columns import write_columns
 from tests.helpers.answers import answers_case
 from tests.helpers.families import FAMILIES
-from tests.helpers.preference import prepared_preferences, prepared_unpaired
+from tests.helpers.preference import prepared_preferences, prepared_unpaired, rows_read
 from tests.helpers.training import (
     GLOBAL_BATCH,
     Case,
@@ -112,8 +112,7 @@ def test_excluded_rows_have_no_part_in_a_step(pools: Any, small_data: str, form:
 def kept_rows(case: Case) -> list[int]:
     """The rows of the other sequences."""
     data = TrainData(case_data(case))
-    windows = [data.window_at(index) for index in range(GLOBAL_BATCH) if index not in EXCLUDED]
-    return [int(row) for each in windows if each.rows is not None for row in each.rows]
+    return rows_read(data.window_at(index) for index in range(GLOBAL_BATCH) if index not in EXCLUDED)
 
 
 @pytest.mark.parametrize("form", [{"stage": 1}, {"stage": 3, "sequence": 2}, {"stage": 1, "pipeline": 2}],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from tests.helpers.training import Case, make_engine, view_of
 
 LENGTH = 32

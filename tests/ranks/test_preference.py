@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from llmtrain.config.run import ModelConfig
+from llmtrain.data.kinds.judged import Judged
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.models.spec import ModelSpec
@@ -67,7 +68,7 @@ def definition(hf: Any, folder: str, name: str, **options: float) -> Callable[[l
     count = len(plain.rows)
     if name == "kto":
         plain.mismatched(list(range(count)))
-        desired = torch.from_numpy(PreparedSet(folder).split("train").judged()["desirable"].astype(bool))
+        desired = torch.from_numpy(PreparedSet(folder).split("train").entries(Judged.entry)["desirable"].astype(bool))
     with torch.no_grad():
         reference = dict(enumerate(plain.answers(list(range(len(plain.rows))))[0].tolist()))
 

@@ -18,7 +18,7 @@ from llmtrain.training.output_columns import of_teacher, write_columns, write_te
 from llmtrain.training.setup import Setup
 from tests.helpers.answers import answers_case
 from tests.helpers.plain import PlainTraining
-from tests.helpers.preference import prepared_preferences, prepared_unpaired
+from tests.helpers.preference import prepared_preferences, prepared_unpaired, rows_read
 from tests.helpers.training import (
     GLOBAL_BATCH,
     Case,
@@ -105,7 +105,7 @@ def answered(case: Case, other: str) -> Trace:
         at = int(step >= BORDER)
         size = GLOBAL_BATCH // (1 + at)
         windows = [sources[at].window_at((step - at * BORDER) * size + row) for row in range(size)]
-        training.step(losses[at]([int(row) for window in windows for row in window.rows]))  # type: ignore[union-attr]
+        training.step(losses[at](rows_read(windows)))
     return Trace(training.losses, training.norms, training.parameters())
 
 

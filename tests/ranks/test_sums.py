@@ -12,7 +12,8 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.data.stream.loader import MicroBatch, StepBatch
+from llmtrain.data.batches import MicroBatch
+from llmtrain.data.stream.loader import StepBatch
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.skeleton import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.spec import ModelSpec

@@ -22,7 +22,7 @@ from llmtrain.data.stream.train_data import TrainData
 from tests.helpers.chat import KINDS, expected, write_tokenizer
 from tests.helpers.launching import losses
 from tests.helpers.plain import PlainTraining
-from tests.helpers.preference import Plain, preferences
+from tests.helpers.preference import Plain, preferences, rows_read
 from tests.helpers.warm import WarmCommands
 
 pytestmark = pytest.mark.needs("peft")
@@ -256,7 +256,6 @@ def plain_dpo(folder: Path) -> list[float]:
 
     def loss(step: int) -> torch.Tensor:
         windows = [data.window_at(index) for index in range(step * BATCH, (step + 1) * BATCH)]
-        rows = [int(row) for window in windows if window.rows is not None for row in window.rows]
-        return plain.loss("dpo", rows, reference)
+        return plain.loss("dpo", rows_read(windows), reference)
 
     return plain_steps(hf, loss)

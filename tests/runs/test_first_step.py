@@ -15,7 +15,7 @@ import pytest
 
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.columns import read_reference, write_reference
+from llmtrain.data.stream.reference_and_teacher import read_reference, write_reference
 from tests.helpers import forked
 from tests.helpers.answers import SMALL
 from tests.helpers.launching import REPO

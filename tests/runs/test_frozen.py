@@ -23,7 +23,7 @@ from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.hf.exporting import MARK
 from llmtrain.cli import main
 from llmtrain.config.run import DataConfig
-from llmtrain.data.stream.loader import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from tests.helpers import forked
 from tests.helpers.checkpoints import at
 from tests.helpers.families import FROZEN

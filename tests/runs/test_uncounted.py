@@ -16,8 +16,8 @@ import torch
 from llmtrain import cli
 from llmtrain.checkpoint.format import TRAINER, step_folder
 from llmtrain.config.run import DataConfig
-from llmtrain.data.stream.loader import TrainData
 from llmtrain.data.stream.order import permute
+from llmtrain.data.stream.train_data import TrainData
 from tests.helpers import forked
 from tests.helpers.launching import TINY, rows, write_run
 from tests.helpers.loaders import loader_of

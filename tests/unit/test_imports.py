@@ -69,7 +69,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {"gpus": set(), "hosts": set(), "launch": 
 RANK = "commands/train.py"
 # Every run imports these, most of them inside a function, and with each the modules that it imports at its top.
 OF_EVERY_RUN = ("cli", "commands/train", "training/examine", "models/run/check", "training/run", "training/finish")
-MOST_MODULES, MOST_LINES = 155, 29_500
+MOST_MODULES, MOST_LINES = 160, 29_500
 MODULE = re.compile(r"\bllmtrain(?:\.\w+)+")
 SOURCE = re.compile(r"(?:\w+/)+\w+\.py\b")
 

@@ -304,7 +304,7 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __init__(self, task: Task) -> None:
         from llmtrain.config.run import DataConfig
-        from llmtrain.data.stream.loader import TrainData
+        from llmtrain.data.stream.train_data import TrainData
 
         self._data = TrainData(DataConfig(path=str(Path(task.folder) / "data"), sequence_length=task.sequence))
         self._count = task.total_steps * task.micro_batch * task.accumulation

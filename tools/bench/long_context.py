@@ -123,7 +123,7 @@ def ours(task: Attempt) -> Any:
 
     from llmtrain.config.resolve import resolve
     from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-    from llmtrain.data.stream.loader import MicroBatch
+    from llmtrain.data.batches import MicroBatch
     from llmtrain.engine.deepspeed.build import build_engine
     from llmtrain.engine.deepspeed.process_group import join_process_group
     from llmtrain.engine.weights import fill_parameters

@@ -93,7 +93,7 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     """One rank: puts (rank, seconds of a step, seconds in its passes) of each step but the first into `out`."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(stages)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-    from llmtrain.data.stream.loader import MicroBatch
+    from llmtrain.data.batches import MicroBatch
     from llmtrain.engine.deepspeed.build import build_engine
     from llmtrain.engine.deepspeed.process_group import join_process_group
     from llmtrain.engine.weights import fill_parameters

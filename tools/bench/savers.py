@@ -34,7 +34,7 @@ from llmtrain.config.run import (
     RunConfig,
     TrainConfig,
 )
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.process_group import join_process_group

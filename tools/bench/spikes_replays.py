@@ -79,7 +79,7 @@ def write_source(path: Path, pairs: bool, seed: int) -> dict[str, str]:
 def windows(run: Path, seeded: dict[str, str], draw: random.Random) -> Iterator[tuple[str, int]]:
     """(document, first step) for each kind: the only seeded document, and a text's is at least a quarter of a row. Two
     stages are in these steps where they can be."""
-    from llmtrain.data.stream.windows import Texts
+    from llmtrain.data.kinds.text import TextReader
     from llmtrain.data.where import spans
 
     held: list[list[tuple[int, str]]] = [[] for _ in range(STEPS + 1)]
@@ -89,7 +89,8 @@ def windows(run: Path, seeded: dict[str, str], draw: random.Random) -> Iterator[
             member, place = data.place_of(index)
             rows = data.windows_of(member)
             for each in rows.origins(place, data.origins_of(member)):
-                begin, end = (place * ROW, place * ROW + ROW) if isinstance(rows, Texts) else (each.begin, each.end)
+                texts = isinstance(rows, TextReader)
+                begin, end = (place * ROW, place * ROW + ROW) if texts else (each.begin, each.end)
                 if (name := f"{each.file}:{each.record}") in seeded:
                     step = span.after + (index - span.next) // span.batch + 1
                     held[step].append((min(each.end, end) - max(each.begin, begin), name))

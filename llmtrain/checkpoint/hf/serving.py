@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,17 +280,11 @@ def _compare(folder: Path, data: Path) -> _Compared:
 
 def _turns(record: str, prepared: PreparedSet) -> Iterator[tuple[Conversation, int]]:
     """Conversations of a record, each with a learnt message."""
-    from llmtrain.data.chat.conversation import conversation, preference, unpaired
+    from llmtrain.data.chat.conversation import record_of
 
-    chat, settings = prepared.manifest.chat, prepared.manifest.settings
-    assert chat is not None
+    settings = prepared.manifest.settings
     name = settings["field"] if settings["field"] != "text" else "messages"
-    talks: tuple[Conversation, ...]
-    if chat.pairs:
-        talks = preference(record, name)
-    else:
-        talks = (unpaired(record, name)[0],) if chat.unpaired else (conversation(record, name),)
-    for talk in talks:
+    for talk in replace(prepared.kind, field=name).conversations(record_of(record)):
         for turn in talk.turns[-1:] if settings["count"] == "last" else talk.turns:
             yield talk, turn
 

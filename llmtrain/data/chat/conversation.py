@@ -8,11 +8,12 @@ with a reason.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmtrain.base import untrusted
+from llmtrain.data.row import RefusedError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {
@@ -41,10 +42,6 @@ RESERVED = frozenset(
 )  # fmt: skip
 """Names that chat_template_kwargs may not set, because the rendering uses them."""
 _FORMS = "messages, conversations, instruction + output, or prompt + completion"
-
-
-class RefusedError(ValueError):
-    """Reason for which a record is refused."""
 
 
 class RepeatedError(ValueError):
@@ -98,59 +95,8 @@ class Conversation:
         return replace(self, messages=messages)
 
 
-def conversation(text: str, field: str) -> Conversation:
-    """Parse a record, a JSON object. `field`: its messages, if the record has it. Raises: RefusedError."""
-    record = _record(text)
-    return _conversation(record, field, *_raw_messages(record, field))
-
-
-def preference(text: str, field: str) -> tuple[Conversation, Conversation]:
-    """Parse a preference record into the conversations with the chosen and with the rejected answer.
-
-    Both are texts or messages; their prompt is a separate field, or their common beginning. Raises: RefusedError.
-    """
-    record = _record(text)
-    chosen, rejected, prompt = _answer(record, "chosen"), _answer(record, "rejected"), _prompt(record, field)
-    if chosen == rejected:
-        raise RefusedError("chosen and rejected are the same: there is nothing to prefer")
-    if chosen[0].get("role") == "assistant" == rejected[0].get("role"):
-        if not prompt:
-            raise RefusedError("chosen and rejected have no prompt: a field prompt, or messages that both begin with")
-        both = [_conversation(record, field, [*prompt, *answer], len(prompt)) for answer in (chosen, rejected)]
-        return both[0], both[1]
-    pairs = list(zip(chosen, rejected, strict=False))
-    shared = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    if not shared or (prompt and prompt[-1] not in chosen[:shared]):
-        whose = "the prompt" if shared else "each other"
-        raise RefusedError(f"chosen and rejected do not begin with the messages of {whose}")
-    return _conversation(record, field, chosen, shared), _conversation(record, field, rejected, shared)
-
-
-def unpaired(text: str, field: str) -> tuple[Conversation, bool]:
-    """Parse a record in a form of `conversation`, with `label`: (the conversation, whether its answer is desired).
-
-    Only the text after the prompt is judged; without a prompt, the last answer. Raises: RefusedError.
-    """
-    record = _record(text)
-    if not isinstance(label := record.get("label"), bool):
-        raise RefusedError(f"label is {_kind(label)}, not true (desired) or false")
-    raw, prompt = _raw_messages(record, field)
-    given = _conversation(record, field, raw, prompt)
-    return (given if prompt else replace(given, turns=given.turns[-1:])), label
-
-
-def prompt_only(text: str, field: str) -> Conversation:
-    """Parse a prompt: `prompt` (a text or messages), messages that end with a question or a tool's result, or an
-    instruction without its output. Raises: RefusedError."""
-    record = _record(text)
-    raw = _prompt(record, field)
-    if not raw:
-        names = ", ".join(sorted(map(str, record))[:8]) or "none"
-        raise RefusedError(f"no prompt in it: prompt, messages or instruction (its fields: {names})")
-    return _conversation(record, field, raw, len(raw), asks=True)
-
-
-def _record(text: str) -> dict[str, Any]:
+def record_of(text: str) -> dict[str, Any]:
+    """Parse a record, a JSON object. Raises: RefusedError."""
     try:
         record: dict[str, Any] = untrusted.loads(text)
     except ValueError as error:
@@ -158,10 +104,15 @@ def _record(text: str) -> dict[str, Any]:
     return record
 
 
-def _conversation(
-    record: dict[str, Any], field: str, raw: list[Any], prompt: int, *, asks: bool = False
+def conversation_of(
+    record: dict[str, Any], names: Collection[str], raw: list[Any], prompt: int, *, asks: bool = False
 ) -> Conversation:
-    """Check messages; the first `prompt` ones are not learnt. `asks`: the record is a prompt without an answer."""
+    """Check the messages of a record; the first `prompt` ones are not learnt. Raises: RefusedError.
+
+    Args:
+        names: of fields that the caller reads.
+        asks: the record is a prompt without an answer.
+    """
     raw = [_object(message, place) for place, message in enumerate(raw)]
     if other := [name for name in _MEDIA if record.get(name)]:
         raise RefusedError(f"it has {other[0]}; only text is learnt")
@@ -196,7 +147,7 @@ def _conversation(
         unread=frozenset(
             name
             for name, value in record.items()
-            if name != field and name not in _READ and any(text.strip() for text in strings(value))
+            if name not in names and name not in _READ and any(text.strip() for text in strings(value))
         ),
         argument_texts=_argument_texts(raw),
     )
@@ -237,7 +188,8 @@ def strings(value: Any) -> Iterator[str]:
 # --- the forms ------------------------------------------------------------------------------------
 
 
-def _answer(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def answer_of(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The messages of an answer: a text, a message or several, in a field. Raises: RefusedError."""
     given = record.get(name)
     if isinstance(given, str):
         return [{"role": "assistant", "content": given}]
@@ -250,8 +202,8 @@ def _answer(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [_object(_from_sharegpt(message), place) for place, message in enumerate(messages)]
 
 
-def _prompt(record: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    """Messages before both answers, if the record has a field for them."""
+def prompt_of(record: dict[str, Any], field: str) -> list[dict[str, Any]]:
+    """The messages before the answers, if the record has a field for them. Raises: RefusedError."""
     given: Any = next((record[name] for name in (field, "prompt", *_LISTS) if record.get(name) is not None), [])
     if not given and record.get("instruction") is not None:
         return _from_alpaca({**record, "output": None})[:-1]
@@ -262,8 +214,8 @@ def _prompt(record: dict[str, Any], field: str) -> list[dict[str, Any]]:
     return [_object(_from_sharegpt(message), place) for place, message in enumerate(given)]
 
 
-def _raw_messages(record: dict[str, Any], field: str) -> tuple[list[Any], int]:
-    """(messages with transformers' roles, number of prompt messages)"""
+def messages_of(record: dict[str, Any], field: str) -> tuple[list[Any], int]:
+    """(messages with transformers' roles, number of prompt messages). Raises: RefusedError."""
     for name in (field, *_LISTS):
         if record.get(name) is not None:
             messages = record[name]

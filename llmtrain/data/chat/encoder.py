@@ -7,7 +7,6 @@ the row continues; a template that changes earlier turns (Qwen3 drops thoughts) 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -24,57 +23,16 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
 from llmtrain.base.untrusted import first_line
-from llmtrain.data.chat.conversation import Conversation, RefusedError, conversation, preference, prompt_only, unpaired
+from llmtrain.data.chat.conversation import Conversation, record_of
 from llmtrain.data.chat.rendering import BoundsError, Rendered, RenderError, Template, Wanted
 from llmtrain.data.chat.template_proof import SPLIT, Marked, check_generation, plain
 from llmtrain.data.manifest import SAMPLE
+from llmtrain.data.row import RefusedError, Row, RowOptions
 from llmtrain.data.tokenize import as_ids
 from llmtrain.data.tokenizer_folder import refuse_unsafe
 
-Count = Literal["assistant", "last", "all"]
-TooLong = Literal["reject", "cut", "split"]
-
 _BEYOND_BOUNDS = 3
 """Number of renderings beyond the bounds after which the template is given up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    field: str
-    """Field of a record that holds the messages, if there is one."""
-    stop_tokens: tuple[str, ...]
-    """Texts of the tokens at which generation stops."""
-    count: Count = "assistant"
-    """Tokens that count for the loss: all answers, the last one, or every token."""
-    max_tokens: int | None = None
-    """Limit for a row; `too_long` decides about a longer one."""
-    too_long: TooLong = "reject"
-    pairs: bool = False
-    """Records are preferences: each gives two rows, chosen and rejected answer; `max_tokens` limits their sum."""
-    labelled: bool = False
-    """Records are unpaired: one answer, and whether it is desired."""
-    prompts: bool = False
-    """Records are prompts: a row is a server's input before it generates, and none of its tokens is counted."""
-    choices: bool = False
-    """Records are multiple-choice questions, which no template renders (prepare/questions.py)."""
-    moment: str | None = None
-    """Time for a template that writes the date, ISO 8601 in local time; None: the present."""
-    variables: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """chat_template_kwargs of all records; a record's own override them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Token ids and whether each is counted, [tokens] both."""
-
-    ids: np.ndarray
-    counted: np.ndarray
-    desirable: bool | None = None
-    """Label of an unpaired answer: True if it is desired."""
-    choice: tuple[bool, bool, int, int] | None = None
-    """`shards.CHOICE` of a choice."""
-    whole: bool = True
-    """False for a part of a row that was too long."""
 
 
 @dataclass
@@ -90,7 +48,10 @@ class _Growing:
 
 
 class ChatEncoder:
-    def __init__(self, folder: Path, options: ChatOptions) -> None:
+    """Makes rows of conversations with a tokenizer and its template, for one worker. A template that takes too much
+    time or memory, again and again, ends it with a DataError."""
+
+    def __init__(self, folder: Path, options: RowOptions) -> None:
         """Raises DataError when transformers cannot load the tokenizer or does not know a stop token."""
         from transformers import AutoTokenizer
 
@@ -146,31 +107,25 @@ class ChatEncoder:
     def dated(self) -> bool:
         return self._template.dated
 
-    def rows(self, text: str) -> list[Row]:
-        """Raises RefusedError, and DataError: the template takes too much time or memory, again and again."""
+    def record(self, text: str) -> dict[str, Any]:
+        """Parse a record, a JSON object. Raises RefusedError."""
         if SPLIT in text:
             raise RefusedError(f"it holds the private-use character U+{ord(SPLIT):X}")
-        if self._options.pairs:
-            return self._pair(*map(self._rows, preference(text, self._options.field)))
-        if self._options.labelled:
-            given, label = unpaired(text, self._options.field)
-            return [replace(_only(self._rows(given), "it"), desirable=label)]
-        if self._options.prompts:
-            return self._prompt(self._as_texts(prompt_only(text, self._options.field)))
-        return self._rows(conversation(text, self._options.field))
+        return record_of(text)
 
-    def _pair(self, chosen: list[Row], rejected: list[Row]) -> list[Row]:
-        """Check that both rows have one prompt, different answers, and fit into `max_tokens` together."""
-        pair = [_only(chosen, "chosen"), _only(rejected, "rejected")]
-        begins = [int(row.counted.argmax()) for row in pair]
-        if begins[0] != begins[1] or not np.array_equal(pair[0].ids[: begins[0]], pair[1].ids[: begins[0]]):
-            raise RefusedError("the template writes another prompt for the rejected answer than for the chosen one")
-        if np.array_equal(chosen[0].ids, rejected[0].ids):
-            raise RefusedError("the template writes the same for chosen and rejected")
-        limit, both = self._options.max_tokens, sum(len(row.ids) for row in pair)
-        if limit is not None and both > limit:
-            raise RefusedError(f"its two rows have {both} tokens, --max-tokens is {limit}")
-        return pair
+    def row_of(self, given: Conversation, name: str) -> Row:
+        """The single row of an answer, of any size. `name`: of the answer, for messages. Raises RefusedError."""
+        rows = self._encoded(given)
+        if len(rows) > 1:
+            raise RefusedError(
+                f"{name} would be {len(rows)} rows: the template changes earlier answers, so only the last message may "
+                "be the assistant's to learn"
+            )
+        return self._row(rows[0])
+
+    def rows_of(self, given: Conversation) -> list[Row]:
+        """The rows of a conversation, as `max_tokens` and `too_long` say. Raises RefusedError."""
+        return [part for row in self._encoded(given) for part in self._sized(self._row(row))]
 
     def _as_texts(self, given: Conversation) -> Conversation:
         """Fit the conversation to the template, and mark spelled control tokens. Raises: RefusedError."""
@@ -197,7 +152,9 @@ class ChatEncoder:
         except RenderError as error:
             raise self._failed(error) from error
 
-    def _prompt(self, given: Conversation) -> list[Row]:
+    def prompt_of(self, given: Conversation) -> list[Row]:
+        """The row of a prompt without an answer. Raises RefusedError."""
+        given = self._as_texts(given)
         until = len(given.messages)
         marked = Marked(given, until, self._source(given))
         text, other = self._render_all([Wanted(given, until, True), Wanted(marked.conversation, until, True)])
@@ -205,9 +162,9 @@ class ChatEncoder:
         marked.check(written, written, self._text_or_none(other), str, lambda _: [])
         ids = self._encode(written)
         self._check_text(ids, written, self._loose, until)
-        return self._finished(_Growing(text=written, ids=ids, counted=[False] * len(ids), end=""))
+        return self._sized(self._row(_Growing(text=written, ids=ids, counted=[False] * len(ids), end="")))
 
-    def _rows(self, given: Conversation) -> list[Row]:
+    def _encoded(self, given: Conversation) -> list[_Growing]:
         if self._options.count == "last":
             given = replace(given, turns=given.turns[-1:])
         defused = self._as_texts(given)
@@ -221,7 +178,7 @@ class ChatEncoder:
         found = self._render_all(wanted if given.turns[0] else [])
         for number, turn in enumerate(given.turns):
             self._add_turn(rows, defused, turn, marks[number], found[3 * number : 3 * number + 3])
-        return [part for row in rows for part in self._finished(row)]
+        return rows
 
     # Text
 
@@ -417,7 +374,7 @@ class ChatEncoder:
         """The text without white space next to control tokens, and with one space for any other."""
         return "\n".join(" ".join(part.split()) for part in self._added.split(text))
 
-    def _finished(self, row: _Growing) -> list[Row]:
+    def _row(self, row: _Growing) -> Row:
         ids, counted = as_ids(row.ids, self.vocab_size), np.array(row.counted, dtype=bool)
         counted[0] = False  # no token predicts it
         if self._bos is not None and self._bos not in self._stops.values():
@@ -425,11 +382,15 @@ class ChatEncoder:
             # Llama 2 begins again after each answer.
             if any(at and ids[at - 1] not in self._stops.values() for at in places.tolist()):
                 raise RefusedError(f"the text begins more than once: {self._tokenizer.bos_token} at {places.tolist()}")
-        limit, how = self._options.max_tokens, self._options.too_long
-        if limit is None or len(ids) <= limit or self._options.pairs:
-            return [Row(ids, counted)]
+        return Row(ids, counted)
+
+    def _sized(self, row: Row) -> list[Row]:
+        """The row, or parts of it."""
+        ids, counted, limit, how = row.ids, row.counted, self._options.max_tokens, self._options.too_long
+        if limit is None or len(ids) <= limit:
+            return [row]
         if how == "reject":
-            more = "" if self._options.labelled or self._options.prompts else "; --too-long cut or split takes it"
+            more = "" if self._options.complete else "; --too-long cut or split takes it"
             raise RefusedError(f"it has {len(ids)} tokens, --max-tokens is {limit}{more}")
         starts = range(0, len(ids), limit) if how == "split" else [0]
         parts = [Row(ids[at : at + limit], counted[at : at + limit], whole=False) for at in starts]
@@ -443,16 +404,6 @@ class ChatEncoder:
 
 
 # --- proofs ---------------------------------------------------------------------------------------
-
-
-def _only(rows: list[Row], name: str) -> Row:
-    """The single row of an answer. Raises: RefusedError."""
-    if len(rows) > 1:
-        raise RefusedError(
-            f"{name} would be {len(rows)} rows: the template changes earlier answers, so only the last message may be "
-            "the assistant's to learn"
-        )
-    return rows[0]
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:

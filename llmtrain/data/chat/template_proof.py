@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmtrain.data.chat.conversation import THOUGHTS, Conversation, RefusedError, name_of, strings
+from llmtrain.data.chat.conversation import THOUGHTS, Conversation, name_of, strings
+from llmtrain.data.row import RefusedError
 
 SPLIT = "\U000f0002"
 """A private-use character within a control token's text in a message: the two halves are encoded apart, as text."""

@@ -29,15 +29,15 @@ from llmtrain.base.files import replace_file
 from llmtrain.config import plugins
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize, tokenizer_folder
-from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.chat.encoder import CONVERSATIONS, ChatOptions, write_sample
+from llmtrain.data.chat.encoder import CONVERSATIONS, write_sample
 from llmtrain.data.chat.encoder import NAME as SAMPLE
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.manifest import SPLITS, ChatFigures, Manifest, Shard, origins_path
 from llmtrain.data.prepare import out_folder, plugin_source, pools, sources, token_corpora
 from llmtrain.data.prepare.excluded import listed, marked, refuse_unmatched
 from llmtrain.data.prepare.out_folder import HELD_OUT, PLAN, REJECTED, UNFINISHED, OutFolder
 from llmtrain.data.prepare.records import Document, Rejection, lines_in, read_piece
-from llmtrain.data.prepare.settings import CHAT_FORMATS, PrepareSettings, cut_above
+from llmtrain.data.prepare.settings import PrepareSettings, cut_above
 from llmtrain.data.prepare.sources import (
     Piece,
     SourceFile,
@@ -49,7 +49,8 @@ from llmtrain.data.prepare.sources import (
     unit_bytes_for,
 )
 from llmtrain.data.prepare.worker import UnitRecord, WorkerSettings, hashes_name, record_name, write_held_out
-from llmtrain.data.shards import TokenStream, rows_path
+from llmtrain.data.row import RefusedError
+from llmtrain.data.token_stream import TokenStream, rows_path
 
 
 class Progress(log.Progress):
@@ -100,7 +101,7 @@ def prepare(settings: PrepareSettings) -> Manifest:
             work = marked(work, wanted, before)
         _make_tokenizer(settings, [unit for unit in work if not unit.validation], out)
         encoder = tokenize.Encoder(out.here / "tokenizer", bare=not settings.special_tokens)
-        ids = settings.ids_field is not None and _examine_ids(settings, settings.ids_field, files, work, encoder)
+        ids = settings.kind.of_ids and _examine_ids(settings, files, work, encoder)
         if first := encoder.begin.tolist() if settings.is_text or ids else []:
             log.info(f"each document begins with {untrusted.shown(encoder.decode(first))}")
         records = _run(settings, work, out, plan["moment"])
@@ -108,7 +109,7 @@ def prepare(settings: PrepareSettings) -> Manifest:
             manifest = _manifest(settings, [files, validation], work, plan, records, out, wanted, tuple(first))
         finally:  # it shows the reason for an empty split
             _write_rejected(out, _rejected(work, _by_unit(work, records)))
-        if settings.format in CHAT_FORMATS:
+        if settings.kind.templated:
             trained = [record.shards["train"] for record in records]
             samples = [record.sample for record in records]
             write_sample(out.here, samples, [0 if shard is None else shard.documents for shard in trained])
@@ -117,7 +118,7 @@ def prepare(settings: PrepareSettings) -> Manifest:
         out.refuse_taken(_bytes_of_shards(manifest))
         out.show(manifests.NAME)
         out.remove([UNFINISHED])
-        summary = _summary(out, manifest, time.monotonic() - started)
+        summary = _summary(settings.kind, out, manifest, time.monotonic() - started)
     if left_out := _left_out(records):
         log.info(left_out)
     log.info(summary)
@@ -125,14 +126,18 @@ def prepare(settings: PrepareSettings) -> Manifest:
 
 
 def _refuse_unnamed(settings: PrepareSettings) -> None:
-    """Raise DataError if the command line names no source of the plugins."""
+    """Raise DataError if the command line names no source and no format of the plugins."""
+    if plugins.within(RowKind.named(settings.format), plugins.modules):
+        return
     named = {plugin_source.named_in(source) for source in (*settings.sources, *settings.validation_sources)}
     for name in plugin_source.classes():
         if name in named:
             return
     if settings.plugins:
         known = ", ".join(f"{name}:WORDS" for name in plugin_source.classes())
-        remedy = f"write --source {known}" if known else "it defines no class of llmtrain.Source; leave it out"
+        remedy = (
+            f"write --source {known}" if known else "it defines no class of llmtrain.Source or RowKind; leave it out"
+        )
         raise DataError(f"--plugin {' '.join(settings.plugins)}: no --source reads from it; {remedy}")
 
 
@@ -195,21 +200,21 @@ def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: OutFolder)
 
 
 def _examine_ids(
-    settings: PrepareSettings, field: str, files: list[SourceFile], work: list[Unit], encoder: tokenize.Encoder
+    settings: PrepareSettings, files: list[SourceFile], work: list[Unit], encoder: tokenize.Encoder
 ) -> bool:
     """Check the first ids of some files and records; True if they begin as the tokenizer's texts. Raises DataError:
     they are from another tokenizer."""
     samples = token_corpora.beginnings([file.path for file in files if file.kind == "tokens"], encoder.separator_id)
-    rows = token_corpora.TokenEncoder(Path(str(settings.tokenizer)), field, np.dtype(np.int64), counted=False)
+    rows = settings.kind.encoder(Path(str(settings.tokenizer)), np.dtype(np.int64), bare=True)
     pieces = [piece for unit in work for piece in unit.pieces if piece.kind != "tokens"]
     for piece in pieces[:1]:
         for item in islice(read_piece(piece, None, settings.max_document_bytes), 20):
             if isinstance(item, Document):
                 with suppress(RefusedError):  # a worker rejects it
-                    samples += [(piece.label, ids)] if len(ids := rows.ids(item.text)[0]) else []
+                    samples += [(piece.label, ids)] if len(ids := rows.ids(rows.record(item.text))[0]) else []
     begins = bool(samples) and token_corpora.examine(samples, encoder)
     # A token that also ends documents may be none's first.
-    return begins and settings.chat is None and encoder.separator_id not in encoder.begin[:1]
+    return begins and not settings.kind.has_rows and encoder.separator_id not in encoder.begin[:1]
 
 
 def _sample(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> Iterator[str]:
@@ -255,24 +260,22 @@ def _run(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: st
     }
     if records:
         log.info(f"{len(records)} of {len(work)} shards are already done")
-    whole = settings.chat is not None or settings.ids_field is not None
+    kind = settings.kind
     worker_settings = WorkerSettings(
         out=settings.out,
         here=str(out.here),
         owner=out.owner,
-        field=settings.field,
-        ids_field=settings.ids_field,
+        kind=replace(kind, moment=moment),
         bare=not settings.special_tokens,
         dtype=dtype.str,
         max_document_bytes=settings.max_document_bytes,
         validation_fraction=settings.fraction,
-        # No part of a conversation, or of a document of token ids, goes to the other side.
-        cut_bytes=sys.maxsize if whole else cut_above(settings.fraction, sum(unit.bytes for unit in work)),
+        # No part of a record goes to the other side.
+        cut_bytes=sys.maxsize if kind.reads_records else cut_above(settings.fraction, sum(unit.bytes for unit in work)),
         reject_limit=settings.max_rejected + _LISTED,
-        chat=settings.chat and replace(settings.chat, moment=moment),
         plugins=tuple(plugins.words()),
         fields=settings.fields,
-        sample=0 if settings.ids_field else math.ceil(CONVERSATIONS / max(1, sum(not u.validation for u in work))),
+        sample=0 if kind.of_ids else math.ceil(CONVERSATIONS / max(1, sum(not u.validation for u in work))),
     )
     progress = Progress(sum(unit.bytes for unit in work), sum(unit.bytes for unit in work if unit.index in records))
 
@@ -403,8 +406,7 @@ def _manifest(
         refuse_unmatched(wanted, {each for record in records for each in record.excluded})
         lowest = min((record.lowest_draw for record in records), default=1.0)
         _check_splits(settings, tokens, documents, lowest, sum(len(record.rejected) for record in records))
-        learns = settings.chat is not None and not settings.chat.prompts and not settings.chat.choices
-        for split in SPLITS if learns else ():
+        for split in SPLITS if settings.kind.has_rows and not settings.kind.never_trains else ():
             if documents[split] and not any(record.chat[split].counted for record in records if record.chat):
                 given = settings.sources if split == "train" else settings.validation_sources or settings.sources
                 raise DataError(f"--source {' '.join(given)}: no token of its {split} rows is counted, so there is "
@@ -436,7 +438,7 @@ def _manifest(
         },
         settings=plan["settings"],
         shards=shards,
-        chat=None if settings.chat is None else _chat_figures(settings.chat, records, plan["moment"]),
+        chat=_chat_figures(settings.kind, records, plan["moment"]) if settings.kind.has_rows else None,
     )
 
 
@@ -463,20 +465,17 @@ def _lines_before(work: list[Unit], records: dict[int, UnitRecord], wanted: set[
     return found
 
 
-def _chat_figures(options: ChatOptions, records: list[UnitRecord], moment: str) -> ChatFigures:
+def _chat_figures(kind: RowKind, records: list[UnitRecord], moment: str) -> ChatFigures:
     figures = [record.chat for record in records if record.chat is not None]
     return ChatFigures(
         counted={split: sum(each[split].counted for each in figures) for split in SPLITS},
         longest=max(each[split].longest for each in figures for split in SPLITS),
         too_long=sum(record.too_long for record in records),
-        stop_tokens=list(options.stop_tokens),
-        pairs=options.pairs,
-        unpaired=options.labelled,
-        prompts=options.prompts,
-        choices=options.choices,
+        stop_tokens=list(kind.stop_tokens),
+        marks=kind.marks(),
         moment=moment if any(record.dated for record in records) else None,
         unread=sorted({name for record in records for name in record.unread}),
-        chat_template_kwargs=options.variables or None,
+        chat_template_kwargs=kind.variables or None,
     )
 
 
@@ -484,10 +483,10 @@ def _check_splits(
     settings: PrepareSettings, tokens: dict[str, int], documents: dict[str, int], lowest_draw: float, rejected: int
 ) -> None:
     """Raises DataError when a requested split is empty."""
-    choices = settings.format == "choices"
-    if not tokens["validation" if choices else "train"]:
+    measures = settings.kind.measures
+    if not tokens["validation" if measures else "train"]:
         why = f" ({units.counted(rejected, 'record')} rejected, each with its reason in {REJECTED})" if rejected else ""
-        what, remedy = ("question", "add some") if choices else ("training document", "add text")
+        what, remedy = ("question", "add some") if measures else ("training document", "add text")
         raise DataError(f"--source {' '.join(settings.sources)}: it gives no {what}{why}; {remedy}")
     if tokens["validation"] or not (settings.fraction or settings.validation_sources):
         return
@@ -515,13 +514,12 @@ def _documents(number: int) -> str:
     return f"{units.count(number)} document{'' if number == 1 else 's'}"
 
 
-def _summary(out: OutFolder, manifest: Manifest, elapsed_s: float) -> str:
+def _summary(kind: RowKind, out: OutFolder, manifest: Manifest, elapsed_s: float) -> str:
     total = sum(manifest.tokens.values())
-    if manifest.chat is not None and manifest.chat.choices:
+    if kind.measures and manifest.chat is not None:
         shards = manifest.shards["validation"]
         out.bring(rows_path(Path(shard.file)).name for shard in shards)
-        entries = TokenStream(out.here, shards, np.dtype(manifest.dtype)).choices()
-        asked = f"{units.counted(int(entries['first'].sum()), 'question')}, {units.counted(len(entries), 'choice')}"
+        asked = kind.counted(TokenStream(out.here, shards, np.dtype(manifest.dtype)))
         longest, took = manifest.chat.longest, units.duration(elapsed_s)
         rejected = f"{manifest.rejected} rejected"
         return f"{out.name}: {asked}, {units.count(total)} tokens, longest row {longest}; {rejected}, {took}"
@@ -536,10 +534,9 @@ def _summary(out: OutFolder, manifest: Manifest, elapsed_s: float) -> str:
         held = sum(shard.tokens for shard in in_place) * (2 if manifest.dtype == "uint16" else 4)
         cut += f"; {units.size(held)} used in place"
     if manifest.chat is not None:
-        what = "pair" if manifest.chat.pairs else "row"
         counted, done = sum(manifest.chat.counted.values()), manifest.settings.get("too_long")
         cut = f"; {units.count(counted)} tokens counted ({counted / total:.1%})"
-        cut += f", longest {what} {manifest.chat.longest}"
+        cut += f", longest {kind.unit} {manifest.chat.longest}"
         cut += f", {manifest.chat.too_long} too long: {done}" if manifest.chat.too_long else ""
         cut += "".join(f"; {note}" for note in manifest.chat.notes())
     return (

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, TextIO
 from llmtrain.base.units import size
 from llmtrain.base.untrusted import first_line
 from llmtrain.data.chat.conversation import no_repeats
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.prepare import inputs, plugin_source
 from llmtrain.data.prepare.sources import BOM, Piece
 
@@ -258,28 +259,15 @@ def _read_jsonl(count: Lines, piece: Piece, field: str | None, max_bytes: int) -
         yield Rejection(piece.label, "line", 1, "empty file")
 
 
-_FORMS = (  # fields that identify a form of records -> --format
-    (("question", "choices"), "choices"),
-    (("ctx", "endings"), "choices"),
-    (("chosen", "rejected"), "preference"),
-    (("prompt", "completion", "label"), "unpaired"),
-    (("messages",), "chat"),
-    (("conversations",), "chat"),
-    (("instruction", "output"), "chat"),
-    (("prompt", "completion"), "chat"),
-)
-
-
 def _form_of(names: Iterable[str]) -> str:
     """Name the option that reads a record without the text field: --format, or --field."""
     given = set(names)
-    form = next((form for fields, form in _FORMS if given.issuperset(fields)), None)
-    if form == "chat":
-        return (
-            "they are no plain text: add --format chat, and with --vocab-size --chat-template "
-            "DIR/launch/templates/turns.jinja, which `llmtrain init DIR` writes"
-        )
-    return f"they are no plain text: add --format {form}" if form else "see --field"
+    fitting = [(len(columns), kind) for kind in reversed(RowKind.CHOICES.values()) for columns in kind.columns
+               if given.issuperset(columns)]  # fmt: skip
+    if not fitting:
+        return "see --field"
+    kind = max(fitting, key=lambda each: each[0])[1]
+    return f"they are no plain text: add --format {kind.selected()}{kind.hint}"
 
 
 _PDF = b"%PDF-"

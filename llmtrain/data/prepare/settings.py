@@ -8,7 +8,7 @@ documents.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from dataclasses import field as of_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,10 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.config.plugins import hashes
 from llmtrain.data import tokenize, tokenizer_folder
-from llmtrain.data.chat.conversation import RefusedError, template_variables
-from llmtrain.data.chat.encoder import ChatOptions
+from llmtrain.data.chat.conversation import template_variables
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.manifest import Split
-from llmtrain.data.prepare.token_corpora import TOKEN_FORMATS
-
-CHAT_FORMATS = ("chat", "preference", "unpaired", "prompt")
-"""Values of --format whose records a chat template renders."""
+from llmtrain.data.row import RefusedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,36 +63,24 @@ class PrepareSettings:
     """Name of a plugin's source -> the values of its fields."""
 
     @property
-    def chat(self) -> ChatOptions | None:
-        """Options for making rows; None for text. Raises DataError when the tokenizer is unreadable."""
-        if self.format == "choices":
-            return ChatOptions(field="" if self.field == "text" else self.field, stop_tokens=(), choices=True)
-        if self.format == "token-rows":
-            return ChatOptions(field=self.field, stop_tokens=())
-        if self.format not in CHAT_FORMATS:
-            return None
-        return ChatOptions(
-            field="messages" if self.field == "text" else self.field,
-            stop_tokens=tokenizer_folder.stop_tokens(Path(str(self.tokenizer)), self.stop_tokens),
-            count=self.count,  # type: ignore[arg-type]  # argparse has checked it
-            max_tokens=self.max_tokens,
-            too_long=self.too_long,  # type: ignore[arg-type]
-            pairs=self.format == "preference",
-            labelled=self.format == "unpaired",
-            prompts=self.format == "prompt",
-            variables=self._variables(),
-        )
-
-    @property
-    def ids_field(self) -> str | None:
-        """The field of a record that holds token ids; None: the records are texts or conversations."""
-        if self.format not in TOKEN_FORMATS:
-            return None
-        return "input_ids" if self.field == "text" else self.field
+    def kind(self) -> RowKind:
+        """The kind of row, with its options. Raises DataError when the tokenizer is unreadable."""
+        cls = RowKind.named(self.format)
+        options: dict[str, Any] = {} if self.field == "text" else {"field": self.field}
+        if cls.templated:
+            options |= {
+                "stop_tokens": tokenizer_folder.stop_tokens(Path(str(self.tokenizer)), self.stop_tokens),
+                "count": self.count,
+                "max_tokens": self.max_tokens,
+                "too_long": self.too_long,
+                "variables": self._variables(),
+            }
+        return cls(**options)
 
     @property
     def is_text(self) -> bool:
-        return self.format not in (*CHAT_FORMATS, *TOKEN_FORMATS, "choices")
+        """True if the documents are texts, which get the tokenizer's special tokens."""
+        return not RowKind.named(self.format).reads_records
 
     def _variables(self) -> dict[str, Any]:
         if self.chat_template_kwargs is None:
@@ -110,8 +95,8 @@ class PrepareSettings:
 
     @property
     def fraction(self) -> float:
-        """The held-out share of `sources`: all of multiple choice."""
-        if self.format == "choices":
+        """The held-out share of `sources`: all, if no run trains on them."""
+        if RowKind.named(self.format).measures:
             return 1.0
         if self.validation_fraction is not None:
             return self.validation_fraction
@@ -133,28 +118,12 @@ class PrepareSettings:
             values["tokenizer"] = tokenizer_folder.fingerprint(Path(self.tokenizer))
             if self.is_text and self.special_tokens and tokenizer_folder.surrounds(Path(self.tokenizer)):
                 values["special_tokens"] = "those of the tokenizer's own encoding (--no-special-tokens: none)"
-            if self.format in CHAT_FORMATS and (chat := self.chat) is not None:
+            if (kind := self.kind).templated:
                 template = tokenizer_folder.chat_template(Path(self.tokenizer), self.chat_template)
-                values |= {**asdict(chat), "stop_tokens": list(chat.stop_tokens)}
-                del values["pairs"], values["labelled"], values["prompts"], values["choices"]  # `format` says it
-                del values["moment"]
-                if variables := values.pop("variables"):
-                    values["chat_template_kwargs"] = variables
+                values |= kind.identity()
                 values["chat_template"] = xxhash.xxh3_128_hexdigest(template.encode())
             return values
         return {**values, "vocab_size": self.vocab_size}
-
-    def _check_choices(self) -> None:
-        if self.tokenizer is None:
-            raise DataError(
-                "--format choices needs --tokenizer FOLDER: the tokenizer of the training data, such as "
-                "data/stdlib/tokenizer"
-            )
-        if self.validation_sources or self.validation_fraction is not None:
-            option = "source" if self.validation_sources else "fraction"
-            raise DataError(
-                f"--validation-{option}: all questions of --format choices are for evaluation; leave it out"
-            )
 
     def check(self) -> None:
         """Raises DataError for an invalid value or combination."""
@@ -162,31 +131,24 @@ class PrepareSettings:
             raise DataError(
                 "give exactly one of --tokenizer FOLDER (a Hugging Face tokenizer) and --vocab-size N (train one here)"
             )
-        if self.format in CHAT_FORMATS and self.tokenizer is None:
-            raise DataError(
-                f"--format {self.format} needs --tokenizer FOLDER: a chat model's, or any with --chat-template FILE"
-            )
-        if self.format in TOKEN_FORMATS and self.tokenizer is None:
-            raise DataError(f"--format {self.format} needs --tokenizer FOLDER: the tokenizer of the token ids")
-        if self.format == "choices":
-            self._check_choices()
+        kind = RowKind.named(self.format)
+        if kind.tokenizer and self.tokenizer is None:
+            raise DataError(f"--format {self.format} needs --tokenizer FOLDER: {kind.tokenizer}")
+        if kind.measures and (self.validation_sources or self.validation_fraction is not None):
+            option = "source" if self.validation_sources else "fraction"
+            raise DataError(f"--validation-{option}: all {kind.title} are for evaluation; leave it out")
         given = [
             name
             for name in ("chat_template", "chat_template_kwargs", "max_tokens", "stop_tokens")
             if getattr(self, name)
         ]
         given += [name for name in ("count", "too_long") if getattr(self, name) != getattr(type(self), name)]
-        if given and self.format not in CHAT_FORMATS:
+        if given and not kind.templated:
             option = {"stop_tokens": "stop-token"}.get(given[0], given[0].replace("_", "-"))
             raise DataError(f"--{option}: is for conversations; add --format chat")
-        rules = {
-            "prompt": "a prompt is never cut, and none of its tokens is counted",
-            "preference": "a preference counts its two answers completely",
-            "unpaired": "a preference counts its answer completely",
-        }
-        if self.format in rules and (self.count != "assistant" or self.too_long != "reject"):
+        if kind.complete and (self.count != "assistant" or self.too_long != "reject"):
             option = f"--count {self.count}" if self.count != "assistant" else f"--too-long {self.too_long}"
-            raise DataError(f"{option}: {rules[self.format]}; leave it out")
+            raise DataError(f"{option}: {kind.complete}; leave it out")
         if self.too_long != "reject" and self.max_tokens is None:
             raise DataError(f"--too-long {self.too_long}: say with --max-tokens N which row is too long")
         if self.vocab_size is not None and self.vocab_size < tokenize.LEAST_VOCABULARY:
@@ -199,7 +161,7 @@ class PrepareSettings:
                 "give either --validation-source (its documents are for validation, all of --source for training) or "
                 "--validation-fraction (a share of --source is for validation)"
             )
-        if not 0 <= self.fraction < 1 and self.format != "choices":
+        if not 0 <= self.fraction < 1 and not kind.measures:
             raise DataError(f"--validation-fraction {self.validation_fraction}: must be at least 0 and below 1")
         limits = (
             ("max_document_bytes", 1, "leave it out for the default"),

@@ -26,6 +26,7 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.redact import redact_text
 from llmtrain.base.units import counted
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.prepare import inputs, plugin_source, token_corpora
 from llmtrain.storage.addresses import REVISION, Repository, is_name, is_url, leads_out
 from llmtrain.storage.folders import Wrong
@@ -212,8 +213,7 @@ class Unit:
 def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--source") -> list[SourceFile]:
     """All input files of `sources`, each once, in an order that only their names decide.
 
-    `form` is auto , text, jsonl, parquet, or one of conversations or token ids. Raises DataError, which names `option`,
-    for a missing source.
+    `form`: the value of --format. Raises DataError, which names `option`, for a missing source.
     """
     found: dict[str, SourceFile] = {}
     for source in sources:
@@ -262,7 +262,7 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
                 + ("; for a source of your own give its file, --plugin FILE.py" if ":" in source else "")
             )
     paths = [path for path in paths if os.path.isfile(path)]
-    if form in token_corpora.TOKEN_FORMATS and not os.path.isfile(source):
+    if RowKind.named(form).of_ids and not os.path.isfile(source):
         paths = _with_ids(source, paths, option)
     labels = sorted((os.path.relpath(path, root or "."), path) for path in paths)
     return [_file(path, label, _kind(path, form, option)) for label, path in labels]
@@ -360,7 +360,7 @@ def _store_files(source: str, form: str, option: str) -> list[SourceFile]:
         named = [name for name in found if name[-1:] != "/" and not _hidden(name, pattern)]
         urls = {f"{root}/{name}" if name else root: found[name] for name in named}
         saved = _saved(root, urls.__contains__, option)
-        if saved is None and form in token_corpora.TOKEN_FORMATS and list(urls) != [root]:
+        if saved is None and RowKind.named(form).of_ids and list(urls) != [root]:
             taken = _with_ids(source, list(urls), option)
             urls = {url: urls[url] for url in taken}
         if not urls:
@@ -432,7 +432,8 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
     """The reader for a file. Raises DataError: token ids whose format the user has not given."""
     name = os.path.basename(path).lower()
     bare = name.removesuffix(".gz").removesuffix(".zst")
-    if form in token_corpora.TOKEN_FORMATS and not bare.endswith(_RECORDS):
+    kind = RowKind.named(form)
+    if kind.of_ids and not bare.endswith(_RECORDS):
         return "tokens"
     if bare.endswith((".csv", ".tsv")) and form not in ("text", "jsonl", "parquet"):
         return "csv"
@@ -440,7 +441,7 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
         raise DataError(
             f"{option} {path}: token ids, by its name, and no text; add --format tokens, or name other files"
         )
-    if form in ("chat", "preference", "unpaired", "prompt", "choices", *token_corpora.TOKEN_FORMATS):
+    if kind.reads_records:
         return "parquet" if name.endswith(".parquet") else "array" if _begins(path, b"[") else "jsonl"
     if form == "jsonl" and bare == name and _begins(path, b"["):
         return "array"

@@ -7,29 +7,22 @@ stores unchanged can be used in place; others are copied (prepare/worker.py).
 from __future__ import annotations
 
 import functools
-import json
 import os
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import DataError
-from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.chat.encoder import Row
 from llmtrain.data.prepare import inputs
 from llmtrain.data.tokenize import Encoder
 from llmtrain.storage.addresses import is_url
 from llmtrain.storage.object_store import StoreError
 
-TOKEN_FORMATS = ("tokens", "token-rows")
-"""Values of --format whose sources are token ids."""
-_MARKS = ("labels", "loss_mask")
-"""Fields of a record that mark its counted tokens."""
 _CHUNK = 4 << 20
 """Tokens that a search for the next end token reads at a time."""
 
@@ -230,98 +223,6 @@ def read(path: str) -> TokenFile:
         raise DataError(
             f"{path}: cannot be read as {layout.title} ({error}); copy it again, or write it again"
         ) from error
-
-
-class TokenEncoder:
-    """Makes rows of token ids for the shards, for one worker."""
-
-    dated = False
-    too_long = 0
-    unread: frozenset[str] = frozenset()
-
-    def __init__(self, folder: Path, field: str, dtype: np.dtype, *, counted: bool) -> None:
-        """`field`: a record's ids. `counted`: records mark counted tokens. Raises DataError: no usable tokenizer."""
-        encoder = Encoder(folder)
-        self.separator_id, self.vocab_size = encoder.separator_id, encoder.vocab_size
-        self._field, self._dtype, self._counted = field, dtype, counted
-
-    def outside(self, ids: np.ndarray, first: int) -> str:
-        """A sentence on the first id outside the vocabulary, or empty. `first`: place of the first id."""
-        if not len(ids) or (ids.min() >= 0 and ids.max() < self.vocab_size):
-            return ""
-        wrong = (ids < 0) | (ids >= self.vocab_size)
-        at = int(wrong.argmax())
-        return (
-            f"the id {ids[at]} at token {first + at} is outside the tokenizer's vocabulary [0, {self.vocab_size}), as "
-            f"{wrong.mean():.2%} of this part are: the ids are another tokenizer's; give that one with --tokenizer"
-        )
-
-    def row(self, ids: np.ndarray) -> Row:
-        """A document without its end token, if any: the shards' writer adds one."""
-        ids = ids[:-1] if len(ids) and ids[-1] == self.separator_id and not self._counted else ids
-        return Row(ids.astype(self._dtype), np.ones(len(ids) if self._counted else 0, bool))
-
-    def ids(self, text: str) -> tuple[np.ndarray, dict[str, Any]]:
-        """The ids of a record, int64 [tokens], and the record, both without padding. Raises RefusedError."""
-        record: dict[str, Any] = json.loads(text)
-        if self._field not in record:
-            raise RefusedError(f"no field {self._field!r} (its fields: {', '.join(sorted(record)[:8])}); see --field")
-        ids = self._integers(record[self._field], self._field)
-        if "attention_mask" in record:
-            kept = self._bits(ids, record, "attention_mask")
-            record |= {name: self._beside(ids, record, name)[kept].tolist() for name in _MARKS if name in record}
-            ids = ids[kept]
-        return ids, record
-
-    def rows(self, text: str) -> list[Row]:
-        """The row of a record, a JSON object. Raises RefusedError."""
-        ids, record = self.ids(text)
-        if wrong := self.outside(ids, 0):
-            raise RefusedError(wrong)
-        marks = [name for name in _MARKS if name in record]
-        if not self._counted:
-            if marks:
-                raise RefusedError(f"it has {marks[0]}, which mark the counted tokens: add --format token-rows")
-            row = self.row(ids)
-        elif len(marks) != 1:
-            raise RefusedError("it has neither labels nor loss_mask" if not marks else "it has labels and loss_mask")
-        else:
-            row = Row(ids.astype(self._dtype), self._marked(ids, record, marks[0]))
-        if not len(row.ids):
-            raise RefusedError("empty document")
-        return [row]
-
-    def _marked(self, ids: np.ndarray, record: dict[str, Any], name: str) -> np.ndarray:
-        """Mark the counted tokens, bool [tokens]. Raises RefusedError."""
-        if name == "loss_mask":
-            return self._bits(ids, record, name)
-        marks = self._beside(ids, record, name)
-        counted = marks != -100
-        if (marks[counted] != ids[counted]).any():
-            raise RefusedError("labels are neither the token's own id nor -100; they are not to be shifted")
-        return counted
-
-    def _bits(self, ids: np.ndarray, record: dict[str, Any], name: str) -> np.ndarray:
-        """bool [tokens]. Raises RefusedError."""
-        marks = self._beside(ids, record, name)
-        if not np.isin(marks, (0, 1)).all():
-            raise RefusedError(f"{name} holds numbers other than 0 and 1")
-        return marks == 1
-
-    def _beside(self, ids: np.ndarray, record: dict[str, Any], name: str) -> np.ndarray:
-        """int64 [tokens]. Raises RefusedError."""
-        marks = self._integers(record[name], name)
-        if len(marks) != len(ids):
-            raise RefusedError(f"{len(ids)} {self._field} and {len(marks)} {name}; each token wants one")
-        return marks
-
-    @staticmethod
-    def _integers(values: Any, name: str) -> np.ndarray:
-        """int64 [tokens]. Raises RefusedError."""
-        whole = isinstance(values, list) and all(type(each) in (int, bool) for each in values)
-        if not whole or any(not -(2**31) <= each < 2**32 for each in values):
-            raise RefusedError(f"field {name!r} is no list of integers")
-        return np.array(values, dtype=np.int64)
 
 
 _SAMPLED = 1 << 16

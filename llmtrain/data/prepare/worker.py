@@ -25,19 +25,17 @@ import xxhash
 from llmtrain.base.child import Parent
 from llmtrain.base.errors import DataError, UserError
 from llmtrain.base.files import replace_file
-from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Kept, Row, kept
+from llmtrain.data.chat.encoder import Kept, kept
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.manifest import SPLITS, Shard, Split
 from llmtrain.data.origins import write_origins
 from llmtrain.data.prepare import out_folder, plugin_source, token_corpora
 from llmtrain.data.prepare.out_folder import HELD_OUT, UNFINISHED
-from llmtrain.data.prepare.questions import ChoiceEncoder
 from llmtrain.data.prepare.records import Document, Lines, Rejection, read_piece, reject
 from llmtrain.data.prepare.settings import draw, parts
 from llmtrain.data.prepare.sources import Unit, refuse_changed
-from llmtrain.data.prepare.token_corpora import TokenEncoder
-from llmtrain.data.shards import CHOICE, JUDGED, rows_path
-from llmtrain.data.tokenize import Encoder
+from llmtrain.data.row import Row
+from llmtrain.data.token_stream import rows_path
 from llmtrain.storage.addresses import is_url
 
 _BATCH_BYTES = 1 << 19  # text encoded in one call: enough to amortise it, little enough to stay flat
@@ -51,7 +49,7 @@ class WorkerSettings:
     """Folder on this host with the plan and the tokenizer: `out`, or a copy of a store's files (out_folder.py)."""
     owner: str = ""
     """Claim on a folder in a store."""
-    field: str
+    kind: RowKind
     max_document_bytes: int
     validation_fraction: float
     cut_bytes: int
@@ -60,12 +58,8 @@ class WorkerSettings:
     """File in `here` by `write_held_out`: the documents of --validation-source, which no unit for training may hold."""
     reject_limit: int
     """Rejections after which a unit is given up: the run will stop anyway, and the list must not fill the memory."""
-    chat: ChatOptions | None = None
-    """The documents are conversations, or rows with counted tokens; None: they are texts."""
     bare: bool = False
     """Texts get no special tokens."""
-    ids_field: str | None = None
-    """The documents are token ids, in this field of a record."""
     dtype: str
     """Type of the ids in the shards, in numpy's notation."""
     plugins: tuple[str, ...] = ()
@@ -76,8 +70,8 @@ class WorkerSettings:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> WorkerSettings:
-        chat = values["chat"]
-        return WorkerSettings(**{**values, "chat": None if chat is None else ChatOptions(**chat)})
+        """The plugins are imported already."""
+        return WorkerSettings(**{**values, "kind": RowKind.from_dict(values["kind"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,19 +159,12 @@ class _HeldOut:
         return bool((self._low[same] == np.uint64(low)).any())
 
 
-def _judged(rows: Iterable[Row]) -> np.ndarray:
-    """JUDGED [rows]. A row's prompt is its tokens before the first counted one."""
-    begins = [(row, int(row.counted.argmax())) for row in rows]
-    judged = [(xxhash.xxh3_64_intdigest(row.ids[:at].tobytes()), at, bool(row.desirable)) for row, at in begins]
-    return np.array(judged, dtype=JUDGED)
-
-
 class _ShardWriter:
-    """A shard under its temporary name until `commit`; for conversations also its file of rows."""
+    """A shard under its temporary name until `commit`, and its file of rows, if its kind has one."""
 
-    def __init__(self, path: Path, chat: ChatOptions | None) -> None:
+    def __init__(self, path: Path, kind: RowKind) -> None:
         self.path = path
-        self._chat = chat
+        self._kind = kind
         self._lengths: list[int] = []
         self._counted: list[np.ndarray] = []
         self._entries: list[np.ndarray] = []
@@ -202,20 +189,17 @@ class _ShardWriter:
         self._lengths += [len(row.ids) + (separator_id is not None) for row in rows]
         end = np.array([] if separator_id is None else [separator_id], dtype=rows[0].ids.dtype)
         block = np.concatenate([part for row in rows for part in (row.ids, end)])
-        if self._chat is not None:
+        if self._kind.has_rows:
             self._counted += [row.counted for row in rows]
-            if self._chat.labelled:
-                self._entries.append(_judged(rows))
-            if self._chat.choices:
-                self._entries.append(np.array([row.choice for row in rows], dtype=CHOICE))
+        if self._kind.entry is not None:
+            self._entries.append(np.array([row.entry for row in rows], dtype=self._kind.entry))
         data = block.tobytes()
         self._stream.write(data)
         self._digest.update(data)
         self.tokens += len(block)
 
     def figures(self) -> RowFigures:
-        together = 2 if self._chat is not None and self._chat.pairs else 1
-        lengths = np.array(self._lengths, dtype=np.int64).reshape(-1, together).sum(1)
+        lengths = np.array(self._lengths, dtype=np.int64).reshape(-1, self._kind.together).sum(1)
         counted = sum(int(row.sum()) for row in self._counted)
         return RowFigures(counted=counted, longest=int(lengths.max(initial=0)))
 
@@ -228,7 +212,7 @@ class _ShardWriter:
             self._partial.unlink()
             return None
         of_rows = ""
-        if self._chat is not None:
+        if self._kind.has_rows:
             data = np.array(self._lengths, dtype="<u4").tobytes() + np.packbits(np.concatenate(self._counted)).tobytes()
             data += b"".join(part.tobytes() for part in self._entries)
             replace_file(rows_path(self.path), data)
@@ -286,17 +270,14 @@ class _Written:
         return sides
 
 
-AnyEncoder = Encoder | ChatEncoder | ChoiceEncoder | TokenEncoder
-
-
 def process_unit(
     unit: Unit,
     settings: WorkerSettings,
-    encoder: AnyEncoder,
+    encoder: Any,
     progress: Callable[[int], None],
 ) -> UnitRecord:
     """Write the shards and the record of `unit`; return the record. A unit with too many rejected records is not read
-    to its end and leaves no file. `progress` gets bytes of text done.
+    to its end and leaves no file. `encoder`: of the kind of row. `progress` gets bytes of text done.
 
     Raises DataError, without leaving a file, when the output cannot be written.
     """
@@ -306,8 +287,8 @@ def process_unit(
     try:
         (own / UNFINISHED).mkdir(parents=True, exist_ok=True)
         for split in SPLITS:
-            writers[split] = _ShardWriter(own / f"{split}-{unit.index:05d}.bin", settings.chat)
-        too_long = 0 if isinstance(encoder, Encoder) else encoder.too_long
+            writers[split] = _ShardWriter(own / f"{split}-{unit.index:05d}.bin", settings.kind)
+        too_long = encoder.too_long if settings.kind.has_rows else 0
         held_out = _HeldOut(Path(settings.here, settings.held_out) if settings.held_out else None)
         written = _Written(unit, settings, writers, held_out)
         _write_documents(written, encoder, progress)
@@ -326,7 +307,7 @@ def process_unit(
             excluded=written.excluded,
             lowest_draw=written.lowest_draw,
         )
-        if settings.chat is not None and not isinstance(encoder, Encoder):
+        if settings.kind.has_rows:
             record = replace(
                 record,
                 chat={split: writers[split].figures() for split in SPLITS},
@@ -357,16 +338,17 @@ def process_unit(
         shutil.rmtree(own, ignore_errors=True)
 
 
-def _write_documents(written: _Written, encoder: AnyEncoder, progress: Callable[[int], None]) -> None:
-    unit, settings, writers = written.unit, written.settings, written.writers
-    whole = not isinstance(encoder, Encoder)  # records are read completely, and their training rows decide their side
-    separator = encoder.separator_id if settings.chat is None and isinstance(encoder, Encoder | TokenEncoder) else None
+def _write_documents(written: _Written, encoder: Any, progress: Callable[[int], None]) -> None:
+    unit, settings, writers, kind = written.unit, written.settings, written.writers, written.settings.kind
+    whole = kind.reads_records  # and the training rows decide the side of a record
+    separator = None if kind.has_rows else encoder.separator_id
     batch: list[tuple[int, Document, Split, str]] = []
     filled = 0
 
     def flush() -> None:
         nonlocal filled
-        for (place, document, side, _), rows in zip(batch, _rows(encoder, [text for *_, text in batch]), strict=True):
+        encoded = kind.encode_all(encoder, [text for *_, text in batch])
+        for (place, document, side, _), rows in zip(batch, encoded, strict=True):
             if isinstance(rows, str):
                 written.rejected.append(reject(unit.pieces[place], document, rows))
                 continue
@@ -387,13 +369,12 @@ def _write_documents(written: _Written, encoder: AnyEncoder, progress: Callable[
 
     for place, piece in enumerate(unit.pieces):
         if piece.kind == "tokens":
-            assert isinstance(encoder, TokenEncoder)
             flush()
             _write_tokens(written, place, encoder)
             progress(piece.bytes)
             continue
         written.lines = Lines(excluded=written.excluded)
-        for item in read_piece(piece, None if whole else settings.field, settings.max_document_bytes, written.lines):
+        for item in read_piece(piece, None if whole else kind.field, settings.max_document_bytes, written.lines):
             if len(written.rejected) > settings.reject_limit:
                 return
             if isinstance(item, Rejection):
@@ -410,22 +391,7 @@ def _write_documents(written: _Written, encoder: AnyEncoder, progress: Callable[
         flush()
 
 
-def _rows(encoder: AnyEncoder, texts: list[str]) -> list[list[Row] | str]:
-    """The rows of each document, or the reason for none."""
-    if isinstance(encoder, Encoder):
-        # A tokenizer may drop all characters that it does not know.
-        none = "the tokenizer gives no token for it"
-        return [[Row(encoder.document(ids), ids[:0])] if len(ids) else none for ids in encoder.encode(texts)]
-    found: list[list[Row] | str] = []
-    for text in texts:
-        try:
-            found.append(encoder.rows(text))
-        except RefusedError as error:
-            found.append(str(error))
-    return found
-
-
-def _write_tokens(written: _Written, place: int, encoder: TokenEncoder) -> None:
+def _write_tokens(written: _Written, place: int, encoder: Any) -> None:
     """Write the documents that begin in a range of a file of ids: in place if the file stores them as a shard does and
     the unit is only this range; else one by one. Raises DataError: an id is outside the vocabulary."""
     unit, settings, writers = written.unit, written.settings, written.writers
@@ -443,7 +409,7 @@ def _write_tokens(written: _Written, place: int, encoder: TokenEncoder) -> None:
     starts = np.concatenate([[0], ends[:-1]])
     plain = file.begin is not None and ids.dtype.itemsize == np.dtype(settings.dtype).itemsize
     alone = len(unit.pieces) == 1 and not unit.validation and not piece.excluded
-    as_it_is = separated and plain and alone and settings.chat is None
+    as_it_is = separated and plain and alone and not settings.kind.has_rows
     if as_it_is and settings.held_out is not None:
         documents = zip(starts.tolist(), ends.tolist(), strict=True)
         hashes = (xxhash.xxh3_128_intdigest(ids[start : end - 1].tobytes()) for start, end in documents)
@@ -465,7 +431,7 @@ def _write_tokens(written: _Written, place: int, encoder: TokenEncoder) -> None:
         for split, _ in written.sides("", row.ids.tobytes()):
             writers[split].add([row], (place, first))
     for writer in writers.values():
-        writer.write(None if settings.chat else encoder.separator_id)
+        writer.write(None if settings.kind.has_rows else encoder.separator_id)
 
 
 def _as_they_lie(
@@ -507,25 +473,20 @@ def _as_they_lie(
     return entries
 
 
-def encoder_of(folder: Path, settings: WorkerSettings) -> AnyEncoder:
+def encoder_of(folder: Path, settings: WorkerSettings) -> Any:
     """Raises DataError: the encoder cannot be loaded."""
-    chat = settings.chat
-    if settings.ids_field is not None:
-        return TokenEncoder(folder, settings.ids_field, np.dtype(settings.dtype), counted=chat is not None)
-    if chat is None:
-        return Encoder(folder, bare=settings.bare)
-    return ChoiceEncoder(folder, chat) if chat.choices else ChatEncoder(folder, chat)
+    return settings.kind.encoder(folder, np.dtype(settings.dtype), settings.bare)
 
 
 def main() -> None:
     """The worker's loop. Its first line is the settings, each further line a unit."""
     parent = Parent()
     parent.listen()
-    settings = WorkerSettings.from_dict(parent.asked())
-    folder = Path(settings.here) / "tokenizer"
+    given = parent.asked()
     try:
-        plugin_source.use(settings.plugins, settings.fields)
-        encoder = encoder_of(folder, settings)
+        plugin_source.use(given["plugins"], given["fields"])
+        settings = WorkerSettings.from_dict(given)
+        encoder = encoder_of(Path(settings.here) / "tokenizer", settings)
         while True:
             unit = Unit.from_dict(parent.asked())
 

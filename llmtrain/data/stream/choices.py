@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from llmtrain.base.errors import DataError
+from llmtrain.data.batches import AnswerBatch
+from llmtrain.data.kinds.choices import Choices
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.loader import AnswerBatch
-from llmtrain.data.stream.windows import IGNORED
+from llmtrain.data.windows import IGNORED
 
 _NARROWEST = 32
 """Tokens of the narrowest batches; each wider kind has twice as many, since a pipeline takes one shape at a time."""
@@ -39,14 +40,14 @@ class ChoiceSet:
         Raises DataError when the folder holds other data, or a choice alone is too long.
         """
         self.prepared = PreparedSet(folder, cache)
-        chat = self.prepared.manifest.chat
-        if chat is None or not chat.choices:
+        kind = self.prepared.kind
+        if not isinstance(kind, Choices):
             raise DataError(
                 f"{folder}: holds no multiple-choice questions; prepare them with --format choices, or name a folder "
                 "of texts or conversations in eval.sets"
             )
         self._stream = self.prepared.split("validation")
-        self._entries, self._lengths = self._stream.choices(), self._stream.row_lengths()
+        self._entries, self._lengths = self._stream.entries(kind.entry), self._stream.row_lengths()
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._first = np.flatnonzero(self._entries["first"])
         self._tokens = self._stream.read(0, self._stream.tokens)
@@ -115,17 +116,14 @@ class ChoiceSet:
             assert counted is not None
             inputs[place, :fed], answers[place] = ids[:-1], place
             labels[place, :fed] = np.where(counted[1:], ids[1:], IGNORED)
-        micro = AnswerBatch(
+        batch = AnswerBatch(
             inputs=torch.from_numpy(inputs),
             labels=torch.from_numpy(labels),
             sample_indices=rows.tolist(),
             answers=torch.from_numpy(answers),
             rows=torch.from_numpy(rows),
-            reference=None,
         )
-        pinned = micro.pinned() if pin_memory else micro
-        assert isinstance(pinned, AnswerBatch)
-        return pinned
+        return batch.pinned() if pin_memory else batch
 
     def chosen(self, log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Each question's likeliest choice, and its likeliest by characters: places, int64 [questions]; -1 if a

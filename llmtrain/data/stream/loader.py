@@ -11,32 +11,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-import torch
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.stages import Batch, Stages
+from llmtrain.data.batches import MicroBatch
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.stream.order import rows_of
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.stream.windows import IGNORED, Window
-
-__all__ = [
-    "AnswerBatch",
-    "Course",
-    "MicroBatch",
-    "StepBatch",
-    "TaughtBatch",
-    "TrainData",
-    "TrainLoader",
-    "UnpairedBatch",
-    "batches_of",
-    "validation_batches",
-]
+from llmtrain.data.windows import Window
 
 _STEPS_AHEAD = 4
 _POLL_S = 0.05
@@ -139,73 +125,6 @@ class Course:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Input of a rank's forward pass: b sequences of T tokens."""
-
-    inputs: torch.Tensor
-    """int64 [b, T]."""
-    labels: torch.Tensor
-    """int64 [b, T], already shifted: labels[:, t] follows inputs[:, t]. -100 is not counted."""
-    sample_indices: list[int]
-    """Global index of each row (rows that only pad a validation batch have none)."""
-    positions: torch.Tensor | None = None
-    """int64 [b, T] with data.isolate_documents: each token's position in its document. None: 0 to T - 1 in each row."""
-    counted: int | None = None
-    """Number of counted labels, on a device, where counting them would make the host wait."""
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """Copy with every tensor on `device`; the host does not wait."""
-        counted = int((self.labels != IGNORED).sum()) if self.labels.device.type == "cpu" else self.counted
-        return replace(self._with(lambda tensor: tensor.to(device, non_blocking=True)), counted=counted)
-
-    def pinned(self) -> MicroBatch:
-        """Copy in page-locked memory."""
-        return self._with(torch.Tensor.pin_memory)
-
-    def columns(self, count: int) -> MicroBatch:
-        """The first `count` tokens of each row."""
-        return self._with(lambda tensor: tensor[:, :count])
-
-    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **changed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaughtBatch(MicroBatch):
-    """A micro-batch with a teacher's k likeliest words for each label."""
-
-    words: torch.Tensor
-    """int64 [b, T, k]."""
-    logs: torch.Tensor
-    """fp32 [b, T, k + 1]: log-probabilities of the words, and all other words' logarithmic mass."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerBatch(MicroBatch):
-    """Micro-batch of A answers. Preferences: 2p is the chosen one of pair p, 2p + 1 the rejected."""
-
-    answers: torch.Tensor
-    """int64 [b, T]: each token's answer; A: none."""
-    rows: torch.Tensor
-    """int64 [A]: each answer's row in the split."""
-    reference: torch.Tensor | None
-    """fp32 [A]: log-probability of each answer under the reference, nats."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnpairedBatch(AnswerBatch):
-    """Unpaired answers with their labels."""
-
-    desirable: torch.Tensor
-    """bool [A]."""
-    mismatched: AnswerBatch
-    """This micro-batch's prompts, each with the answer to another one. It stays on the host."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepBatch:
     """One optimizer step of one rank."""
 
@@ -224,59 +143,14 @@ class StepBatch:
         return (self.sequences - self.excluded) * self.micro_batches[0].inputs.shape[1]
 
 
-def _micro_batch(read: Callable[[int], Window], indices: list[int], rows: int, pin_memory: bool) -> MicroBatch:
-    """Sequences `indices` as `rows` rows; padding rows repeat another row and do not count."""
+def _micro_batch(
+    kind: RowKind, read: Callable[[int], Window], indices: list[int], rows: int, pin_memory: bool
+) -> MicroBatch:
+    """Sequences `indices` as `rows` rows of a tensor; padding rows repeat another one and do not count."""
     windows = [read(index) for index in indices or [0]]
     windows += windows[-1:] * (rows - len(windows))
-    micro = _stacked(windows, indices)
-    if isinstance(micro, AnswerBatch) and windows[0].desirable is not None:
-        mismatched = _stacked([window.mismatched for window in windows if window.mismatched is not None], indices)
-        mismatched = mismatched.pinned() if pin_memory else mismatched
-        assert isinstance(mismatched, AnswerBatch)
-        given = [window.desirable for window in windows[: len(indices)] if window.desirable is not None]
-        desirable = torch.from_numpy(np.concatenate([np.empty(0, bool), *given]))
-        micro = UnpairedBatch(**vars(micro), desirable=desirable, mismatched=mismatched)
+    micro = kind.batch(windows, indices)
     return micro.pinned() if pin_memory else micro
-
-
-def _stacked(windows: list[Window], indices: list[int]) -> MicroBatch:
-    """Micro-batch of windows, of which the first len(indices) count."""
-    inputs = torch.from_numpy(np.stack([window.inputs for window in windows]))
-    labels = torch.from_numpy(np.stack([window.labels for window in windows]))
-    labels[len(indices) :] = IGNORED
-    positions = None
-    if windows[0].positions is not None:
-        positions = torch.from_numpy(np.stack([window.positions for window in windows if window.positions is not None]))
-    micro = MicroBatch(inputs=inputs, labels=labels, sample_indices=indices, positions=positions)
-    if windows[0].words is not None:
-        words, logs = (
-            torch.from_numpy(np.stack([each for each in some if each is not None]))
-            for some in ([window.words for window in windows], [window.logs for window in windows])
-        )
-        return TaughtBatch(**vars(micro), words=words, logs=logs)
-    return micro if windows[0].rows is None else _answers(micro, windows)
-
-
-def _answers(micro: MicroBatch, windows: list[Window]) -> AnswerBatch:
-    """Add the answers of the counted windows."""
-    assert micro.positions is not None
-    rows = [window.rows for window in windows[: len(micro.sample_indices)] if window.rows is not None]
-    total = sum(map(len, rows))
-    answers = torch.full_like(micro.labels, total)
-    first = 0
-    for row, held in enumerate(rows):
-        document = (micro.positions[row] == 0).cumsum(0) - 1
-        answers[row] = torch.where(document < len(held), document + first, total)
-        first += len(held)
-    given = [window.reference for window in windows if window.reference is not None][: len(rows)]
-    return AnswerBatch(
-        **vars(micro),
-        answers=answers,
-        rows=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *rows])),
-        reference=None
-        if windows[0].reference is None
-        else torch.from_numpy(np.concatenate([np.empty(0, np.float32), *given])),
-    )
 
 
 class TrainLoader:
@@ -391,7 +265,7 @@ class TrainLoader:
         read, excluded = self._reader(step, reading)
         for each in rows:
             indices = [reading.index + row for row in each]
-            micro_batches.append(_micro_batch(read, indices, len(indices), self._pin_memory))
+            micro_batches.append(_micro_batch(reading.data.kind, read, indices, len(indices), self._pin_memory))
         return StepBatch(micro_batches=micro_batches, first_index=reading.index, sequences=batch.global_batch,
                          stage=reading.stage, excluded=excluded)  # fmt: skip
 
@@ -408,7 +282,8 @@ class TrainLoader:
     def row(self, step: int, index: int | None) -> MicroBatch:
         """Return sequence `index` of a step alone; None: a sequence without a counted token."""
         reading = self._course.at(step)
-        return _micro_batch(self._reader(step, reading)[0], [] if index is None else [index], 1, self._pin_memory)
+        read, indices = self._reader(step, reading)[0], [] if index is None else [index]
+        return _micro_batch(reading.data.kind, read, indices, 1, self._pin_memory)
 
     def _read_ahead(self, step: int) -> None:
         item: StepBatch | BaseException
@@ -450,10 +325,11 @@ def validation_batches(
     check_validation(data)
     total = min(sequences, data.validation_sequences)
     read, fetch = data.validation_window_at, data.fetch_validation
-    return batches_of(read, total, micro_batch, rank, data_parallel, pin_memory, fetch)
+    return batches_of(data.kind, read, total, micro_batch, rank, data_parallel, pin_memory, fetch)
 
 
 def batches_of(
+    kind: RowKind,
     read: Callable[[int], Window],
     total: int,
     micro_batch: int,
@@ -472,4 +348,4 @@ def batches_of(
     for number, indices in enumerate(dealt):
         if number % each == 0:
             fetch([index for own in dealt[number : number + each] for index in own])
-        yield _micro_batch(read, indices, micro_batch, pin_memory)
+        yield _micro_batch(kind, read, indices, micro_batch, pin_memory)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +14,19 @@ import xxhash
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
+from llmtrain.data.kinds import RowKind
+from llmtrain.data.kinds.packing import AnswerReader, RowReader
+from llmtrain.data.kinds.text import TextReader
 from llmtrain.data.manifest import SPLITS, Manifest, Split, other_begin
-from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
+from llmtrain.data.shards import FileSum, PreparedSet
 from llmtrain.data.stream.order import Mixture, permute, position_of
-from llmtrain.data.stream.windows import IGNORED, Texts, Window
+from llmtrain.data.token_stream import TokenStream
+from llmtrain.data.windows import IGNORED, Window
 from llmtrain.objectives.by_token import Distill
 
 if TYPE_CHECKING:
     from llmtrain.data.origins import Origins
-    from llmtrain.data.stream.columns import TeacherColumn
-    from llmtrain.data.stream.rows import Conversations
+    from llmtrain.data.stream.reference_and_teacher import TeacherColumn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,8 @@ class _Member:
     """One prepared set of the mixture."""
 
     prepared: PreparedSet
-    train: Texts | Conversations
-    validation: Texts | Conversations
+    train: TextReader | RowReader
+    validation: TextReader | RowReader
 
 
 class TrainData:
@@ -70,6 +72,8 @@ class TrainData:
         self.shares = self._mixture.shares
         """Each set's exact share of the sequences."""
         self.manifests: tuple[Manifest, ...] = tuple(member.prepared.manifest for member in self._members)
+        self.kind: RowKind = self._members[0].prepared.kind
+        """Kind of the rows; the sets of a mixture have kinds of one form of batch."""
         self.vocab_size: int = self.manifests[0].vocab_size
         self.separator_id: int = self.manifests[0].separator_id
         self.doubled = any(manifest.doubled for manifest in self.manifests)
@@ -102,17 +106,16 @@ class TrainData:
         return [file for member in self._members for file in member.prepared.sums(origins=origins)]
 
     def take_reference(self, precision: str) -> list[str]:
-        """Add the reference's log-probabilities to windows of preferences; returns each set's hash of the weights.
-        Raises DataError when a set's column is missing or of other data."""
-        from llmtrain.data.stream.columns import read_reference
-        from llmtrain.data.stream.rows import Preferences, Unpaired
+        """Add the reference's log-probabilities to the answers; returns each set's hash of the weights. Raises
+        DataError when a set's column is missing or of other data."""
+        from llmtrain.data.stream.reference_and_teacher import read_reference
 
         hashes = []
         for member in self._members:
             made, columns = read_reference(member.prepared, precision)
             self.column_models.append(made.model)
             for windows, split in zip((member.train, member.validation), SPLITS, strict=True):
-                assert isinstance(windows, Preferences | Unpaired)
+                assert isinstance(windows, AnswerReader)
                 windows.reference = columns[split]
             hashes.append(made.weights)
         return hashes
@@ -120,7 +123,7 @@ class TrainData:
     def teacher_columns(self, objective: Distill, vocabulary: int, precision: str, weights: str = "",
                         model: dict[str, Any] | None = None) -> list[TeacherColumn]:  # fmt: skip
         """The expected teacher's column of each set, without its files. Raises DataError: k is too large."""
-        from llmtrain.data.stream.columns import TeacherColumn
+        from llmtrain.data.stream.reference_and_teacher import TeacherColumn
 
         assert objective.top_k is not None
         if objective.top_k > vocabulary:
@@ -145,7 +148,7 @@ class TrainData:
     def take_teacher(self, columns: list[TeacherColumn]) -> list[str]:
         """Add the teacher's likeliest words to windows; returns each set's hash of the weights. `columns`:
         `teacher_columns`. Raises DataError when a set's column is missing or different."""
-        from llmtrain.data.stream.columns import read_column
+        from llmtrain.data.stream.reference_and_teacher import read_column
 
         hashes = []
         for member, wanted in zip(self._members, columns, strict=True):
@@ -192,7 +195,8 @@ class TrainData:
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, labels), int64 [T] each, of training sequence `index` >= 0."""
-        return self.window_at(index)[:2]
+        window = self.window_at(index)
+        return window.inputs, window.labels
 
     def window_at(self, index: int) -> Window:
         member, window = self.place_of(index)
@@ -251,12 +255,13 @@ class TrainData:
         """Raises DataError: the set was prepared without origins."""
         return self._members[member].prepared.origins(split)
 
-    def windows_of(self, member: int) -> Texts | Conversations:
+    def windows_of(self, member: int) -> TextReader | RowReader:
         return self._members[member].train
 
     def validation_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, labels), int64 [T] each, of validation sequence `index` < validation_sequences."""
-        return self.validation_window_at(index)[:2]
+        window = self.validation_window_at(index)
+        return window.inputs, window.labels
 
     def validation_window_at(self, index: int) -> Window:
         """Validation sequence `index` < validation_sequences.
@@ -288,7 +293,7 @@ class TrainData:
     def streams(self, split: Split) -> list[TokenStream]:
         return [(member.train if split == "train" else member.validation).stream for member in self._members]
 
-    def _read(self, windows: Texts | Conversations, index: int) -> Window:
+    def _read(self, windows: TextReader | RowReader, index: int) -> Window:
         window = windows.read(index)
         if (largest := int(max(window.inputs.max(), window.labels.max()))) >= self.vocab_size:
             # A wrong id would read past the embedding: on a GPU an assertion that kills the process without a name.
@@ -301,7 +306,7 @@ class TrainData:
         counted, found = window.labels != IGNORED, windows.taught.read(windows.places(index, window))
         words, logs = (np.zeros((self.sequence_length, each.shape[1]), dtype=each.dtype) for each in found)
         words[counted], logs[counted] = found
-        return window._replace(words=words, logs=logs)
+        return replace(window, by_token={"words": words, "logs": logs})
 
 
 class EvalSet(TrainData):
@@ -332,34 +337,21 @@ class EvalSet(TrainData):
 
 def _open_member(folder: str, config: DataConfig) -> _Member:
     prepared = PreparedSet(folder, config.cache)
-    folder, chat = prepared.name, prepared.manifest.chat
-    kind: Callable[..., Texts | Conversations] = partial(Texts, doubled=prepared.manifest.doubled)
-    if chat is not None:
-        from llmtrain.data.stream.rows import kind_of
-
-        kind = kind_of(chat)
-    if chat is not None and chat.prompts:
+    folder, kind, manifest = prepared.name, prepared.kind, prepared.manifest
+    if kind.never_trains:
+        raise DataError(f"{folder} holds {kind.title}, {kind.never_trains}")
+    if kind.has_rows and not config.isolate_documents:
         raise DataError(
-            f"{folder} holds prompts, without counted tokens, so there is nothing to learn; they are for objectives "
-            "that generate answers. Prepare conversations, with --format chat"
-        )
-    if chat is not None and chat.choices:
-        raise DataError(
-            f"{folder} holds multiple-choice questions, which measure a model and train none; name it in eval.choices"
-        )
-    if chat is not None and not config.isolate_documents:
-        raise DataError(
-            f"data.isolate_documents is false, and {folder} holds conversations: those that share a sequence would "
+            f"data.isolate_documents is false, and {folder} holds {kind.title}: those that share a sequence would "
             "read each other; set data.isolate_documents to true"
         )
-    if chat is not None and chat.longest > config.sequence_length:
-        what = "pair" if chat.pairs else "row"
+    if manifest.chat is not None and manifest.chat.longest > config.sequence_length:
+        longest = manifest.chat.longest
         raise DataError(
-            f"data.sequence_length {config.sequence_length}: the longest {what} of {folder} has {chat.longest} "
+            f"data.sequence_length {config.sequence_length}: the longest {kind.unit} of {folder} has {longest} "
             f"tokens, and none is cut here; raise it, or prepare the data with --max-tokens {config.sequence_length}"
         )
-    separator_id = prepared.manifest.separator_id
-    train, validation = (kind(prepared.split(split), config, separator_id) for split in SPLITS)
+    train, validation = (kind.reader(prepared.split(split), config, manifest) for split in SPLITS)
     return _Member(prepared=prepared, train=train, validation=validation)
 
 

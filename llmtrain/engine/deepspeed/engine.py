@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import ModelError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.api import Counters, ForwardCopy, GradientPiece, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State, Zero3State, Zero12State

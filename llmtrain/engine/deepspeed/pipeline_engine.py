@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import ModelError
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.state import base_optimizer

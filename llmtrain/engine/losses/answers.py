@@ -1,8 +1,9 @@
-"""Loss functions over answers: pairs, answers judged alone, their log-probabilities, a reference at each step."""
+"""Loss functions over answers: those of an objective, their log-probabilities, a reference at each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -11,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch
+from llmtrain.data.batches import AnswerBatch, MicroBatch
+from llmtrain.data.kinds import RowKind
 from llmtrain.engine.losses.function import Evaluate, LooksAhead, LossFunction, checked_terms, figures_of
 from llmtrain.engine.ranks.plugin_code import called
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
-from llmtrain.objectives.preferences import Answers, OverAnswers
+from llmtrain.objectives.preferences import Answers, OverAnswers, OverPairs
 
 
 def answers_in(micro: MicroBatch) -> AnswerBatch:
@@ -63,52 +65,58 @@ def last_tokens(batch: AnswerBatch) -> Tensor:
 
 
 def terms_over(objective: OverAnswers, answers: Answers) -> tuple[Tensor, ...]:
-    """Return the terms of answers or pairs, fp32 [A] or [P] each. Raises ModelError: a plugin's class gives others."""
-    key, method = f"objective.name {objective.name}", "terms" if objective.data == "unpaired" else "losses"
+    """Return the terms of each record, fp32 [R] each. Raises ModelError: a plugin's class gives others."""
+    key, method = f"objective.name {objective.name}", method_of(objective)
     terms = called(objective, key, method, lambda: objective.terms(answers))
     like = answers.score if objective.scores else answers.log_prob
     return checked_terms(key, objective, method, terms, like[:, 0] if like.dim() > 1 else like)
 
 
-class PairLoss:
-    """The terms of an objective over pairs."""
+def method_of(objective: OverAnswers) -> str:
+    """Name of the method that a user's class of this kind defines."""
+    return "losses" if isinstance(objective, OverPairs) else "terms"
 
-    def __init__(self, objective: OverAnswers) -> None:
-        self.figures, self._objective = figures_of(objective), objective
+
+class AnswerLoss:
+    """The terms of an objective over answers, summed over records."""
+
+    kl = math.nan
+
+    def __init__(self, objective: OverAnswers, kind: RowKind) -> None:
+        self.figures, self._objective, self._together = figures_of(objective), objective, kind.together
 
     def weight(self, micro: MicroBatch) -> int:
-        return len(answers_in(micro).rows) // 2
+        return len(answers_in(micro).rows) // self._together
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        batch = answers_in(micro)
+        batch, given = answers_in(micro), dict[str, Tensor]()
         if self._objective.scores:
-            score, tokens = head.scores_at(hidden, last_tokens(batch)).view(-1, 2), counted_tokens(batch).view(-1, 2)
-            answers = Answers(score=score, tokens=tokens, log_sigmoid=F.logsigmoid)
+            given = {"score": head.scores_at(hidden, last_tokens(batch)), "tokens": counted_tokens(batch)}
         else:
-            log_prob, tokens = (each.view(-1, 2) for each in answers_of(head, hidden, batch))
-            known = None if batch.reference is None else batch.reference.view(-1, 2)
-            answers = Answers(log_prob=log_prob, tokens=tokens, reference=known, log_sigmoid=F.logsigmoid)
+            given["log_prob"], given["tokens"] = answers_of(head, hidden, batch)
+            if batch.reference is not None:
+                given["reference"] = batch.reference
+        answers = Answers(**{name: self._by_record(each) for name, each in given.items()},
+                          facts={name: self._by_record(each) for name, each in batch.facts.items()},
+                          kl=self.kl, log_sigmoid=F.logsigmoid)  # fmt: skip
         return head.once(torch.stack(terms_over(self._objective, answers)).sum(1))
 
+    def _by_record(self, each: Tensor) -> Tensor:
+        """[R, k] of [A]."""
+        return each.view(-1, self._together, *each.shape[1:]) if self._together > 1 else each
 
-class UnpairedLoss(PerAnswer):
-    """The terms of an objective over answers judged alone."""
 
-    def __init__(self, objective: OverAnswers) -> None:
-        self.figures, self._objective = figures_of(objective), objective
-        self._kl = 0.0
+class MismatchLoss(AnswerLoss):
+    """An objective whose loss depends on the global batch's prompts, each with the answer to another one."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
         """Measure the divergence from the reference, for `Answers.kl`."""
-        others = [micro.mismatched for micro in micros if isinstance(micro, UnpairedBatch)]
-        self._kl = max(0.0, evaluate(others, _LogRatio())[0]["loss"])
+        self.kl = max(0.0, evaluate(mismatched_of(micros), _LogRatio())[0]["loss"])
 
-    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        assert isinstance(micro, UnpairedBatch)
-        log_prob, tokens = answers_of(head, hidden, micro)
-        answers = Answers(log_prob=log_prob, tokens=tokens, reference=micro.reference, desirable=micro.desirable,
-                          kl=self._kl, log_sigmoid=F.logsigmoid)  # fmt: skip
-        return head.once(torch.stack(terms_over(self._objective, answers)).sum(1))
+
+def mismatched_of(micros: Iterable[MicroBatch]) -> list[AnswerBatch]:
+    """The prompts of micro-batches, each with the answer to another one; empty for kinds of row without them."""
+    return [micro.mismatched for micro in micros if isinstance(micro, AnswerBatch) and micro.mismatched is not None]
 
 
 class _LogRatio(PerAnswer):
@@ -159,8 +167,7 @@ class OnlineReference:
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
         given = [answers_in(micro) for micro in micros]
-        unpaired = [micro for micro in given if isinstance(micro, UnpairedBatch)]
-        others = [micro.mismatched for micro in unpaired]
+        others = mismatched_of(given)
         with self._base():
             known, of_others = (_log_probs(some, evaluate) for some in (given, others))
         self._known = {tuple(micro.sample_indices): each for micro, each in zip(given, known, strict=False)}
@@ -169,8 +176,8 @@ class OnlineReference:
         there: list[MicroBatch] = list(given)
         if of_others:  # else another stage of the pipeline has them, and computes
             there = [
-                replace(micro, reference=own, mismatched=replace(micro.mismatched, reference=other))
-                for micro, own, other in zip(unpaired, known, of_others, strict=True)
+                replace(micro, reference=own, mismatched=replace(mismatched, reference=other))
+                for micro, mismatched, own, other in zip(given, others, known, of_others, strict=True)
             ]
         self._loss.look(there, evaluate)
 

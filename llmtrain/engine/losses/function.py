@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
 from llmtrain.objectives.objective import Objective

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from llmtrain.data.stream.loader import MicroBatch, TaughtBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine.losses.function import PerToken, figures_of
 from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 from llmtrain.models.head import Head
@@ -31,11 +31,10 @@ class DistillLoss(PerToken):
         return head.distilled_sums(hidden, micro.labels, self._says(head, hidden, micro), self._terms)
 
     def _says(self, head: Head, hidden: Tensor, micro: MicroBatch) -> TeacherSays:
-        if isinstance(micro, TaughtBatch):
-            words, logs = (head.own(each).flatten(0, 1) for each in (micro.words, micro.logs))
-            return TopWords(words=words, logs=logs).of
-        assert self._teacher is not None
-        return self._teacher.logits(micro.inputs, micro.positions)
+        if self._teacher is not None:
+            return self._teacher.logits(micro.inputs, micro.positions)
+        words, logs = (head.own(micro.by_token[name]).flatten(0, 1) for name in ("words", "logs"))
+        return TopWords(words=words, logs=logs).of
 
 
 class Likeliest(PerToken):

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
+from llmtrain.data.kinds import RowKind
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction, PerToken, WithZLoss, checked_terms, figures_of
 from llmtrain.engine.ranks.plugin_code import called
 from llmtrain.models.head import Head
@@ -36,9 +38,10 @@ def loss_of(objective: Objective, teacher: Teacher | None = None) -> LossFunctio
 
         return DistillLoss(objective, teacher)
     if isinstance(objective, OverAnswers):
-        from llmtrain.engine.losses.answers import PairLoss, UnpairedLoss
+        from llmtrain.engine.losses.answers import AnswerLoss, MismatchLoss
 
-        return UnpairedLoss(objective) if objective.data == "unpaired" else PairLoss(objective)
+        kind = RowKind.of(objective.data)
+        return (MismatchLoss if kind.mismatched else AnswerLoss)(objective, kind)
     if isinstance(objective, ByToken):
         return TokenLoss(objective)
     if isinstance(objective, NextToken):
@@ -83,17 +86,19 @@ def terms_of(objective: ByToken, nll: Tensor) -> tuple[Tensor, ...]:
 def sample_terms(objective: Objective) -> tuple[str, list[float]]:
     """Return (the method, its values, those of the loss first) of an objective by the token or over answers, for a few
     fixed numbers. Raises ModelError like a step."""
-    numbers = torch.linspace(0.25, 4.0, 8).requires_grad_()
     if isinstance(objective, ByToken):
-        return "terms", torch.cat(terms_of(objective, numbers)).tolist()
-    assert isinstance(objective, OverAnswers)
-    each = numbers if objective.data == "unpaired" else numbers.view(-1, 2)
-    tokens, desirable = torch.full_like(each, 8.0), each > 2.0
-    if objective.scores:
-        answers = Answers(score=each, tokens=tokens, log_sigmoid=F.logsigmoid)
-    else:
-        answers = Answers(log_prob=-each, tokens=tokens, reference=-each.detach().flip(0), desirable=desirable, kl=0.1,
-                          log_sigmoid=F.logsigmoid)  # fmt: skip
-    from llmtrain.engine.losses.answers import terms_over
+        return "terms", torch.cat(terms_of(objective, torch.linspace(0.25, 4.0, 8).requires_grad_())).tolist()
+    from llmtrain.engine.losses.answers import method_of, terms_over
 
-    return "terms" if objective.data == "unpaired" else "losses", torch.cat(terms_over(objective, answers)).tolist()
+    assert isinstance(objective, OverAnswers)
+    kind = RowKind.of(objective.data)
+    count = 4 * max(2, kind.together)
+
+    def by_record(each: Tensor) -> Tensor:
+        return each.view(-1, kind.together) if kind.together > 1 else each
+
+    each = by_record(torch.linspace(0.25, 4.0, count).requires_grad_())
+    facts = {name: by_record(torch.from_numpy(values)) for name, values in kind.invented(np.arange(count)).items()}
+    given = {"score": each} if objective.scores else {"log_prob": -each, "reference": -each.detach().flip(0)}
+    answers = Answers(tokens=torch.full_like(each, 8.0), facts=facts, kl=0.1, log_sigmoid=F.logsigmoid, **given)
+    return method_of(objective), torch.cat(terms_over(objective, answers)).tolist()

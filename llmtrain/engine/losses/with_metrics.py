@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.base.errors import ModelError
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.engine.ranks.plugin_code import called
 from llmtrain.models.head import Head

@@ -27,7 +27,7 @@ from torch import nn
 
 from llmtrain.base import log
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine.progress import Event
 from llmtrain.features.balance import BalanceFeature
 from llmtrain.training.parts import Done, Launch, Part

@@ -13,7 +13,7 @@ from llmtrain.config.on_disk import has_checkpoints, reads_weights
 from llmtrain.config.run import Run, RunConfig
 from llmtrain.config.stages import data_of
 from llmtrain.data.manifest import SPLITS, read_manifest
-from llmtrain.data.stream.columns import column_stem
+from llmtrain.data.stream.reference_and_teacher import column_stem
 from llmtrain.features.doctor.checks import Folder, Needs
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.storage.addresses import INDEX, is_name, is_url

@@ -52,6 +52,7 @@ from llmtrain.models.skeleton import DTYPES
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import Teacher, empty_teacher
+from llmtrain.objectives.preferences import OverAnswers
 from llmtrain.parity.tokens import Answers, Tokens
 from llmtrain.storage.region import Region
 from llmtrain.training.examine import Examined
@@ -108,11 +109,12 @@ class _FullRows(Tokens):
 
 
 class _FullAnswers(Answers):
-    """Two answers fill a window, and all of their tokens count but the first."""
+    """The answers of a record fill a sequence (of judged ones two), and all of their tokens count but the first."""
 
-    def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float, bool]]:
-        draw, length = np.random.default_rng((index, mismatched)), self.sequence_length // 2
-        return [(draw.integers(0, self.separator_id, length), 1, -8.0 * length, wanted) for wanted in (True, False)]
+    def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float]]:
+        count = max(2, self.kind.together)
+        draw, length = np.random.default_rng((index, mismatched)), self.sequence_length // count
+        return [(draw.integers(0, self.separator_id, length), 1, -8.0 * length) for _ in range(count)]
 
 
 def prepared(run: Run, *, on_gpu: bool) -> Examined:
@@ -129,8 +131,8 @@ def prepared(run: Run, *, on_gpu: bool) -> Examined:
         with divided(spec, "tensor_parallel.autotp_size", run.mix.degrees.tensor):
             _ = spec.projections
     vocabulary = spec.facts.vocab_size
-    texts = config.objective.data == "texts"
-    rows = _FullRows(data, vocabulary, config.objective.top_k) if texts else _FullAnswers(config, vocabulary)
+    compares = isinstance(config.objective, OverAnswers)
+    rows = _FullAnswers(config, vocabulary) if compares else _FullRows(data, vocabulary, config.objective.top_k)
     return run, spec, RunData(stages=(rows,))
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.stream.loader import MicroBatch, batches_of
+from llmtrain.data.batches import MicroBatch
+from llmtrain.data.kinds import RowKind
+from llmtrain.data.stream.loader import batches_of
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.stream.windows import IGNORED, Window
 from llmtrain.data.tokenize import Encoder
+from llmtrain.data.windows import IGNORED, Window
 from llmtrain.models import compiler
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
@@ -102,11 +104,14 @@ def continuations(setup: Setup, prompts: Prompts) -> list[str]:
             inputs[: len(ids)] = ids
             labels = np.full(length, IGNORED, dtype=np.int64)
             labels[len(ids) - 1] = 0
-            return Window(inputs, labels, np.arange(length) if setup.run.config.data.isolate_documents else None)
+            isolated = setup.run.config.data.isolate_documents
+            return Window(inputs=inputs, labels=labels, positions=np.arange(length) if isolated else None)
 
         dealt = (batch.micro_batch, setup.mesh.place.data, batch.data_parallel, setup.ranks.device.type == "cuda")
         with compiler.uncompiled():
-            found = objective.ids(*setup.engine.evaluate(batches_of(read, len(rows), *dealt), objective))
+            found = objective.ids(
+                *setup.engine.evaluate(batches_of(RowKind.of("text"), read, len(rows), *dealt), objective)
+            )
         going -= {row for row in going if found[row] in prompts.ends}
         for row in going:
             new[row].append(found[row])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from llmtrain.base import untrusted
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine.api import Engine, GradientPiece
 from llmtrain.engine.losses.function import LooksAhead, LossFunction
 from llmtrain.engine.ranks.ranks import Ranks

@@ -17,8 +17,9 @@ from llmtrain.checkpoint.hf.inference import Answerer, Sampling, add_options, st
 from llmtrain.commands import completion
 from llmtrain.commands.arguments import Parser
 from llmtrain.data.chat.conversation import Conversation as TemplateInput
-from llmtrain.data.chat.conversation import RefusedError, template_variables
+from llmtrain.data.chat.conversation import template_variables
 from llmtrain.data.chat.rendering import RenderError, Template
+from llmtrain.data.row import RefusedError
 
 _USUAL = Sampling(max_tokens=1024)
 

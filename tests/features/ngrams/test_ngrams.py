@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.config.run import RunConfig, TrainConfig
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.stream.windows import IGNORED
+from llmtrain.data.windows import IGNORED
 from llmtrain.features import asked
 from llmtrain.features.ngrams import counting
 from llmtrain.features.ngrams.counting import ngram_baselines

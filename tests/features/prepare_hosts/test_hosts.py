@@ -14,6 +14,7 @@ import pytest
 
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import prepare
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.prepare import pools
 from llmtrain.data.prepare.pools import Link, Place
 from llmtrain.data.prepare.sources import Unit
@@ -26,7 +27,7 @@ def settings_in(folder: Path) -> WorkerSettings:
     (folder / UNFINISHED).mkdir()
     (folder / UNFINISHED / "plan.json").write_text("{}")
     write_tokenizer(folder / "tokenizer", KINDS["chatml"])
-    return WorkerSettings(out=str(folder), here=str(folder), field="text", dtype="<u2", max_document_bytes=1,
+    return WorkerSettings(out=str(folder), here=str(folder), kind=RowKind.of("text"), dtype="<u2", max_document_bytes=1,
                           validation_fraction=0.1, cut_bytes=1, reject_limit=1)  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.data.stream.loader import MicroBatch
-from llmtrain.data.stream.windows import IGNORED
+from llmtrain.data.batches import MicroBatch
+from llmtrain.data.windows import IGNORED
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.features.recheck.part import Recheck
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from llmtrain.config.run import DataConfig
-from llmtrain.data.stream.loader import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from tests.helpers.plain import PlainTraining, mean_cross_entropy
 from tests.helpers.training import Case, plain_model
 

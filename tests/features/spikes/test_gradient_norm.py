@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.data.stream.loader import MicroBatch, StepBatch
+from llmtrain.data.batches import MicroBatch
+from llmtrain.data.stream.loader import StepBatch
 from llmtrain.engine.losses.function import NEXT_TOKEN
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.features.spikes import looks

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmtrain.base.child import Child, of_module
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.prepare.worker import WorkerSettings
 
 
@@ -76,6 +77,11 @@ def test_a_program_that_listens_ends_without_a_word(tmp_path: Path) -> None:
     assert to_the_end([sys.executable, "-c", code], "finish") == ([{"heard": "finish"}], 0, "")
     nothing = {"folder": str(tmp_path / "cache"), "gib": 1, "shards": []}
     assert to_the_end(of_module("llmtrain.data.download"), nothing) == ([], 0, "")
-    settings = dict.fromkeys(field.name for field in fields(WorkerSettings)) | {"plugins": [], "dtype": "uint16"}
+    settings = dict.fromkeys(field.name for field in fields(WorkerSettings)) | {
+        "plugins": [],
+        "fields": {},
+        "kind": asdict(RowKind.of("text")),
+        "dtype": "uint16",
+    }
     messages, ended, said = to_the_end(of_module("llmtrain.data.prepare.worker"), settings | {"here": str(tmp_path)})
     assert [list(each) for each in messages] == [["error"]] and (ended, said) == (0, "")

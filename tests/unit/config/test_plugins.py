@@ -271,8 +271,8 @@ def test_an_objective_over_answers_judged_alone_is_named_in_a_step(
     plugin_import.use(["mine.py"])
     log_prob = torch.linspace(-4, -1, 4).requires_grad_()
     monkeypatch.setattr(answers, "answers_of", lambda *_: (log_prob, torch.ones(4)))
-    monkeypatch.setattr(answers, "UnpairedBatch", SimpleNamespace)
-    micro = SimpleNamespace(reference=log_prob.detach(), desirable=log_prob > -2)
+    monkeypatch.setattr(answers, "answers_in", lambda micro: micro)
+    micro = SimpleNamespace(reference=log_prob.detach(), facts={"desirable": log_prob > -2})
     loss = loss_of(Objective.CHOICES["judged"](raises=raises))
     with pytest.raises(ModelError, match=f"objective.name judged: {told}"):
         loss.sums(SimpleNamespace(once=lambda sums: sums), log_prob, micro)
@@ -287,7 +287,18 @@ def test_the_page_has_the_methods_of_each_base() -> None:
         own = getattr(base, "own_methods", ())
         wanted = {plugin_import._call(method) for word, method in known if word[0] != "_" and word not in own}
         assert set(re.findall(r"`(\w+\([^`]*\))`", shown)) == wanted, name
-    assert set(table) == {"ByToken", "Pairs", "Schedule", "Optimizer", "Metric", "Part", "Sink", "Source"}
+    assert set(table) == {
+        "ByToken",
+        "Pairs",
+        "OverAnswers",
+        "RowKind",
+        "Schedule",
+        "Optimizer",
+        "Metric",
+        "Part",
+        "Sink",
+        "Source",
+    }
 
 
 def test_a_changed_file_is_imported_anew(here: Path) -> None:
@@ -307,7 +318,7 @@ def test_a_file_that_fails_leaves_no_name_behind(here: Path) -> None:
 
 
 def test_the_package_exports_few_names_each_of_which_there_is() -> None:
-    assert len(llmtrain.__all__) <= 15
+    assert len(llmtrain.__all__) <= 17
     assert all(getattr(llmtrain, name).__doc__ for name in llmtrain.__all__)
     with pytest.raises(AttributeError, match="llmtrain has no 'Prat'; it has "):
         _ = llmtrain.Prat

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row
+from llmtrain.data.row import RefusedError, Row
 from llmtrain.data.tokenizer_folder import stop_tokens
-from tests.helpers.chat import CHATML, KINDS, Kind, expected, write_tokenizer
+from tests.helpers.chat import CHATML, KINDS, Kind, RowMaker, expected, write_tokenizer
 
-Encoder = Callable[..., ChatEncoder]
+Encoder = Callable[..., RowMaker]
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +22,13 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     """encoder(kind, **options): of a folder that is made once."""
     root, made = tmp_path_factory.mktemp("tokenizers"), {}
 
-    def make(kind: Kind | str, merges: tuple[tuple[str, str], ...] = (), **options: Any) -> ChatEncoder:
+    def make(kind: Kind | str, merges: tuple[tuple[str, str], ...] = (), **options: Any) -> RowMaker:
         key = (kind, merges)
         if key not in made:
             made[key] = write_tokenizer(root / str(len(made)), KINDS[kind] if isinstance(kind, str) else kind, merges)
         folder = made[key]
         stops = options.pop("stop_tokens", stop_tokens(folder, ()))
-        encoder = ChatEncoder(folder, ChatOptions(**{"field": "messages", "stop_tokens": stops, **options}))
-        encoder.folder = folder  # type: ignore[attr-defined]
-        return encoder
+        return RowMaker(folder, **{"stop_tokens": stops, **options})
 
     return make
 
@@ -40,8 +37,8 @@ def as_lists(rows: list[Row]) -> list[tuple[list[int], list[bool]]]:
     return [(row.ids.tolist(), row.counted.tolist()) for row in rows]
 
 
-def text_of(encoder: ChatEncoder, ids: Any) -> str:
-    return encoder._backend.decode(list(map(int, ids)), skip_special_tokens=False)
+def text_of(encoder: RowMaker, ids: Any) -> str:
+    return encoder.encoder._backend.decode(list(map(int, ids)), skip_special_tokens=False)
 
 
 def talk(*contents: str, system: str | None = None) -> list[dict[str, str]]:
@@ -144,7 +141,7 @@ def test_a_tool_call_is_counted_and_its_result_is_not(encoder: Encoder) -> None:
     assert written.endswith("</tool_call><|im_end|>no<|im_end|>") and "dry" not in written
     call = json.loads(written.partition("<tool_call>")[2].partition("</tool_call>")[0])
     assert call == {"name": "weather", "arguments": arguments}
-    assert row.ids.tolist().count(one._backend.token_to_id("<tool_call>")) == 1  # the result's is text
+    assert row.ids.tolist().count(one.encoder._backend.token_to_id("<tool_call>")) == 1  # the result's is text
     sharegpt = [
         {"from": "human", "value": "rain?"},
         {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": arguments})},
@@ -159,7 +156,9 @@ def test_an_answer_that_would_join_the_prompt_begins_where_generation_does(encod
     one = encoder("chatml", merges=(("Ċ", "Ċ"),))
     (row,) = one.rows(record(talk("q", "\nanswer")))
     assert text_of(one, row.ids[row.counted]) == "\nanswer<|im_end|>"
-    prompt = one._tokenizer.apply_chat_template(talk("q"), tokenize=True, return_dict=False, add_generation_prompt=True)
+    prompt = one.encoder._tokenizer.apply_chat_template(
+        talk("q"), tokenize=True, return_dict=False, add_generation_prompt=True
+    )
     assert row.ids[: len(prompt)].tolist() == prompt and not row.counted[: len(prompt)].any()
 
 
@@ -170,7 +169,7 @@ def test_the_next_prompt_has_the_joined_token(encoder: Encoder) -> None:
     rows = one.rows(record(messages))
     assert [text_of(one, row.ids[row.counted]) for row in rows] == ["\nanswer<|im_end|>", "yes<|im_end|>no<|im_end|>"]
     for row, until in zip(rows, (1, 3), strict=True):
-        given = one._tokenizer.apply_chat_template(
+        given = one.encoder._tokenizer.apply_chat_template(
             messages[:until], tokenize=True, return_dict=False, add_generation_prompt=True
         )
         assert row.ids[: len(given)].tolist() == given
@@ -345,7 +344,7 @@ def test_fields_that_no_form_has_are_told(encoder: Encoder) -> None:
     one = encoder("chatml")
     one.rows(record(talk("q", "a"), context="Bread is 3.10.", source="web", score=3, empty="", label=True))
     one.rows(record(talk("q", "b"), topic={"name": "bread"}))
-    assert one.unread == {"context", "source", "topic"}
+    assert one.encoder.unread == {"context", "source", "topic"}
 
 
 def changed(template: str, **more: Any) -> Kind:
@@ -475,5 +474,5 @@ def test_nothing_is_cut_unless_asked(encoder: Encoder) -> None:
     assert [len(row.ids) for row in rows] == [40, size - 80] or all(row.counted.any() for row in rows)
     # Every counted token of the whole is in one piece, but for those that begin a piece: nothing tells them.
     kept = sum(int(row.counted.sum()) for row in rows)
-    assert int(whole.counted.sum()) - kept <= len(rows) and one.too_long == 1
+    assert int(whole.counted.sum()) - kept <= len(rows) and one.encoder.too_long == 1
     assert np.array_equal(rows[-1].ids, whole.ids[-len(rows[-1].ids) :]) and rows[-1].counted[-1]

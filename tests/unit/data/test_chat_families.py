@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
+from llmtrain.data.row import RefusedError
 from llmtrain.data.tokenizer_folder import stop_tokens
+from tests.helpers.chat import RowMaker
 from tests.helpers.chat_oracle import (
     CHAT,
     FAMILIES,
@@ -53,7 +53,7 @@ def judged(folder: Path, name: str, count: int, seed: int) -> tuple[int, int]:
     """(conversations that gave rows, refused ones)"""
     family = FAMILIES[name]
     write_family(folder, family)
-    encoder = ChatEncoder(folder, ChatOptions(field="messages", stop_tokens=stop_tokens(folder, ())))
+    encoder = RowMaker(folder, stop_tokens=stop_tokens(folder, ()))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     right = refused = 0
     for record, messages, tools in conversations(family, count, seed):
@@ -238,7 +238,7 @@ def compared(folder: Path, one: Behaviour) -> dict[str, list[Any] | None]:
 
     write_behaviour(folder, one)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    encoder = ChatEncoder(folder, ChatOptions(field="messages", stop_tokens=one.stops))
+    encoder = RowMaker(folder, stop_tokens=one.stops)
     found: dict[str, list[Any] | None] = {}
     for name, record in RECORDS.items():
         told = by_transformers(tokenizer, one, record)

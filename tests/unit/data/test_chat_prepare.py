@@ -24,12 +24,13 @@ from llmtrain.commands.prepare import main
 from llmtrain.config.on_disk import _check_length
 from llmtrain.config.problems import Problems
 from llmtrain.config.run import DataConfig, RunConfig
+from llmtrain.data.kinds.packing import best_fit
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.rows import best_fit
 from llmtrain.data.stream.train_data import EvalSet, TrainData, counted_bytes
 from llmtrain.data.tokenize import Encoder
 from llmtrain.data.tokenizer_folder import byte_lengths
+from llmtrain.data.windows import Window
 from tests.helpers.chat import KINDS, expected, workers_here, write_tokenizer
 
 pytestmark = pytest.mark.long
@@ -156,10 +157,10 @@ def config(folder: Path, **more: object) -> DataConfig:
     return DataConfig(**given)  # type: ignore[arg-type]
 
 
-def unpacked(window: object) -> list[tuple[list[int], list[int]]]:
+def unpacked(window: Window) -> list[tuple[list[int], list[int]]]:
     """(tokens, labels) of each document of a window: positions alone say where they begin."""
-    inputs, labels, positions, *_ = window  # type: ignore[misc]
-    assert positions[0] == 0
+    inputs, labels, positions = window.inputs, window.labels, window.positions
+    assert positions is not None and positions[0] == 0
     bounds = [*np.flatnonzero(positions == 0).tolist(), len(inputs)]
     for begin, end in itertools.pairwise(bounds):
         assert positions[begin:end].tolist() == list(range(end - begin))
@@ -215,8 +216,11 @@ def test_damage_is_found(place: Path, prepared: Path, tmp_path: Path) -> None:
         (("--max-tokens", "1"), "--max-tokens 1: must be at least 2; a row has a token to read and one to predict"),
         (("--format", "jsonl", "--count", "all"), "--count: is for conversations; add --format chat"),
         (("--format", "choices", "--max-tokens", "10"), "--max-tokens: is for conversations"),
-        (("--format", "choices", "--validation-fraction", "0.1"), "--validation-fraction: all questions"),
-        (("--format", "choices", "--validation-source", "x"), "--validation-source: all questions"),
+        (
+            ("--format", "choices", "--validation-fraction", "0.1"),
+            "--validation-fraction: all multiple-choice questions",
+        ),
+        (("--format", "choices", "--validation-source", "x"), "--validation-source: all multiple-choice questions"),
     ],
 )
 def test_options_that_cannot_be(

@@ -14,9 +14,10 @@ import torch
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
+from llmtrain.data.batches import MicroBatch
 from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.loader import MicroBatch, TrainLoader, validation_batches
+from llmtrain.data.stream.loader import TrainLoader, validation_batches
 from llmtrain.data.stream.train_data import TrainData
 from tests.helpers.loaders import loader_of
 from tests.helpers.prepared import random_shards, write_prepared

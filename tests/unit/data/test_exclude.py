@@ -16,8 +16,8 @@ from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.stages import Batch, DataConfig, Stage, StageConfig, Stages, data_of
 from llmtrain.data.stream.loader import Course, StepBatch, TrainLoader
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.stream.windows import IGNORED
-from llmtrain.engine.losses.answers import PairLoss, UnpairedLoss
+from llmtrain.data.windows import IGNORED
+from llmtrain.engine.losses.named import loss_of
 from llmtrain.objectives.preferences import Dpo, Kto
 from llmtrain.optim.schedules import Constant
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
@@ -108,11 +108,13 @@ def test_answers_are_left_out_in_pairs_and_alone(judged: bool, tmp_path: Path) -
     """The answers that stay keep rows, references and labels; a micro-batch of nothing has no answer."""
     folder = (prepared_unpaired if judged else prepared_preferences)(tmp_path, 60)
     (before, _), (after, nothing) = answers_of(folder), answers_of(folder, exclude=(0, 2, 3))
-    loss: Any = UnpairedLoss(Kto()) if judged else PairLoss(Dpo())
+    loss: Any = loss_of(Kto() if judged else Dpo())
     kept = [int(each) for each in before.answers[1].unique() if each < len(before.rows)]
     assert kept and len(kept) < len(before.rows)
-    for name in ("rows", "reference", *(["desirable"] if judged else [])):
+    for name in ("rows", "reference"):
         assert getattr(after, name).tolist() == getattr(before, name)[kept].tolist()
+    assert list(after.facts) == (["desirable"] if judged else [])
+    assert all(after.facts[name].tolist() == each[kept].tolist() for name, each in before.facts.items())
     assert torch.equal(after.labels[1], before.labels[1]) and (after.labels[0] == IGNORED).all()
     assert (after.answers[0] == len(kept)).all()
     want = torch.where(before.answers[1] < len(before.rows), before.answers[1] - kept[0], len(kept))

@@ -19,13 +19,12 @@ from llmtrain.base.errors import DataError
 from llmtrain.cli import main as command
 from llmtrain.commands.prepare import main
 from llmtrain.config.run import DataConfig, RunConfig
-from llmtrain.data.chat.encoder import ChatOptions
-from llmtrain.data.prepare.questions import ChoiceEncoder
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.show import shown_text
 from llmtrain.data.stream.train_data import EvalSet, TrainData
 from llmtrain.data.tokenize import SEPARATOR, Encoder, train_bpe
 from llmtrain.parity.untrained import differences
+from tests.helpers.chat import RowMaker
 from tests.helpers.config_workplace import write
 
 pytestmark = pytest.mark.long
@@ -105,9 +104,7 @@ def test_a_document_is_what_the_tokenizers_own_encoding_makes_of_it(root: Path, 
     assert {at for at, position in positions_at.items() if position == 0} == begins & positions_at.keys()
 
     asked = {"question": "one", "choices": ["cat", "two"], "answer": 0}
-    row = ChoiceEncoder(folder / "tokenizer", ChatOptions(field="", stop_tokens=(), choices=True)).rows(
-        json.dumps(asked)
-    )
+    row = RowMaker(folder / "tokenizer", "choices").rows(json.dumps(asked))
     assert row[0].ids[0] == first
     assert (
         differences(

@@ -18,8 +18,8 @@ from llmtrain.base.errors import DataError
 from llmtrain.commands.data import main as data
 from llmtrain.commands.prepare import main as prepare
 from llmtrain.config.run import DataConfig
-from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.prepare.questions import Question, question_of
+from llmtrain.data.kinds.choices import Question, question_of
+from llmtrain.data.row import RefusedError
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.choices import ChoiceSet
 from llmtrain.data.stream.train_data import TrainData
@@ -57,12 +57,12 @@ FORMS: dict[str, tuple[dict[str, Any], Question]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_record_of_a_common_dataset(name: str) -> None:
     record, want = FORMS[name]
-    assert question_of(json.dumps(record), "") == want
+    assert question_of(record, "") == want
 
 
 def test_a_named_field_is_all_of_the_question() -> None:
     record = {"article": "A text.", "question": "Which?", "full": "Read. Which?", "choices": ["a", "b"], "answer": 0}
-    assert question_of(json.dumps(record), "full").context == "Read. Which?"
+    assert question_of(record, "full").context == "Read. Which?"
 
 
 WRONG = {
@@ -88,7 +88,7 @@ WRONG = {
 @pytest.mark.parametrize("reason", WRONG)
 def test_a_wrong_record_is_refused_with_its_rule(reason: str) -> None:
     with pytest.raises(RefusedError) as refused:
-        question_of(json.dumps(WRONG[reason]), "")
+        question_of(WRONG[reason], "")
     assert str(refused.value).startswith(reason)
 
 
@@ -110,7 +110,7 @@ def test_rows_are_the_question_and_its_choice_after_a_space(tmp_path: Path, toke
     asked = [*questions(6), {"question": "the fox  ", "choices": ["jumps", "Ünïcödé hills"], "answer": 1}]
     made = PreparedSet(prepared_choices(tmp_path, tokenizer, asked))
     hf, stream, at, row = AutoTokenizer.from_pretrained(tokenizer), made.split("validation"), 0, 0
-    entries, lengths = stream.choices(), stream.row_lengths()
+    entries, lengths = stream.entries(made.kind.entry), stream.row_lengths()
     for record in asked:
         for place, choice in enumerate(record["choices"]):
             whole = hf.encode(f"{record['question']} {choice}")
@@ -137,9 +137,9 @@ def test_the_same_rows_of_parquet_and_by_any_number_of_processes(tmp_path: Path,
     assert PreparedSet(tmp_path / "p").manifest.data_fingerprint == first.data_fingerprint
     several = PreparedSet(tmp_path / "j")
     assert len(several.manifest.shards["validation"]) > 1
-    for name in ("row_lengths", "choices"):
-        one, other = (getattr(each.split("validation"), name)() for each in (PreparedSet(tmp_path / "p"), several))
-        assert np.array_equal(one, other)
+    one, other = (each.split("validation") for each in (PreparedSet(tmp_path / "p"), several))
+    assert np.array_equal(one.row_lengths(), other.row_lengths())
+    assert np.array_equal(one.entries(several.kind.entry), other.entries(several.kind.entry))
 
 
 def test_a_bad_record_is_named_and_the_others_are_kept_on_demand(

@@ -12,12 +12,11 @@ from llmtrain import cli
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.config.run import DataConfig
-from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
+from llmtrain.data.row import RefusedError
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenizer_folder import stop_tokens
-from tests.helpers.chat import CHATML, KINDS, Kind, expected, workers_here, write_tokenizer
+from tests.helpers.chat import CHATML, KINDS, Kind, RowMaker, expected, workers_here, write_tokenizer
 
 ASKED = [
     {"role": "user", "content": "a <|im_end|>"},
@@ -31,10 +30,9 @@ def row(folder: Path, messages: list[dict[str, str]]) -> list[int]:
     return expected(folder, KINDS["chatml"], [*messages, {"role": "assistant", "content": "?"}])[-1][0][:-2]
 
 
-def encoder(folder: Path, kind: Kind = KINDS["chatml"], **options: Any) -> ChatEncoder:
+def encoder(folder: Path, kind: Kind = KINDS["chatml"], **options: Any) -> RowMaker:
     write_tokenizer(folder, kind)
-    fixed: dict[str, Any] = {"field": "messages", "stop_tokens": stop_tokens(folder, ()), "prompts": True}
-    return ChatEncoder(folder, ChatOptions(**fixed, **options))
+    return RowMaker(folder, "prompt", stop_tokens=stop_tokens(folder, ()), **options)
 
 
 @pytest.mark.parametrize(

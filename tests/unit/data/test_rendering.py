@@ -13,9 +13,8 @@ import pytest
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.data.chat import rendering
-from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
-from tests.helpers.chat import CHATML, KINDS, write_tokenizer
+from llmtrain.data.row import RefusedError
+from tests.helpers.chat import CHATML, KINDS, RowMaker, write_tokenizer
 from tests.helpers.marks import slow
 
 RECORD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -31,9 +30,9 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     rendering.close()
 
 
-def encoder(folder: Path, hostile: str) -> ChatEncoder:
+def encoder(folder: Path, hostile: str) -> RowMaker:
     write_tokenizer(folder, replace(KINDS["chatml"], template=hostile + CHATML))
-    return ChatEncoder(folder, ChatOptions(field="messages", stop_tokens=("<|im_end|>",)))
+    return RowMaker(folder, stop_tokens=("<|im_end|>",))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from llmtrain.base.rank import folder, watch
 from llmtrain.base.rank.heartbeat import Heartbeat, read
 from llmtrain.base.rank.watched import Watched
 from llmtrain.checkpoint import snapshot
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.progress import DeviceProgress

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.data.stream.loader import MicroBatch
+from llmtrain.data.batches import MicroBatch
 from llmtrain.engine.deepspeed.engine import ZeroEngine, gets_mask
 from llmtrain.models.language import documents_in_rows
 from llmtrain.models.skeleton import construct, load_config

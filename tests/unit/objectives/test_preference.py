@@ -17,20 +17,21 @@ from llmtrain import cli
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.config.run import DataConfig
-from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
+from llmtrain.data.batches import AnswerBatch
+from llmtrain.data.kinds.judged import Judged, partners
 from llmtrain.data.manifest import SPLITS
+from llmtrain.data.row import RefusedError
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.columns import read_reference, write_reference
-from llmtrain.data.stream.loader import AnswerBatch, UnpairedBatch, batches_of, validation_batches
-from llmtrain.data.stream.rows import partners
+from llmtrain.data.stream.loader import batches_of, validation_batches
+from llmtrain.data.stream.reference_and_teacher import read_reference, write_reference
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenizer_folder import stop_tokens
+from llmtrain.data.windows import AnswerWindow
 from llmtrain.models import loss
 from llmtrain.models.loss import IGNORE, About, HeadForm, chunked_nll_sums, token_nll
 from llmtrain.objectives.objective import Objective
 from llmtrain.objectives.preferences import Answers, Pairs
-from tests.helpers.chat import KINDS, expected, write_tokenizer
+from tests.helpers.chat import KINDS, RowMaker, expected, write_tokenizer
 from tests.helpers.config_workplace import write
 from tests.helpers.loaders import loader_of
 from tests.helpers.preference import DEFINITIONS, prepared_preferences, prepared_unpaired
@@ -46,9 +47,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
     def rows(record: dict[str, Any], kind: str = "chatml", **options: Any) -> list[tuple[list[int], list[bool]]]:
         folder = made.setdefault(kind, write_tokenizer(root / kind, KINDS[kind]))
-        given = {"field": "messages", "stop_tokens": stop_tokens(folder, ()), "pairs": True} | options
         rows.folder = folder  # type: ignore[attr-defined]
-        found = ChatEncoder(folder, ChatOptions(**given)).rows(json.dumps(record))
+        given = {"format": "preference", "stop_tokens": stop_tokens(folder, ())} | options
+        found = RowMaker(folder, **given).rows(json.dumps(record))
         return [(row.ids.tolist(), row.counted.tolist()) for row in found]
 
     return rows
@@ -96,7 +97,7 @@ def test_every_form_gives_the_two_rows_that_a_hand_writes(pair: Pair, record: di
         ({"chosen": said("a", "b", "c", "d"), "rejected": said("a", "b", "x", "d")}, "writes another prompt"),
         ({"prompt": "x", "chosen": "yes ", "rejected": "yes"}, "the template writes the same"),
         ({"prompt": "x", "chosen": "", "rejected": "no"}, "message 1 (assistant) is empty"),
-        ({"prompt": "x", "chosen": "y" * 90, "rejected": "no"}, "its two rows have"),
+        ({"prompt": "x", "chosen": "y" * 90, "rejected": "no"}, "its 2 rows have"),
     ],
 )
 def test_what_is_no_preference_is_refused(pair: Pair, record: dict[str, Any], reason: str) -> None:
@@ -156,8 +157,8 @@ def test_both_answers_of_a_pair_are_in_a_micro_batch_and_every_pair_once(folder:
                 whole = stream.read(ends[row], ends[row + 1] - ends[row])
                 assert micro.inputs[mine].tolist() == whole.tolist()
             assert (micro.labels[micro.answers == len(micro.rows)] == IGNORE).all()
-    left = [data.window_at(index).rows for index in range(batch, windows)]
-    seen.update(int(row) for rows in left if rows is not None for row in rows)
+    left = [data.window_at(index) for index in range(batch, windows)]
+    seen.update(int(row) for window in left if isinstance(window, AnswerWindow) for row in window.rows)
     assert seen == Counter(range(prepared.manifest.documents["train"])) and len(prepared.manifest.shards["train"]) > 2
 
 
@@ -229,7 +230,7 @@ def test_each_answer_meets_one_prompt_that_is_not_its_own() -> None:
 
 
 def test_an_unpaired_record_is_one_row_with_its_label(pair: Pair) -> None:
-    options = {"pairs": False, "labelled": True}
+    options = {"format": "unpaired"}
     given = {"prompt": "what is 2 + 2", "completion": "four"}
     both = pair({"prompt": given["prompt"], "chosen": "four", "rejected": "five"})
     assert pair({**given, "label": True}, **options) == both[:1]
@@ -246,9 +247,9 @@ def test_the_windows_of_unpaired_answers(tmp_path: Path, capsys: pytest.CaptureF
     prepared.verify()
     records = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     rows = prepared.manifest.documents
-    judged = prepared.split("train").judged()
+    judged = prepared.split("train").entries(Judged.entry)
     assert sum(rows.values()) == len(records) == 150 and len(judged) == rows["train"]
-    assert judged["desirable"].sum() + prepared.split("validation").judged()["desirable"].sum() == 90
+    assert judged["desirable"].sum() + prepared.split("validation").entries(Judged.entry)["desirable"].sum() == 90
     columns: dict[Any, np.ndarray] = {split: -np.arange(2 * rows[split], dtype=np.float32) for split in SPLITS}
     write_reference(prepared, "w", "fp32", columns, {})
     data = data_of(made)
@@ -256,13 +257,17 @@ def test_the_windows_of_unpaired_answers(tmp_path: Path, capsys: pytest.CaptureF
     stream, partner, seen = prepared.split("train"), partners(judged["prompt"]), Counter[int]()
     assert partner is not None
     whole = np.split(stream.read(0, stream.tokens), np.cumsum(stream.row_lengths())[:-1])
-    for micro in batches_of(data.window_at, data.sequences_per_epoch, 2, 0, 1, False):
-        assert isinstance(micro, UnpairedBatch) and micro.reference is not None
+    for micro in batches_of(data.kind, data.window_at, data.sequences_per_epoch, 2, 0, 1, False):
+        assert isinstance(micro, AnswerBatch) and micro.reference is not None
         mine, other = micro.rows.tolist(), micro.mismatched
-        assert other.rows.tolist() == [row + rows["train"] for row in mine] and other.reference is not None
+        assert (
+            other is not None
+            and other.rows.tolist() == [row + rows["train"] for row in mine]
+            and other.reference is not None
+        )
         assert micro.reference.tolist() == [-row for row in mine]
         assert other.reference.tolist() == [-row - rows["train"] for row in mine]
-        assert micro.desirable.tolist() == judged["desirable"][mine].astype(bool).tolist()
+        assert micro.facts["desirable"].tolist() == judged["desirable"][mine].astype(bool).tolist()
         for answer, row in enumerate(mine):
             own, theirs = (whole[each].tolist() for each in (row, partner[row]))
             answers = own[judged["begin"][row] :], theirs[judged["begin"][partner[row]] :]
@@ -349,7 +354,7 @@ DISTILL = ["--objective.name", "distill"]
         ([*DISTILL, "--objective.teacher_revision", "main"], "goes with objective.teacher: ORG/NAME"),
         (["--objective.name", "dpo"], "compares with the model that training starts from"),
         (["--objective.name", "dpo", "--objective.smoothing", "0.5"], "must be from 0 to just under 0.5"),
-        (["--objective.name", "simpo"], "holds no preferences, which objective.name simpo compares"),
+        (["--objective.name", "simpo"], "holds no answers of --format preference, which objective.name simpo compares"),
         (["--objective.name", "kto"], "compares with the model that training starts from"),
     ],
 )

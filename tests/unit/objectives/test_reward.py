@@ -12,13 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import DataConfig, ModelConfig
+from llmtrain.data.batches import AnswerBatch
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.loader import AnswerBatch, batches_of
+from llmtrain.data.stream.loader import batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.losses.answers import last_tokens
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
-from tests.helpers.preference import prepared_preferences
+from tests.helpers.preference import prepared_preferences, rows_read
 from tests.helpers.training import LLAMA
 
 MODEL = {**LLAMA, "num_hidden_layers": 1}
@@ -30,7 +31,9 @@ def test_the_score_is_read_at_the_last_token_of_each_row(tmp_path: Path) -> None
     stream = PreparedSet(folder).split("train")
     ends = stream.row_lengths().cumsum()
     read = 0
-    for batch in batches_of(data.window_at, 5, 3, 0, 1, False):  # the last micro-batch has a row that only pads
+    for batch in batches_of(
+        data.kind, data.window_at, 5, 3, 0, 1, False
+    ):  # the last micro-batch has a row that only pads
         assert isinstance(batch, AnswerBatch)
         places, tokens = last_tokens(batch), batch.inputs.flatten()
         stops = [int(stream.read(int(ends[row]) - 1, 1)[0]) for row in batch.rows]
@@ -39,7 +42,7 @@ def test_the_score_is_read_at_the_last_token_of_each_row(tmp_path: Path) -> None
         following = batch.positions.flatten().roll(-1)[places]  # type: ignore[union-attr]
         assert bool((following == 0).all())  # a row begins behind it
         read += len(stops)
-    assert read == sum(len(data.window_at(index).rows) for index in range(5))  # type: ignore[arg-type]
+    assert read == len(rows_read(data.window_at(index) for index in range(5)))
 
 
 def saved(folder: Path, **fields: Any) -> str:

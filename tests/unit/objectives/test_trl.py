@@ -15,11 +15,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from llmtrain.config.run import DataConfig
+from llmtrain.data.batches import AnswerBatch, MicroBatch
+from llmtrain.data.kinds.judged import Judged, partners
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.columns import write_reference
-from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
-from llmtrain.data.stream.rows import partners
+from llmtrain.data.stream.loader import batches_of
+from llmtrain.data.stream.reference_and_teacher import write_reference
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.engine.losses.named import loss_of
@@ -53,7 +54,7 @@ def models() -> tuple[Any, Any]:
 def batch_of(folder: str, models: tuple[Any, Any]) -> tuple[AnswerBatch, dict[int, float], Plain]:
     """(our first micro-batch, the reference's log-probabilities, rows)"""
     prepared = PreparedSet(folder)
-    judged = prepared.manifest.chat is not None and prepared.manifest.chat.unpaired
+    judged = prepared.kind.mismatched
     plain = Plain(models[1], folder)
     if judged:
         plain.mismatched(list(range(len(plain.rows))))
@@ -64,7 +65,7 @@ def batch_of(folder: str, models: tuple[Any, Any]) -> tuple[AnswerBatch, dict[in
     write_reference(prepared, "w", "fp32", columns, {})
     data = TrainData(DataConfig(path=folder, sequence_length=LENGTH, isolate_documents=True))
     data.take_reference("fp32")
-    micro = next(batches_of(data.window_at, MICRO, MICRO, 0, 1, False))
+    micro = next(batches_of(data.kind, data.window_at, MICRO, MICRO, 0, 1, False))
     assert isinstance(micro, AnswerBatch)
     return micro, dict(enumerate(values.tolist())), plain
 
@@ -79,7 +80,7 @@ def ours(hf: Any, objective: LossFunction, micro: AnswerBatch) -> float:
 
     given: list[MicroBatch] = [micro]
     with torch.no_grad():
-        if isinstance(micro, UnpairedBatch):
+        if micro.mismatched is not None:
             objective.look(given, evaluate)  # type: ignore[attr-defined]
         return evaluate(given, objective)[0]["loss"]
 
@@ -169,7 +170,7 @@ def test_a_reward_models_loss_is_that_of_trl(tmp_path: Path, centering: float) -
     torch.nn.init.normal_(made.score.weight, std=0.5)
     folder = prepared_preferences(tmp_path, 60)
     stream = TrainData(DataConfig(path=folder, sequence_length=LENGTH, isolate_documents=True))
-    micro = next(batches_of(stream.window_at, MICRO, MICRO, 0, 1, False))
+    micro = next(batches_of(stream.kind, stream.window_at, MICRO, MICRO, 0, 1, False))
     assert isinstance(micro, AnswerBatch)
     rows = Plain(None, folder).rows
     peer = trainer("Reward", (made,), folder, center_rewards_coefficient=centering or None)
@@ -215,12 +216,12 @@ def test_kto_is_that_of_trl(tmp_path: Path, models: Any) -> None:
     """Of the same prompts with the same answers to others: which ones TRL would take depends on its batches."""
     folder = prepared_unpaired(tmp_path, 60)
     micro, _, plain = batch_of(folder, models)
-    assert isinstance(micro, UnpairedBatch)
+    assert isinstance(micro, AnswerBatch)
     peer = trainer("KTO", models, folder, desirable_weight=1.0, undesirable_weight=2.0)
-    partner = partners(PreparedSet(folder).split("train").judged()["prompt"])
+    partner = partners(PreparedSet(folder).split("train").entries(Judged.entry)["prompt"])
     assert partner is not None
     examples = []
-    for row, label in zip(micro.rows.tolist(), micro.desirable.tolist(), strict=True):
+    for row, label in zip(micro.rows.tolist(), micro.facts["desirable"].tolist(), strict=True):
         prompt, answer = halves(plain, row)
         other = halves(plain, int(partner[row]))[1]
         examples.append({"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": other, "label": label})

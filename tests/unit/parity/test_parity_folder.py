@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from llmtrain.config.run import DataConfig, RunConfig
+from llmtrain.data.kinds import judged, packing, text
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream import columns, rows, windows
-from llmtrain.data.stream.columns import numbers, write_reference
+from llmtrain.data.stream import reference_and_teacher
+from llmtrain.data.stream.reference_and_teacher import numbers, write_reference
 from llmtrain.objectives.objective import Objective
 from llmtrain.parity.untrained import compare_folder, differences
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
@@ -21,7 +22,7 @@ from tests.helpers.preference import prepared_preferences, prepared_unpaired
 def with_column(folder: str) -> str:
     prepared = PreparedSet(folder)
     draw = np.random.default_rng(0)
-    columns = {split: draw.normal(-9, 3, numbers(prepared.manifest, split)).astype(np.float32) for split in SPLITS}
+    columns = {split: draw.normal(-9, 3, numbers(prepared, split)).astype(np.float32) for split in SPLITS}
     write_reference(prepared, "w", "fp32", columns, {})  # type: ignore[arg-type]
     return folder
 
@@ -48,31 +49,33 @@ def test_the_rows_of_a_run_are_those_of_its_files(folders: dict[str, str], name:
 
 
 def late_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = columns.read_reference
+    right = reference_and_teacher.read_reference
     monkeypatch.setattr(
-        columns, "read_reference", lambda *a: (right(*a)[0], {s: np.roll(c, 1) for s, c in right(*a)[1].items()})
+        reference_and_teacher,
+        "read_reference",
+        lambda *a: (right(*a)[0], {s: np.roll(c, 1) for s, c in right(*a)[1].items()}),
     )
 
 
 def own_partner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "partners", lambda prompts: np.arange(len(prompts)))
+    monkeypatch.setattr(judged, "partners", lambda prompts: np.arange(len(prompts)))
 
 
 def late_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rows.Conversations._row
+    right = packing.RowReader._row
     monkeypatch.setattr(
-        rows.Conversations, "_row", lambda self, row: (right(self, row)[0], np.roll(right(self, row)[1], 1))
+        packing.RowReader, "_row", lambda self, row: (right(self, row)[0], np.roll(right(self, row)[1], 1))
     )
 
 
 def late_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = windows.labels_of
-    monkeypatch.setattr(windows, "labels_of", lambda *a: (right(*a)[0], np.roll(right(*a)[1], 1)))
+    right = text.labels_of
+    monkeypatch.setattr(text, "labels_of", lambda *a: (right(*a)[0], np.roll(right(*a)[1], 1)))
 
 
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rows.Conversations._rows
-    monkeypatch.setattr(rows.Conversations, "_rows", lambda self, index: right(self, index).reshape(-1, 2)[:, ::-1]
+    right = packing.RowReader._rows
+    monkeypatch.setattr(packing.RowReader, "_rows", lambda self, index: right(self, index).reshape(-1, 2)[:, ::-1]
                         .reshape(-1))  # fmt: skip
 
 
@@ -83,7 +86,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
         (late_reference, "kto", "its log-probability under the reference is that of another row"),
         (own_partner, "kto", "the answer that its prompt meets is not that of another prompt"),
         (late_mask, "dpo", "other tokens count"),
-        (exchanged, "dpo", "chosen and rejected answer of a pair are exchanged"),
+        (exchanged, "dpo", "the answers of a record are exchanged"),
         (late_labels, "next_token", "no window of the folder has its tokens and labels"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Multiple-choice questions as rows: a question followed by each of its choices, as lm-eval's harness tokenizes them.
+"""Multiple-choice questions: a question followed by each of its choices, as lm-eval's harness tokenizes them.
 
 A record has a question, its choices and the right one, under the names of common datasets (ARC, HellaSwag, MMLU,
 OpenBookQA, CommonsenseQA, PIQA, RACE, SciQ and similar ones). A choice is scored as the continuation of its question
@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.base import untrusted
+from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.untrusted import first_line
-from llmtrain.data.chat.conversation import RefusedError
-from llmtrain.data.chat.encoder import ChatOptions, Row
-from llmtrain.data.tokenize import as_ids
-from llmtrain.data.tokenizer_folder import refuse_unsafe
+from llmtrain.data.kinds.kind import RowKind
+from llmtrain.data.row import RefusedError, Row
+from llmtrain.data.token_stream import TokenStream
 
 _QUESTIONS = ("question", "question_stem", "ctx", "query", "goal", "prompt", "context")
 _BEFORE = ("context", "passage", "article", "support")
@@ -27,6 +26,39 @@ _BEFORE = ("context", "passage", "article", "support")
 _CHOICES = ("choices", "endings", "options")
 _ANSWERS = ("answer", "answerKey", "answer_index", "label", "gold")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices(RowKind, format="choices"):
+    """Multiple-choice questions, a row for each choice."""
+
+    title = "multiple-choice questions"
+    records = "multiple choice, for eval.choices"
+    columns = (("question", "choices"), ("ctx", "endings"))
+    mark = "choices"
+    never_trains = "which measure a model and train none; name it in eval.choices"
+    measures = True
+    tokenizer = "the tokenizer of the training data, such as data/stdlib/tokenizer"
+    templated = False
+    entry = np.dtype([("first", "u1"), ("right", "u1"), ("characters", "<u4"), ("bytes", "<u4")])
+    """Whether the row begins a question, whether it is the answer, sizes of the choice."""
+
+    field: str = ""
+
+    def encoder(self, folder: Path, dtype: np.dtype, bare: bool) -> ChoiceEncoder:
+        return ChoiceEncoder(folder)
+
+    def encode(self, encoder: Any, record: dict[str, Any]) -> list[Row]:
+        rows: list[Row] = encoder.rows_of(question_of(record, self.field))
+        return rows
+
+    def counted(self, stream: TokenStream) -> str:
+        entries = stream.entries(self.entry)
+        return f"{units.counted(int(entries['first'].sum()), 'question')}, {units.counted(len(entries), 'choice')}"
+
+    def about(self, stream: TokenStream, index: int) -> str:
+        entries = stream.entries(self.entry)[: index + 1]
+        return f" (question {int(entries['first'].sum()) - 1}{', the answer' if entries['right'][index] else ''})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +69,11 @@ class Question:
     """Place of the right choice."""
 
 
-def question_of(text: str, field: str) -> Question:
-    """The question of a record, a JSON object. `field`: holds all of the context; empty: one of the usual names.
+def question_of(record: dict[str, Any], field: str) -> Question:
+    """The question of a record. `field`: holds all of the context; empty: one of the usual names.
 
     Raises: RefusedError.
     """
-    try:
-        record: dict[str, Any] = untrusted.loads(text)
-    except ValueError as error:
-        raise RefusedError(f"broken JSON ({error})") from None
     choices, labels = _choices(record)
     return Question(_context(record, field), choices, _answer(record, choices, labels))
 
@@ -128,23 +156,32 @@ class ChoiceEncoder:
     too_long = 0
     unread: frozenset[str] = frozenset()
 
-    def __init__(self, folder: Path, options: ChatOptions) -> None:
+    def __init__(self, folder: Path) -> None:
         """Raises DataError when transformers cannot load the tokenizer."""
         from transformers import AutoTokenizer
+
+        from llmtrain.data.tokenizer_folder import refuse_unsafe
 
         refuse_unsafe(folder)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # OSError, ValueError, TypeError: a folder's files can cause any
             raise DataError(f"{folder}: transformers cannot load this tokenizer ({first_line(error, 200)})") from error
-        self._field = options.field
         first = self._tokenizer.bos_token_id
         self._begins = str(self._tokenizer.decode(self._tokenizer.eos_token_id if first is None else first))
         self._vocab_size = max(max(self._tokenizer.get_vocab().values()) + 1, len(self._tokenizer))
 
-    def rows(self, text: str) -> list[Row]:
-        """A row for each choice of a record, in order. Raises: RefusedError."""
-        question = question_of(text, self._field)
+    def record(self, text: str) -> dict[str, Any]:
+        try:
+            record: dict[str, Any] = untrusted.loads(text)
+        except ValueError as error:
+            raise RefusedError(f"broken JSON ({error})") from None
+        return record
+
+    def rows_of(self, question: Question) -> list[Row]:
+        """A row for each choice, in order. Raises: RefusedError."""
+        from llmtrain.data.tokenize import as_ids
+
         context = question.context.rstrip()
         gap = question.context[len(context) :] + " "
         begin = self._ids(context)
@@ -157,7 +194,7 @@ class ChoiceEncoder:
                 raise RefusedError(f"choice {place} adds no token to the question")
             counted = np.arange(len(begin) + len(continuation)) >= len(begin)
             entry = (place == 0, place == question.answer, len(choice), len(choice.encode()))
-            rows.append(Row(as_ids(begin + continuation, self._vocab_size), counted, choice=entry))
+            rows.append(Row(as_ids(begin + continuation, self._vocab_size), counted, entry))
         return rows
 
     def _ids(self, text: str) -> list[int]:

@@ -12,10 +12,11 @@ import pytest
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
+from llmtrain.data.kinds import packing
 from llmtrain.data.manifest import Split
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream import columns
-from llmtrain.data.stream.columns import ColumnWriter
+from llmtrain.data.stream import reference_and_teacher
+from llmtrain.data.stream.reference_and_teacher import ColumnWriter
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.objectives.by_token import Distill
 from tests.helpers.chat import KINDS, workers_here, write_tokenizer
@@ -78,7 +79,7 @@ def write(config: DataConfig, vocabulary: int = WORDS) -> TrainData:
 @pytest.mark.parametrize("vocabulary", [WORDS, 70_000])
 def test_each_label_finds_its_own_words(config: DataConfig, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another order than they were written in, of rows also in other sequences; rows are read a few at a time."""
-    monkeypatch.setattr(columns, "_AT_ONCE", 64)
+    monkeypatch.setattr(packing, "_AT_ONCE", 64)
     places = [data.places(split, index) for data in [write(config, vocabulary)] for split, index, _ in windows(data)]
     assert all(len(each) for each in places)
     texts = PreparedSet(str(config.path)).manifest.chat is None  # rows may lie in longer sequences, texts may not
@@ -88,10 +89,10 @@ def test_each_label_finds_its_own_words(config: DataConfig, vocabulary: int, mon
     for index in range(2 * data.sequences_per_epoch):
         window = data.window_at(index)
         counted = window.labels >= 0
-        assert window.words is not None and window.logs is not None
+        found = window.by_token
         words, logs = said(window.labels[counted])
-        assert np.array_equal(window.words[counted], words) and np.array_equal(window.logs[counted], logs)
-        assert not window.words[~counted].any() and not window.logs[~counted].any()
+        assert np.array_equal(found["words"][counted], words) and np.array_equal(found["logs"][counted], logs)
+        assert not found["words"][~counted].any() and not found["logs"][~counted].any()
         seen += int(counted.sum())
     assert seen > 500
     folder = Path(str(config.path))
@@ -146,7 +147,7 @@ def test_no_room_and_no_half_column(config: DataConfig, monkeypatch: pytest.Monk
     data, folder = TrainData(config), Path(str(config.path))
     [column] = data.teacher_columns(DISTILL, WORDS, "fp32")
     with monkeypatch.context() as full:
-        full.setattr(columns.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100}))
+        full.setattr(reference_and_teacher.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100}))
         with pytest.raises(DataError, match=r"bytes, and 100 are free; make room, or set objective\.top_k lower"):
             ColumnWriter(PreparedSet(folder), column)
     before = {path.name for path in folder.iterdir()}

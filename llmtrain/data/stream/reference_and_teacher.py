@@ -1,8 +1,8 @@
-"""Columns of prepared data: another model's numbers, which `llmtrain reference` writes once, next to the shards.
+"""Numbers of a reference or teacher for prepared data: columns that `llmtrain reference` writes next to the shards.
 
-A reference's column, for preferences: reference-SPLIT.f32 has a little-endian fp32 number, an answer's log-probability
-in nats, for each row. For unpaired answers a second number per row follows: for the row's prompt with its partner's
-answer (`rows.partners`). reference.json is written last.
+A reference's column, for answers that an objective compares: reference-SPLIT.f32 has a little-endian fp32 number, an
+answer's log-probability in nats, for each row. Where the kind of row has mismatched answers, a second number per row
+follows: for the row's prompt with the answer to another one. reference.json is written last.
 
 A teacher's column, for distillation: for each token that the loss counts, the k tokens that the teacher finds
 likeliest. teacher-SPLIT.f32 has k + 1 little-endian fp32 for each: the natural logarithms of their probabilities at a
@@ -29,11 +29,10 @@ import xxhash
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
-from llmtrain.data.manifest import NEW_COLUMN, SPLITS, Manifest, Split
-from llmtrain.data.shards import PreparedSet, TokenStream
+from llmtrain.data.manifest import NEW_COLUMN, SPLITS, Split
+from llmtrain.data.shards import PreparedSet
 
 _REFERENCE = "reference.json"
-_AT_ONCE = 1 << 22  # tokens whose bits of the mask are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,9 @@ class Reference:
     """Configuration of the model, as in config.json."""
 
 
-def numbers(manifest: Manifest, split: Split) -> int:
-    return manifest.documents[split] * (2 if manifest.chat is not None and manifest.chat.unpaired else 1)
+def numbers(folder: PreparedSet, split: Split) -> int:
+    """Numbers of a split in a reference's column."""
+    return folder.manifest.documents[split] * (2 if folder.kind.mismatched else 1)
 
 
 def write_reference(folder: PreparedSet, weights: str, precision: str, columns: Mapping[Split, np.ndarray],
@@ -91,7 +91,7 @@ def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict
         raise DataError(
             f"{path}: was computed in {found.precision}, and this run computes in {precision}; {NEW_COLUMN}"
         )
-    damaged += [split for split in SPLITS if len(data[split]) != 4 * numbers(folder.manifest, split)]
+    damaged += [split for split in SPLITS if len(data[split]) != 4 * numbers(folder, split)]
     if damaged:
         raise DataError(f"{path}: the numbers of the {damaged[0]} split are not the recorded ones; {NEW_COLUMN}")
     return found, {split: np.frombuffer(data[split], dtype="<f4") for split in SPLITS}
@@ -159,21 +159,6 @@ class Taught:
         if not right.all() or int(words.max(initial=0)) >= self.vocabulary:
             raise DataError(f"{self.path}: holds numbers that are no probabilities: it is damaged; {NEW_COLUMN}")
         return words, logs
-
-
-def row_places(stream: TokenStream, lengths: np.ndarray) -> np.ndarray:
-    """Start of each row's places in a column of conversations, and the end: int64 [rows + 1]."""
-    ends = np.cumsum(lengths)
-    starts, found, row = ends - lengths, [np.zeros(1, dtype=np.int64)], 0
-    while row < len(lengths):
-        last = max(row + 1, int(np.searchsorted(ends, starts[row] + _AT_ONCE, side="right")))
-        begin = int(starts[row])
-        counted = stream.counted(begin, int(ends[last - 1]) - begin)
-        assert counted is not None
-        counted[starts[row:last] - begin] = False  # no token predicts a row's first one
-        found.append(np.add.reduceat(counted, starts[row:last] - begin, dtype=np.int64))
-        row = last
-    return np.cumsum(np.concatenate(found))
 
 
 def _parts(folder: Path, split: Split, column: TeacherColumn) -> dict[Path, tuple[np.dtype, int]]:

@@ -1,0 +1,23 @@
+"""Kinds of rows, a class each. Importing the package defines all that llmtrain has."""
+
+from llmtrain.base.errors import DataError
+
+from llmtrain.data.kinds import text, tokens, chat, preference, judged, prompts, choices  # isort: skip  # as in --help
+from llmtrain.data.kinds.kind import RowKind
+from llmtrain.data.manifest import Manifest
+
+__all__ = ["RowKind", "chat", "choices", "judged", "kind_of", "preference", "prompts", "text", "tokens"]
+
+
+def kind_of(manifest: Manifest, name: str) -> RowKind:
+    """The kind of a folder's rows. `name`: of the folder, for messages. Raises DataError: its class is unknown."""
+    format = manifest.settings.get("format", "text" if manifest.chat is None else "chat")
+    found = next((each for each in RowKind.CHOICES.values() if format in (each.format, *each.also)), None)
+    if found is None:
+        raise DataError(f"{name}: its rows are of the format {format!r}, and no class reads it; give the plugin that "
+                        "brings it with --plugin, or prepare the folder again with one of the formats "
+                        f"{', '.join(RowKind.CHOICES)}")  # fmt: skip
+    if found.has_rows != (manifest.chat is not None):
+        raise DataError(f"{name}: its format is {format}, and the shards in its manifest are of another one; copy the "
+                        "folder again, or prepare it again")  # fmt: skip
+    return found()

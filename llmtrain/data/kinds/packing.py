@@ -1,0 +1,171 @@
+"""Sequences of complete rows, by best fit, isolated from each other and from the padding at the end."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmtrain.data.token_stream import TokenStream
+from llmtrain.data.windows import IGNORED, AnswerWindow, Window
+
+if TYPE_CHECKING:
+    from llmtrain.data.origins import Origin, Origins
+
+_AT_ONCE = 1 << 22
+"""Tokens whose counted bits are read at once."""
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack complete rows into sequences: best fit, longest first, the same on every machine.
+
+    Method: best-fit decreasing (D. S. Johnson et al., SIAM J. Comput. 3, 1974), done at once for all rows of a
+    length and all sequences with the same room: a million rows take a fraction of a second, so every rank does it for
+    itself. Returns (rows in the order of the sequences, int64 [rows]; each sequence's beginning in that order, int64
+    [sequences + 1]).
+
+    Args:
+        lengths: int [rows], each from 1 to `capacity`.
+    """
+    order = np.argsort(-lengths.astype(np.int64), kind="stable")
+    sizes, starts = np.unique(-lengths[order].astype(np.int64), return_index=True)
+    window_of = np.empty(len(lengths), dtype=np.int64)
+    rooms: list[int] = []  # ascending room left in windows
+    windows: dict[int, np.ndarray] = {}
+    made = 0
+
+    def put_back(some: np.ndarray, room: int) -> None:
+        if room and len(some):
+            if room not in windows:
+                insort(rooms, room)
+            windows[room] = np.concatenate([windows.get(room, some[:0]), some])
+
+    for size, records in zip((-sizes).tolist(), np.split(order, starts)[1:], strict=True):
+        while len(records):
+            at = bisect_left(rooms, size)
+            if at < len(rooms):
+                room = rooms.pop(at)
+                free = windows.pop(room)
+            else:
+                room, new = capacity, -(-len(records) // (capacity // size))
+                free = np.arange(made, made + new)
+                made += new
+            each = room // size
+            taken = min(len(free), -(-len(records) // each))
+            count = min(len(records), taken * each)
+            window_of[records[:count]] = np.repeat(free[:taken], each)[:count]
+            put_back(free[: taken - 1], room - each * size)
+            put_back(free[taken - 1 : taken], room - (count - (taken - 1) * each) * size)
+            put_back(free[taken:], room)
+            records = records[count:]
+    in_windows = np.argsort(window_of, kind="stable")
+    return in_windows, np.searchsorted(window_of[in_windows], np.arange(made + 1))
+
+
+class RowReader:
+    """Sequences of complete rows, padded with the separator."""
+
+    taught: Any = None
+    """The teacher's column of the split (`Taught`), if the run has one."""
+    context: list[Any] | None = None
+
+    def __init__(self, stream: TokenStream, length: int, separator_id: int, together: int = 1) -> None:
+        """`length`: tokens of a sequence. `together`: rows of a record, which share a sequence."""
+        self.stream, self._length, self._separator_id = stream, length, separator_id
+        self._lengths = stream.row_lengths()
+        self._starts = np.cumsum(self._lengths) - self._lengths
+        order, first = best_fit(self._sizes(together), self._length)
+        self._order = (order[:, None] * together + np.arange(together)).reshape(-1)
+        self._first = first * together
+        self.count = len(first) - 1
+
+    def _sizes(self, together: int) -> np.ndarray:
+        """Tokens of each group of rows that share a sequence."""
+        return self._lengths.reshape(-1, together).sum(1)
+
+    def _rows(self, index: int) -> np.ndarray:
+        return self._order[self._first[index] : self._first[index + 1]]
+
+    def fetch(self, indices: Iterable[int]) -> None:
+        """Read these sequences from a store concurrently. Raises DataError."""
+        rows = (row for index in indices for own in self._rows(index).tolist() for row in self._read_for(own))
+        self.stream.fetch((int(self._starts[row]), int(self._lengths[row])) for row in rows)
+
+    def begin(self, index: int) -> int:
+        return int(self._starts[self._rows(index)[0]])
+
+    def _read_for(self, row: int) -> list[int]:
+        """The rows whose tokens a sequence with this row reads."""
+        return [row]
+
+    def origins(self, index: int, known: Origins) -> Iterator[Origin]:
+        return known.of_rows(self._rows(index).tolist())
+
+    def windows_with(self, origin: Origin) -> range:
+        window = int(np.searchsorted(self._first, np.flatnonzero(self._order == origin.index)[0], "right")) - 1
+        return range(window, window + 1)
+
+    def read(self, index: int) -> Window:
+        return Window(**self._packed(map(self._row, self._rows(index))))
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        """Start of each row's places in a teacher's column, and the end: int64 [rows + 1]."""
+        ends = np.cumsum(self._lengths)
+        found, row = [np.zeros(1, dtype=np.int64)], 0
+        while row < len(ends):
+            last = max(row + 1, int(np.searchsorted(ends, self._starts[row] + _AT_ONCE, side="right")))
+            begin = int(self._starts[row])
+            counted = self.stream.counted(begin, int(ends[last - 1]) - begin)
+            assert counted is not None
+            counted[self._starts[row:last] - begin] = False  # no token predicts a row's first one
+            found.append(np.add.reduceat(counted, self._starts[row:last] - begin, dtype=np.int64))
+            row = last
+        return np.cumsum(np.concatenate(found))
+
+    @property
+    def place_count(self) -> int:
+        return int(self._places[-1])
+
+    def places(self, index: int, _: Window) -> np.ndarray:
+        rows = self._rows(index)
+        return np.concatenate([np.arange(self._places[row], self._places[row + 1]) for row in rows])
+
+    def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, whether each is counted)"""
+        start, length = int(self._starts[row]), int(self._lengths[row])
+        counted = self.stream.counted(start, length)
+        assert counted is not None
+        return self.stream.read(start, length), counted
+
+    def _packed(self, rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+        """Fields of a `Window` by name."""
+        inputs = np.full(self._length, self._separator_id, dtype=np.int64)
+        labels = np.full(self._length, IGNORED, dtype=np.int64)
+        positions = np.arange(self._length)
+        at = 0
+        for ids, counted in rows:
+            end = at + len(ids)
+            inputs[at:end] = ids
+            labels[at : end - 1] = np.where(counted[1:], inputs[at + 1 : end], IGNORED)
+            positions[end:] -= end - at
+            at = end
+        return {"inputs": inputs, "labels": labels, "positions": positions}
+
+
+class AnswerReader(RowReader):
+    """Sequences of answers that an objective compares: those of a record are in one sequence."""
+
+    reference: np.ndarray | None = None
+    """fp32 [numbers of the split's column]."""
+
+    def read(self, index: int) -> AnswerWindow:
+        return self._answers(self._rows(index), map(self._row, self._rows(index)))
+
+    def _answers(self, numbers: np.ndarray, rows: Iterable[tuple[np.ndarray, np.ndarray]], **more: Any) -> AnswerWindow:
+        """`numbers`: places of the rows in the reference's column."""
+        reference = None if self.reference is None else self.reference[numbers]
+        return AnswerWindow(**self._packed(rows), rows=numbers, reference=reference, **more)
