@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.hf.inference import load
     from llmtrain.commands.prepare import prepare
     from llmtrain.commands.train import train
+    from llmtrain.data.kinds import RowKind
     from llmtrain.data.prepare.plugin_source import Source
     from llmtrain.objectives.by_token import ByToken
     from llmtrain.objectives.metric import Metric
     from llmtrain.objectives.objective import Figure
-    from llmtrain.objectives.preferences import Pairs
+    from llmtrain.objectives.preferences import OverAnswers, Pairs
     from llmtrain.optim.optimizers import Optimizer
     from llmtrain.optim.schedules import Schedule
     from llmtrain.tracking.sink import Sink
@@ -31,9 +32,11 @@ __all__ = [
     "Figure",
     "Metric",
     "Optimizer",
+    "OverAnswers",
     "Pairs",
     "Part",
     "Request",
+    "RowKind",
     "Schedule",
     "Sink",
     "Source",
@@ -49,9 +52,11 @@ _HOMES = {
     "Figure": "llmtrain.objectives.objective",
     "Metric": "llmtrain.objectives.metric",
     "Optimizer": "llmtrain.optim.optimizers",
+    "OverAnswers": "llmtrain.objectives.preferences",
     "Pairs": "llmtrain.objectives.preferences",
     "Part": "llmtrain.training.parts",
     "Request": "llmtrain.training.step",
+    "RowKind": "llmtrain.data.kinds",
     "Schedule": "llmtrain.optim.schedules",
     "Sink": "llmtrain.tracking.sink",
     "Source": "llmtrain.data.prepare.plugin_source",
