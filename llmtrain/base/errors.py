@@ -16,6 +16,8 @@ class UserError(ValueError):
     """All ranks of the run raise the same error, so rank 0 alone prints it."""
     passing = False
     """A fault of the hosts, not of the user: the same command may succeed on another start."""
+    keys: frozenset[str] = frozenset()
+    """Dotted keys of the settings that are wrong, where the message is of settings."""
 
 
 class ConfigError(UserError):

@@ -89,9 +89,10 @@ class Problems:
 
     def error(self) -> ConfigError:
         assert self._entries
-        if len(self._entries) == 1:
-            return ConfigError(self._entries[0])
-        return ConfigError(f"{len(self._entries)} mistakes\n  " + "\n  ".join(self._entries))
+        count = f"{len(self._entries)} mistakes\n  " if len(self._entries) > 1 else ""
+        error = ConfigError(count + "\n  ".join(self._entries))
+        error.keys = self.keys
+        return error
 
     def raise_if_any(self) -> None:
         if self._entries:

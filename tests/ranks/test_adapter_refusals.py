@@ -74,7 +74,7 @@ def test_an_adapter_to_begin_with_as_peft_writes_it_for_a_longer_vocabulary(tmp_
     tensors = load_file(tmp_path / "peft" / WEIGHTS)
     wrapped = {name.replace(PREFIX, f"{PREFIX}module."): tensor for name, tensor in tensors.items()}
     save_file(wrapped, tmp_path / "peft" / WEIGHTS)
-    with pytest.raises(ConfigError, match=r"Names there have `module\.` too much, which DDP adds"):
+    with pytest.raises(ConfigError, match=r"`module\.`"):
         spec.initial_weights(0, torch.device("cpu"))
 
 
@@ -107,15 +107,15 @@ def test_dora_on_maps_that_peft_takes_for_the_experts_is_refused_by_name():
 
 def test_a_target_that_is_none_and_a_missing_library_are_told(monkeypatch, tmp_path):
     model = ModelConfig(config=dict(LLAMA))
-    with pytest.raises(ConfigError, match=r'adapter.targets = "\*\.q_prj"(.|\n)*no linear map(.|\n)*q_proj'):
+    with pytest.raises(ConfigError, match=r'(?s)adapter.targets = "\*\.q_prj".*q_proj'):
         _ = ModelSpec.of(model, AdapterConfig(r=4, targets=["*.q_prj"])).adapted
     with pytest.raises(ConfigError, match="no linear map"):
         _ = ModelSpec.of(model, AdapterConfig(r=4, targets=["lm_head"])).adapted
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'llmtrain.adapters.'"):
+    with pytest.raises(ConfigError, match=r"'llmtrain.adapters.'"):
         _ = ModelSpec.of(model, AdapterConfig(r=4)).adapted
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"(?s)test_a_target.*pip install 'llmtrain.adapters.'"):
+    with pytest.raises(ConfigError, match=r"(?s)test_a_target.*'llmtrain.adapters.'"):
         generate(tmp_path, "A prompt", Sampling())
 
 
@@ -157,5 +157,5 @@ def test_a_full_run_and_an_adapters_do_not_continue_each_other(pools, small_data
     with pytest.raises(RankFailed, match=r"holds no adapter, and this run trains one(.|\n)*to-hf RUN FOLDER\)"):
         pools(2).run(resumed, lora, str(tmp_path / "full"))
     states = [TrainerState(run={"adapter": {"r": rank}}) for rank in (4, None)]
-    with pytest.raises(CheckpointError, match=r"holds an adapter \(adapter.r 4\)(.|\n)*--merge"):
+    with pytest.raises(CheckpointError, match=r"(?s)\(adapter.r 4\).*--merge"):
         _refuse_other_adapter(*states, tmp_path)

@@ -123,7 +123,7 @@ _LAYER = 43_136
 @pytest.mark.parametrize(
     ("ahead", "changes"),
     [
-        (0, {}),
+        pytest.param(0, {}, marks=pytest.mark.slow),
         (_LAYER, {"extra": {"activation_checkpointing": {}}}),
         (0, {"recompute": {"layers": "all", "keep": "attention"}}),
         (0, {"freeze": ("model.embed_tokens.*", "model.layers.0.*")}),

@@ -189,7 +189,7 @@ def flip_embedding(file: Path) -> None:
 
 def test_a_stage_that_would_have_nothing_to_train_is_refused(pools, small_data):
     case = Case(data=small_data, freeze=("model.*",), stage=1, pipeline=2, accumulation=2)
-    with pytest.raises(RankFailed, match=r"(?s)model\.freeze.*leaves stage 0 of pipeline\.stages 2 nothing"):
+    with pytest.raises(RankFailed, match=r"(?s)model\.freeze.*pipeline\.stages 2"):
         pools(2).run(make_engine, case)
 
 

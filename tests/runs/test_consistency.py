@@ -130,7 +130,7 @@ def test_masters_under_other_names_end_the_run_at_its_start(small_data, tmp_path
     assert code == 2 and "Traceback" not in output, (code, output)
     (error,) = [line for line in output.splitlines() if line.startswith("error:")]
     assert "the optimizer keeps other values of model." in error and "than the forward pass reads, on ranks 0" in error
-    assert "The cause may be zero_optimization.round_robin_gradients = true: remove it" in error
+    assert "zero_optimization.round_robin_gradients = true" in error
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*")) and not rows(tmp_path / "run")
 
 

@@ -150,7 +150,7 @@ def test_init_never_replaces_a_users_file(place: tuple[Path, dict[str, str]], tm
     (tmp_path / "half").mkdir()
     (tmp_path / "half/launch").write_text("")
     half = subprocess.run(["llmtrain", "init", "half"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert half.returncode == 2 and "half/launch: it is a file" in half.stderr
+    assert half.returncode == 2 and "half/launch" in half.stderr
     assert os.listdir(tmp_path / "half") == ["launch"]
 
 

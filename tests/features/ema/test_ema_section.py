@@ -33,14 +33,14 @@ def test_a_figure_of_the_averages_may_decide(folder: Path) -> None:
     words = ["run.yaml", "--train.eval_every", "4", "--checkpoint.keep_best.metric", "eval/ema/loss"]
     run = parse([*words, "--ema.decay", "0.9"], check_paths=False).config
     assert run.checkpoint.keep_best.metric == "eval/ema/loss"
-    with pytest.raises(ConfigError, match="is no figure of this run's evaluations"):
+    with pytest.raises(ConfigError, match=r'checkpoint\.keep_best\.metric = "eval/ema/loss"'):
         parse(words, check_paths=False)
-    with pytest.raises(ConfigError, match="is the name of other figures"):
+    with pytest.raises(ConfigError, match=r"eval\.sets\.ema = "):
         parse(["run.yaml", "--eval.sets.ema", "not/prepared/yet"], check_paths=False)
 
 
 def test_a_decay_of_1_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)ema\.decay = 1\.0.*just under 1.*0\.999 is common"):
+    with pytest.raises(ConfigError, match=r"(?s)ema\.decay = 1\.0.*0\.999"):
         parse(["run.yaml", "--ema.decay", "1.0"], check_paths=False)
 
 

@@ -133,7 +133,7 @@ def test_a_manifest_that_cannot_be_read_is_no_empty_mirror(
         else:
             files = Store.files
             patch.setattr(Store, "files", lambda self: {k: v for k, v in files(self).items() if k != manifest})
-        with pytest.raises(CheckpointError, match=r"the manifest of step-00000001 cannot be read, .*--resume none"):
+        with pytest.raises(CheckpointError, match="--resume none"):
             fetch_newest(url, tmp_path / "a", "run", lambda: None)
     store.store.write(b"{", manifest)
     write_checkpoint(tmp_path, 2, seed=2)
@@ -220,7 +220,7 @@ def test_a_run_below_another_ones_address_is_left_alone(tmp_path: Path, url: str
 def test_a_run_of_another_name_is_not_taken_for_this_one(tmp_path: Path, url: str) -> None:
     write_checkpoint(tmp_path, 1, seed=1, run={"train": {"run_dir": "runs/first"}})
     mirroring(tmp_path, Mirrored(url))[0].go_on()
-    with pytest.raises(CheckpointError, match=r"of the run runs/first, and this one is runs/second\. Give each run an"):
+    with pytest.raises(CheckpointError, match=r"(?s)runs/first.*runs/second"):
         fetch_newest(url, tmp_path / "a", "runs/second", lambda: None)
     assert list((tmp_path / "a").iterdir()) == []
     assert fetch_newest(url, tmp_path / "a", "/scratch/first", lambda: None) is not None

@@ -246,7 +246,7 @@ def test_sizes() -> None:
     assert parse_size("--memory", "80GiB") == 80 * GIB and parse_size("--memory", "1.5TB") == 1_500_000_000_000
     assert parse_size("--memory", "40960mib") == DEVICES["a100-40"] * MIB
     assert parse_size("--memory", str(80 * GIB)) == 80 * GIB
-    with pytest.raises(ConfigError, match=r"bytes without a unit\n    remedy: write --memory 80GiB"):
+    with pytest.raises(ConfigError, match="--memory 80GiB"):
         parse_size("--memory", "80")
 
 
@@ -265,7 +265,7 @@ def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], mo
     strict = resolved("--plan.memory_margin=0.5")
     least = kept.peak + kept.more_at_least
     refuse_without_room(strict, 2 * least, on_gpu=False)
-    with pytest.raises(ConfigError, match=r"plan.memory_margin = 0.5: the device has .* rehearses changes"):
+    with pytest.raises(ConfigError, match=r"plan.memory_margin = 0.5"):
         refuse_without_room(strict, 2 * least - 1, on_gpu=False)
     with pytest.raises(ConfigError, match="has no plan of the run"):
         refuse_without_room(strict, 1 << 40, on_gpu=True)
@@ -463,7 +463,7 @@ def test_a_bug_in_a_change_leaves_the_answer(
     monkeypatch.setattr("llmtrain.features.plan.rehearsal.walk", walk_some)
     assert cli.main(["plan", "run.yaml", "--device", "cpu", "--memory", "3MB"]) == 1
     said = capsys.readouterr()
-    assert "model.recompute.layers: all could not be rehearsed: KeyError: 'x'" in said.err
+    assert "model.recompute.layers" in said.err and "KeyError: 'x'" in said.err
     assert "train.micro_batch: 2: peak" in said.out and "layers: all" not in said.out
 
 

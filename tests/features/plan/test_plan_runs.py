@@ -47,7 +47,7 @@ def test_a_run_is_held_against_its_plan(
     assert cli.main(["plan", str(recipe), "--slots", "2", "--device", "cpu"]) == 0
     capsys.readouterr()
     refused = launch("0.99999999", 2)
-    assert "plan.memory_margin = 1: the device has" in refused and "the plan is" in refused, refused
+    assert "plan.memory_margin = 1" in refused and "the plan is" in refused, refused
     assert "memory: planned" in launch("0.01", 0)
     events = map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
     [planned] = [event["step_s"] for event in events if event["kind"] == "planned"]

@@ -44,7 +44,7 @@ def test_this_host_in_a_hostfile_makes_the_bytes_of_its_own_workers(tmp_path: Pa
         for folder in (tmp_path / "alone", tmp_path / "set")
     )
     assert len(alone) > 2 and made == alone
-    with pytest.raises(DataError, match="it has no option hosts; `llmtrain prepare --help` lists them"):
+    with pytest.raises(DataError, match="`llmtrain prepare --help`"):
         prepare(source, tmp_path / "other", hosts=listed)
 
 

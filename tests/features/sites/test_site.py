@@ -267,7 +267,7 @@ def test_a_second_site_of_a_name_is_refused(joined, monkeypatch) -> None:
     ended = threading.Event()
 
     def newcomer() -> None:
-        with pytest.raises(SitesError, match=r"sites.name a: a site of that name already trains"):
+        with pytest.raises(SitesError, match=r"sites.name"):
             twin.begin(0, 0, 60.0)
         meeting.leave(twin.id)
         ended.set()
@@ -282,7 +282,7 @@ def test_a_second_site_of_a_name_is_refused(joined, monkeypatch) -> None:
 
 def test_starting_alone_where_more_are_asked_for_ends_in_time(joined) -> None:
     a, _, _ = joined(Meeting("a"), "a", start_sites=2)
-    with pytest.raises(SitesError, match=r"1 site of 2 are there \(a\).*lower sites.start_sites"):
+    with pytest.raises(SitesError, match=r"sites.start_sites"):
         a.begin(0, 0, 0.6)
 
 
@@ -660,5 +660,5 @@ def test_nonsense_in_trainer_json_is_named(wrong) -> None:
     right = {"round": 1, "trained": 0, "weights": [0], "was": "a:0", "ledger": {"next": 0, "free": [], "dealt": {}}}
     assert standing(right, Path("step-1"))[2] == 1
     kept = {**right, **wrong} if isinstance(wrong, dict) and wrong else wrong
-    with pytest.raises(CheckpointError, match=r"step-1: the sites' part of its trainer\.json makes no sense"):
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
         standing(kept, Path("step-1"))

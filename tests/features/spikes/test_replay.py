@@ -89,7 +89,7 @@ def test_two_replays_do_not_share_a_folder(tmp_path: Path) -> None:
     asked: Any = SimpleNamespace(out=tmp_path / "out", again=tmp_path / "out/run")
     held = replay.prepare(asked)
     (asked.out / "replay.log").touch()
-    with pytest.raises(ConfigError, match=r"--out: .* is in use by another launch"):
+    with pytest.raises(ConfigError, match="--out"):
         replay.prepare(asked)
     assert (asked.out / "replay.log").exists()
     os.close(held)

@@ -284,7 +284,7 @@ def test_prune_never_takes_the_newest_that_verifies(run: Path, say: Say) -> None
     code, _, err = say("prune", run, "--keep", 1)
     assert code == 2 and "no checkpoint verifies, so nothing was deleted" in err and at(run, 100).is_dir()
     code, _, err = say("prune", run, "--keep", 0)
-    assert code == 2 and "--keep 0: at least one checkpoint stays" in err
+    assert code == 2 and "--keep 0" in err
 
 
 @pytest.mark.parametrize("whose", ["run", "tmp"])

@@ -57,7 +57,7 @@ def test_the_same_command_goes_on_where_it_came_to(tmp_path, source, weights_onl
 def test_a_path_does_not_begin_on_top_of_another_run(tmp_path, source):
     where = tmp_path / "run"
     write_checkpoint(where, 2, 1)
-    with pytest.raises(CheckpointError, match=r"did not begin there. Use --resume auto .* train\.run_dir of its own"):
+    with pytest.raises(CheckpointError, match=r"(?s)--resume auto.*train\.run_dir"):
         chosen(where, source)
 
 
@@ -67,7 +67,7 @@ def test_a_path_in_the_run_folder_is_its_newest_and_is_continued_in_full(tmp_pat
     assert chosen(where, newest) == (["run/checkpoints/step-00000004"], True)
     with pytest.raises(CheckpointError, match="is older than step-00000004"):
         chosen(where, older)
-    with pytest.raises(CheckpointError, match=r"begins a new run.*train\.run_dir of its own"):
+    with pytest.raises(CheckpointError, match=r"train\.run_dir"):
         chosen(where, newest, weights_only=True)
 
 
@@ -75,7 +75,7 @@ def test_the_run_folder_leads_to_checkpoints_elsewhere(tmp_path):
     where, there = tmp_path / "run", tmp_path / "disk"
     with RunDirectory(where, there) as folder:
         assert folder.checkpoints == there and there.is_dir()
-        with pytest.raises(CheckpointError, match=r"checkpoint\.dir: .*/disk is in use by another launch"):
+        with pytest.raises(CheckpointError, match=r"checkpoint\.dir"):
             RunDirectory(tmp_path / "other", there).__enter__()
     write_checkpoint(where, 5, 0)
     assert (there / "step-00000005").is_dir() and chosen(where, "auto")[0] == ["run/checkpoints/step-00000005"]
@@ -90,7 +90,7 @@ def test_the_run_folder_leads_to_checkpoints_elsewhere(tmp_path):
 
 def test_checkpoints_of_a_run_are_not_left_behind_by_an_option(tmp_path):
     write_checkpoint(tmp_path / "run", 5, 0)
-    with pytest.raises(CheckpointError, match=r"lie in .*/run/checkpoints\. Move them"):
+    with pytest.raises(CheckpointError, match="/run/checkpoints"):
         RunDirectory(tmp_path / "run", tmp_path / "disk").__enter__()
 
 

@@ -107,7 +107,7 @@ def test_a_scrambled_tokenizer_is_not_exported(tmp_path: Path, prepare: Any) -> 
     file.write_text(json.dumps(told))
     beside = {"tokenizer_dir": str(data / "tokenizer"), "separator_id": 0, "tokenizer": right}
     checkpoint = checkpoint_of(new_model("llama", vocab_size=270), tmp_path / "run", **beside)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not the one that the run was trained with"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         export_hf(checkpoint, tmp_path / "out", check="none")
     assert not list(tmp_path.glob("out*"))
 

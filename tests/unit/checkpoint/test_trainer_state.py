@@ -46,7 +46,7 @@ def test_a_wrong_type_is_refused_by_its_key(change: dict[str, Any], message: str
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
 def test_a_file_that_is_no_map_is_refused(content: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"trainer.json.*another checkpoint"):
+    with pytest.raises(CheckpointError, match=r"trainer.json"):
         TrainerState.parse(content, FILE)
 
 

@@ -138,7 +138,7 @@ def test_more_hosts_than_a_command_can_name_are_refused() -> None:
         ours, theirs = command_length(some), deepspeeds_command(some)
         assert theirs <= ours <= theirs + 600
     large = placement(*hosts, words=words, variables=variables)
-    with pytest.raises(ConfigError, match=r"2600 hosts would have \d+ bytes.*131071.*--launcher slurm"):
+    with pytest.raises(ConfigError, match=r"(?s)2600.*131071.*--launcher slurm"):
         check(large)
 
 

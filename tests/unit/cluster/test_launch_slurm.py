@@ -56,7 +56,7 @@ def test_hosts_of_an_allocation() -> None:
     hosts = hosts_of({"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2,1"})
     assert [(host.name, host.slots, host.devices) for host in hosts] == [("node1", 2, (0, 1)), ("node2", 1, (0,))]
     assert hostfile(hosts) == "node1\nnode1\nnode2\n"
-    with pytest.raises(ConfigError, match=r"SLURM_JOB_NODELIST is not set: .*llmtrain init DIR"):
+    with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST"):
         hosts_of({})
 
 
@@ -77,5 +77,5 @@ def test_a_task_becomes_a_rank() -> None:
         "WORLD_SIZE": "3",
         "CROSS_RANK": "1",
     }
-    with pytest.raises(ConfigError, match="SLURM_STEP_NUM_NODES is not set"):
+    with pytest.raises(ConfigError, match="SLURM_STEP_NUM_NODES"):
         become_rank({})

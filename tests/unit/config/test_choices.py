@@ -87,7 +87,7 @@ def test_the_json_selects_the_class_of_an_optimizer_without_a_name(here: Path) -
     assert optim == Muon(lr=1e-3, muon_lr=0.03, muon_momentum=0.95, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
                          clip_norm=0.0)  # fmt: skip
     write(here, {"optim": {"eps": 1e-6}}, {"optimizer": {"type": "Lion"}})
-    with pytest.raises(ConfigError, match=r"optim.eps = 1e-06 .*\n *rule: *belongs to optim.name adamw"):
+    with pytest.raises(ConfigError, match=r"(?s)optim.eps = 1e-06.*optim.name"):
         load(["run.yaml"], 2)
 
 
@@ -106,9 +106,9 @@ def test_null_is_the_default(here: Path) -> None:
 
 def test_a_foreign_field_is_told_beside_other_mistakes(here: Path) -> None:
     write(here, {"schedule": {"decay_steps": 5, "warmup_steps": -1}, "train": {"seed": -3}})
-    with pytest.raises(ConfigError, match="3 mistakes") as told:
+    with pytest.raises(ConfigError) as refused:
         parse(["run.yaml"])
-    assert all(key in str(told.value) for key in ("schedule.decay_steps", "schedule.warmup_steps", "train.seed"))
+    assert refused.value.keys == {"schedule.decay_steps", "schedule.warmup_steps", "train.seed"}
 
 
 def test_the_words_of_a_bound() -> None:

@@ -41,5 +41,6 @@ def test_the_schedule_must_fit_into_the_epochs(here: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("epochs", [0, -1, 1e9])
 def test_other_numbers_are_told(here: Path, epochs: float) -> None:
-    with pytest.raises(ConfigError, match="must be greater than 0 and at most 1e6"):
+    with pytest.raises(ConfigError) as refused:
         length(here, epochs=epochs)
+    assert refused.value.keys == {"train.epochs"}

@@ -320,7 +320,7 @@ def test_a_file_that_fails_leaves_no_name_behind(here: Path) -> None:
 def test_the_package_exports_few_names_each_of_which_there_is() -> None:
     assert len(llmtrain.__all__) <= 17
     assert all(getattr(llmtrain, name).__doc__ for name in llmtrain.__all__)
-    with pytest.raises(AttributeError, match="llmtrain has no 'Prat'; it has "):
+    with pytest.raises(AttributeError, match="'Prat'"):
         _ = llmtrain.Prat
 
 
@@ -375,7 +375,7 @@ def test_ranks_import_the_files_that_the_launch_has_carried(here: Path, monkeypa
 def test_a_file_that_no_variable_can_carry_is_refused(here: Path) -> None:
     (here / "mine.py").write_text(f"{MINE}\nTABLE = {os.urandom(1 << 17)!r}\n")
     parse(["run.yaml", "--plugin", "mine.py"])
-    with pytest.raises(ConfigError, match=r"--plugin mine\.py: .*Install the code as a package"):
+    with pytest.raises(ConfigError, match=r"--plugin mine\.py"):
         plugin_import.carried()
 
 
@@ -388,5 +388,5 @@ def test_a_figure_of_a_plugins_metric_may_decide(here: Path) -> None:
     assert parse([*words, "eval/rare", "--checkpoint.keep_best.mode", "max"]).config.checkpoint.keep_best.mode == "max"
     with pytest.raises(ConfigError, match=r"checkpoint\.keep_best\.mode"):
         parse([*words, "eval/rare"])
-    with pytest.raises(ConfigError, match="is no figure of this run's evaluations"):
+    with pytest.raises(ConfigError, match=r'checkpoint\.keep_best\.metric = "eval/common"'):
         parse([*words, "eval/common"])

@@ -198,7 +198,7 @@ def test_what_a_stage_cannot_say(here: Path, stages: Any, sections: dict[str, An
 
 def test_lengths_of_stages_are_checked_as_those_of_runs(here: Path) -> None:
     write(here, {"data": {"stages": [{"from_step": 5, "sequence_length": 129}]}}, {"sequence_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"data.stages\[0\].sequence_length = 129 .*\n.*must be a multiple"):
+    with pytest.raises(ConfigError, match=r"data.stages\[0\].sequence_length = 129"):
         load(["--config", "run.yaml"], 2)
 
 

@@ -109,5 +109,5 @@ def test_llama_8b_at_8192_matches_both_published_conventions():
 def test_a_parity_check_takes_the_patterns_that_its_small_copy_has():
     model = ModelConfig(config=dict(LLAMA), freeze=["model.layers.2.*", "model.layers.30.*"])
     assert patterns_here(dict(LLAMA), model) == {"freeze": ["model.layers.2.*"], "train_only": []}
-    with pytest.raises(ModelError, match=r"small copy, which has 4 layers.*--model\.train_only"):
+    with pytest.raises(ModelError, match=r"--model\.train_only"):
         patterns_here(dict(LLAMA), ModelConfig(config=dict(LLAMA), train_only=["model.layers.31.*"]))

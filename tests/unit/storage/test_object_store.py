@@ -54,7 +54,7 @@ def test_faults_of_the_network_are_tried_again_and_refusals_are_not(store: Store
     Flaky(store, "cat_file", [TimeoutError(), ConnectionResetError()])
     assert store.read("a", 2, 5) == b"234"
     Flaky(store, "get_file", [OSError("https://me:word@host/a is cut off") for _ in range(3)])
-    with pytest.raises(StoreError, match=r"^OSError: https://\[redacted\]@host/a is cut off$"):
+    with pytest.raises(StoreError, match=r"https://\[redacted\]@host/a"):
         store.get("a", tmp_path / "a")
     refused: list[Exception] = [PermissionError("denied"), PermissionError("denied")]
     Flaky(store, "cat_file", refused)
