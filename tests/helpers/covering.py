@@ -5,12 +5,12 @@ A covering array of strength 2, made by a greedy search (AETG, Cohen et al. 1997
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from tests.helpers.parity import Form
+from tests.helpers.families import FAMILIES, tied
+from tests.helpers.training import Case
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 Cell = dict[str, Any]
@@ -163,43 +163,42 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
 _OBJECTIVES: dict[str, dict[str, Any]] = {
-    "documents": {"objective": "next_token", "z_loss": 0.05, "noise": 5.0, "isolate_documents": True},
-    "column": {"objective": "distill", "top_k": 7, "noise": 5.0},
-    "online": {"objective": "dpo", "reference": "online"},
+    "documents": {"objective": {"name": "next_token", "z_loss": 0.05}, "noise": 5.0, "isolate_documents": True},
+    "column": {"objective": {"name": "distill", "top_k": 7}, "noise": 5.0},
+    "online": {"objective": {"name": "dpo", "reference": "online"}},
 }
 STEPS, HALF, ACCUMULATION, GLOBAL_BATCH = 3, 2, 2, 4
 
 
 def layout(cell: Cell) -> dict[str, Any]:
-    """Fields of a Form: the settings that may change at a resume."""
+    """Fields of a Case: the settings that may change at a resume."""
     return {
-        "recompute": json.dumps({"layers": 1, "keep": "attention"} if cell["recompute"] else {}),
+        "recompute": {"layers": 1, "keep": "attention"} if cell["recompute"] else {},
         "ranks": RANKS,
-        "zero": cell["stage"],
+        "stage": cell["stage"],
         "offload": "" if cell["offload"] == "none" else cell["offload"],
         **{name: cell[name] for name in ("pipeline", "tensor", "sequence")},
         "expert": 2 if cell["experts"] == "shared" else 1,
-        "extra": json.dumps(_PRECISIONS[cell["precision"]]),
+        "extra": _PRECISIONS[cell["precision"]],
     }
 
 
-def form_of(cell: Cell) -> Form:
+def case_of(cell: Cell) -> Case:
     """The cell as tests/helpers/parity.py trains it."""
-    return Form(
-        family="llama" if cell["experts"] == "none" else "mixtral",
-        changes='{"num_hidden_layers": 2}',
-        tied=cell["tied"],
+    family = FAMILIES["llama" if cell["experts"] == "none" else "mixtral"]
+    return Case(
+        model=tied({**family, "num_hidden_layers": 2}, cell["tied"]),
         accumulation=ACCUMULATION,
         global_batch=GLOBAL_BATCH,
         precision=cell["precision"].split()[0],
         device_fp16=cell["precision"] == "fp16",
         optimizer=cell["optimizer"],
-        own=json.dumps(_OWN["none" if cell["adapter"] == "none" else "an adapter"] if cell["own"] else {}),
-        adapter=json.dumps(_ADAPTERS[cell["adapter"]]),
+        own=_OWN["none" if cell["adapter"] == "none" else "an adapter"] if cell["own"] else {},
+        adapter=_ADAPTERS[cell["adapter"]],
         freeze=("model.layers.0.*",) if cell["frozen"] else (),
         steps=STEPS,
         ema=True,
-        **_OBJECTIVES.get(cell["objective"], {"objective": cell["objective"]}),
+        **_OBJECTIVES.get(cell["objective"], {"objective": {"name": cell["objective"]}}),
         **layout(cell),
     )
 

@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 import torch
 
+from tests.helpers.families import FAMILIES, tied
+
 Context = contextlib.AbstractContextManager[None]
 
 
@@ -23,7 +25,7 @@ class Fault:
 
     seeded: Callable[[], Context]
     form: dict[str, Any]
-    """Fields of helpers.parity.Form."""
+    """Fields of helpers.training.Case."""
     words: str
     """What the hint has to say, or the refusal."""
     everywhere: bool = False
@@ -35,9 +37,9 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 """By the name of what seeds it."""
 
-_LORA = '{"r": 4, "alpha": 8.0}'
-_SAVED = '{"r": 4, "alpha": 8.0, "modules_to_save": ["lm_head", "*norm"]}'
-_COLUMN = {"zero": 2, "objective": "distill", "top_k": 7}
+_LORA = {"r": 4, "alpha": 8.0}
+_SAVED = {**_LORA, "modules_to_save": ["lm_head", "*norm"]}
+_COLUMN: dict[str, Any] = {"stage": 2, "objective": {"name": "distill", "top_k": 7}}
 
 
 def fault(
@@ -46,15 +48,19 @@ def fault(
     """The decorated function seeds a fault of FAULTS. `name`: in place of the function's."""
 
     def add(seeded: Callable[[], Context]) -> Callable[[], Context]:
-        FAULTS[name or seeded.__name__] = Fault(seeded, form, words, everywhere, refused)
+        FAULTS[name or seeded.__name__] = Fault(
+            seeded, {"model": FAMILIES["llama"], **form}, words, everywhere, refused
+        )
         return seeded
 
     return add
 
 
-@fault("wrong weight in the mean", name="rewards_per_micro_batch", zero=2, accumulation=2, objective="reward")
-@fault("wrong weight in the mean", name="pairs_per_micro_batch", zero=2, accumulation=2, objective="dpo")
-@fault("wrong weight in the mean", zero=2, accumulation=2)
+@fault(
+    "wrong weight in the mean", name="rewards_per_micro_batch", stage=2, accumulation=2, objective={"name": "reward"}
+)
+@fault("wrong weight in the mean", name="pairs_per_micro_batch", stage=2, accumulation=2, objective={"name": "dpo"})
+@fault("wrong weight in the mean", stage=2, accumulation=2)
 def mean_per_micro_batch() -> Context:
     """The loss is averaged per micro-batch, and the means are averaged: tokens of short ones count more."""
     from llmtrain.engine.deepspeed.engine import ZeroEngine
@@ -82,7 +88,7 @@ def skipped_layer() -> Context:
     return patch.object(LlamaDecoderLayer, "forward", skipping)
 
 
-@fault("tied tensor", pipeline=2, accumulation=2, tied=True)
+@fault("tied tensor", pipeline=2, accumulation=2, model=tied(FAMILIES["llama"]))
 def lost_tie() -> Context:
     """The stages that hold the tied embedding do not add up its gradients."""
     from deepspeed.pipe import PipelineModule
@@ -115,7 +121,7 @@ def norm_of_one_shard() -> Context:
     return patch.object(build, "_total_norm", of_one)
 
 
-@fault("several ranks hold", tensor=2, family="qwen3", zero=1)
+@fault("several ranks hold", tensor=2, model=FAMILIES["qwen3"], stage=1)
 def unsummed_head_norms() -> Context:
     """A norm that acts on each head (Qwen3) keeps the gradient of one rank's heads."""
     from llmtrain.models.parallel import tensor
@@ -123,7 +129,7 @@ def unsummed_head_norms() -> Context:
     return patch.object(tensor, "_sum_of", lambda grad, group: grad)
 
 
-@fault("loss of LlamaForCausalLM", refused=True, zero=0)
+@fault("loss of LlamaForCausalLM", refused=True, stage=0)
 def shifted_twice() -> Context:
     """Labels that are shifted already are shifted once more."""
     from llmtrain.models.head import Head
@@ -150,7 +156,7 @@ def _instead(function: Any, faulty: Any) -> Iterator[None]:
             function.__code__ = right.__code__
 
 
-@fault("labels", everywhere=True, zero=0)
+@fault("labels", everywhere=True, stage=0)
 def late_labels() -> Context:
     """The label of a place is the token after the next one."""
     from llmtrain.data.windows import labels_of
@@ -163,7 +169,7 @@ def late_labels() -> Context:
     return _instead(labels_of, late)
 
 
-@fault("learning rate", everywhere=True, zero=1)
+@fault("learning rate", everywhere=True, stage=1)
 def late_schedule() -> Context:
     """Each step has the learning rate of the next one."""
     from llmtrain.optim.schedules import Schedule
@@ -174,7 +180,7 @@ def late_schedule() -> Context:
     return _instead(Schedule.factor, late)
 
 
-@fault("wrong number of ranks", zero=1)
+@fault("wrong number of ranks", stage=1)
 def wrong_rank_count() -> Context:
     """Gradients are divided by the data-parallel ranks twice."""
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -187,7 +193,7 @@ def wrong_rank_count() -> Context:
     return patch.object(DeepSpeedEngine, "backward", dividing)
 
 
-@fault("bias correction", zero=2)
+@fault("bias correction", stage=2)
 def late_bias_correction() -> Context:
     """AdamW's step counter begins at 1: a step on zero gradients has been taken to create its state."""
     from llmtrain.engine.api import Counters
@@ -204,7 +210,7 @@ def late_bias_correction() -> Context:
     return patch.object(setup, "build_engine", built)
 
 
-@fault("weight decay on them", zero=3)
+@fault("weight decay on them", stage=3)
 def decayed_norms() -> Context:
     """Weight decay on vectors, too."""
     from llmtrain.training import setup
@@ -222,7 +228,7 @@ def decayed_norms() -> Context:
     return patch.object(setup, "build_engine", built)
 
 
-@fault("other betas (Lion's swapped?)", zero=2, optimizer="lion")
+@fault("other betas (Lion's swapped?)", stage=2, optimizer="lion")
 def swapped_betas() -> Context:
     """Lion interpolates by the rate of its momentum, and the other way round."""
     from llmtrain.optim.optimizers import Lion
@@ -235,7 +241,7 @@ def swapped_betas() -> Context:
     return patch.object(Lion, "build", swapped)
 
 
-@fault("other rows", zero=3)
+@fault("other rows", stage=3)
 def same_rows() -> Context:
     """Every data-parallel rank reads the rows of the first."""
     from llmtrain.training import setup
@@ -248,7 +254,7 @@ def same_rows() -> Context:
     return patch.object(setup, "TrainLoader", of_rank_0)
 
 
-@fault("forward pass", zero=1, accumulation=3)
+@fault("forward pass", stage=1, accumulation=3)
 def lost_micro_batch() -> Context:
     """The last micro-batch's gradients do not reach the optimizer (DeepSpeed PR #7985)."""
     from llmtrain.training.step import Session
@@ -271,7 +277,7 @@ def leaking_documents() -> Context:
     return patch.object(language, "documents_in_rows", lambda positions: inside(None))
 
 
-@fault("weighted otherwise", family="mixtral", zero=3)
+@fault("weighted otherwise", model=FAMILIES["mixtral"], stage=3)
 def raw_router_weights() -> Context:
     """The chosen experts' weights are not normalised to a sum of 1."""
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -285,7 +291,7 @@ def raw_router_weights() -> Context:
     return patch.object(MixtralTopKRouter, "forward", routing)
 
 
-@fault("do not compute what", refused=True, family="mixtral", expert=2, zero=1)
+@fault("do not compute what", refused=True, model=FAMILIES["mixtral"], expert=2, stage=1)
 def dropped_expert() -> Context:
     """What the first expert of each rank gives does not come back to its tokens."""
     from deepspeed.moe.ep_experts import GroupedExperts
@@ -313,7 +319,7 @@ def changed_adapter(change: Callable[[list[Any]], None]) -> Context:
     return patch.object(adapter, "put_around", changed)
 
 
-@fault("an adapter that is left out", zero=2, adapter=_LORA)
+@fault("an adapter that is left out", stage=2, adapter=_LORA)
 def alpha_without_r() -> Context:
     """The scale of an adapter is alpha in place of alpha / r."""
 
@@ -324,7 +330,7 @@ def alpha_without_r() -> Context:
     return changed_adapter(change)
 
 
-@fault("an adapter that is left out", zero=2, adapter=_LORA)
+@fault("an adapter that is left out", stage=2, adapter=_LORA)
 def map_without_adapter() -> Context:
     """One map computes without its adapter, as where a server finds no module of its name."""
 
@@ -334,7 +340,7 @@ def map_without_adapter() -> Context:
     return changed_adapter(change)
 
 
-@fault("no gradient reaches", zero=2, adapter=_LORA)
+@fault("no gradient reaches", stage=2, adapter=_LORA)
 def adapter_without_gradient() -> Context:
     """No gradient reaches an adapter's B."""
 
@@ -345,7 +351,7 @@ def adapter_without_gradient() -> Context:
     return changed_adapter(change)
 
 
-@fault("left out of the backward pass", tensor=2, zero=1, adapter=_LORA)
+@fault("left out of the backward pass", tensor=2, stage=1, adapter=_LORA)
 def adapter_of_a_rank() -> Context:
     """Each tensor-parallel rank keeps the gradient that its own outputs give the adapter's A."""
     from llmtrain.models.parallel import tensor
@@ -353,7 +359,7 @@ def adapter_of_a_rank() -> Context:
     return patch.object(tensor, "_read", lambda value, group: value)
 
 
-@fault("forward pass", zero=2, objective="dpo")
+@fault("forward pass", stage=2, objective={"name": "dpo"})
 def reference_that_trains() -> Context:
     """Log-probabilities are compared with those of the model itself."""
     from llmtrain.objectives.preferences import Answers
@@ -361,13 +367,13 @@ def reference_that_trains() -> Context:
     return patch.object(Answers, "ratio", property(lambda self: self.log_prob - self.log_prob.detach()))
 
 
-@fault("forward pass", zero=2, objective="dpo_norm")
+@fault("forward pass", stage=2, objective={"name": "dpo_norm"})
 def prompts_counted() -> Context:
     """Tokens that do not count are counted in an answer's length."""
     return patch("llmtrain.engine.losses.answers.IGNORE", -1)  # type: ignore[return-value]
 
 
-@fault("forward pass", zero=2, objective="dpo_norm")
+@fault("forward pass", stage=2, objective={"name": "dpo_norm"})
 def late_answers() -> Context:
     """What says which answer a token belongs to is late by one."""
     from dataclasses import replace
@@ -382,7 +388,7 @@ def late_answers() -> Context:
     return patch.object(batches, "answer_batch_of", late)
 
 
-@fault("forward pass", sequence=2, zero=2, objective="dpo_norm")
+@fault("forward pass", sequence=2, stage=2, objective={"name": "dpo_norm"})
 def answers_in_parts() -> Context:
     """A rank that shares a row has the likelihoods of its own columns, in the place of each of the others'."""
     from llmtrain.models.head import Head
@@ -393,7 +399,7 @@ def answers_in_parts() -> Context:
     return patch.object(Head, "whole", own_only)
 
 
-@fault("wrong number of ranks", sequence=2, zero=2, objective="dpo_norm")
+@fault("wrong number of ranks", sequence=2, stage=2, objective={"name": "dpo_norm"})
 def answers_without_the_others() -> Context:
     """Of ranks that share a row, the gradient of an answer goes through this rank's own figure alone."""
     from llmtrain.models.parallel.sequence import Exchange
@@ -408,7 +414,7 @@ def answers_without_the_others() -> Context:
     return patch.object(Exchange, "of_all", own_gradient)
 
 
-@fault("forward pass", zero=2, accumulation=2, objective="kto")
+@fault("forward pass", stage=2, accumulation=2, objective={"name": "kto"})
 def divergence_of_a_micro_batch() -> Context:
     """kto's z is that of the rank's first micro-batch."""
     from llmtrain.engine.losses.answers import MismatchLoss
@@ -417,7 +423,7 @@ def divergence_of_a_micro_batch() -> Context:
     return patch.object(MismatchLoss, "look", lambda self, micros, evaluate: right(self, micros[:1], evaluate))
 
 
-@fault("forward pass", zero=2, objective="reward")
+@fault("forward pass", stage=2, objective={"name": "reward"})
 def score_of_next_token() -> Context:
     """The score is read at the token after an answer: of the next row, or what pads."""
     from llmtrain.engine.losses import answers
@@ -430,7 +436,7 @@ def score_of_next_token() -> Context:
     return patch.object(answers, "last_tokens", late)
 
 
-@fault("it is frozen", zero=3, adapter=_LORA, objective="reward")
+@fault("it is frozen", stage=3, adapter=_LORA, objective={"name": "reward"})
 def frozen_score() -> Context:
     """The head of a reward model is frozen with the model that an adapter is beside."""
     from llmtrain.models.spec import ModelSpec
@@ -439,7 +445,7 @@ def frozen_score() -> Context:
     return patch.object(ModelSpec, "frozen", names)
 
 
-@fault("forward pass", zero=3, adapter=_LORA, objective="dpo", reference="online")
+@fault("forward pass", stage=3, adapter=_LORA, objective={"name": "dpo", "reference": "online"})
 def reference_with_adapter() -> Context:
     """The adapter stays on while the reference is computed."""
     from llmtrain.models import adapter
@@ -447,7 +453,7 @@ def reference_with_adapter() -> Context:
     return patch.object(adapter, "without_adapter", contextlib.nullcontext)
 
 
-@fault("a reference that trains", zero=2, adapter=_SAVED, objective="dpo", reference="online")
+@fault("a reference that trains", stage=2, adapter=_SAVED, objective={"name": "dpo", "reference": "online"})
 def reference_with_trained_modules() -> Context:
     """Modules that train whole beside an adapter are in the reference as they are now."""
     from llmtrain.engine.deepspeed.state import State
@@ -455,7 +461,7 @@ def reference_with_trained_modules() -> Context:
     return patch.object(State, "reading_instead", lambda *_: contextlib.nullcontext())  # type: ignore[return-value]
 
 
-@fault("another temperature", zero=2, objective="distill")
+@fault("another temperature", stage=2, objective={"name": "distill"})
 def teacher_without_temperature() -> Context:
     """The student's logits alone are divided by the temperature."""
     from llmtrain.engine.losses.likeliest import DistillLoss
@@ -475,13 +481,13 @@ def teacher_without_temperature() -> Context:
     return patch.object(DistillLoss, "sums", sums)
 
 
-@fault("forward pass", zero=2, objective="distill")
+@fault("forward pass", stage=2, objective={"name": "distill"})
 def every_token_distilled() -> Context:
     """Tokens that do not count are distilled as well."""
     return patch("llmtrain.models.loss.IGNORE", -1)  # type: ignore[return-value]
 
 
-@fault("direction of a distillation", zero=2, objective="distill")
+@fault("direction of a distillation", stage=2, objective={"name": "distill"})
 def other_direction() -> Context:
     """beta is taken for the student's share."""
     from dataclasses import replace

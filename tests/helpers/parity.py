@@ -31,7 +31,6 @@ from llmtrain.config.run import (
 from llmtrain.config.topology import Degrees
 from llmtrain.features import defaults
 from llmtrain.models import neftune
-from llmtrain.objectives.by_token import Distill, NextToken
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.optim.schedules import Cosine
@@ -41,79 +40,19 @@ from llmtrain.parity.plain import orders, train_plainly
 from llmtrain.parity.plain_objectives import small_teacher
 from llmtrain.parity.small import small_model
 from llmtrain.parity.small_run import resolve_in, small_run, wanted
-from tests.helpers.families import FAMILIES, FROZEN, VARIANTS
+from tests.helpers.families import FAMILIES
 from tests.helpers.processors import fp16, on_device
-from tests.helpers.training import deepspeed_tree, joined
+from tests.helpers.training import Case, deepspeed_tree, joined
 
 
-@dataclass(frozen=True)
-class Form:
-    """One way of training one model."""
-
-    family: str = "llama"
-    ranks: int = 2
-    zero: int = 0
-    offload: str = ""
-    """As of a Case."""
-    pipeline: int = 1
-    tensor: int = 1
-    sequence: int = 1
-    expert: int = 1
-    accumulation: int = 1
-    global_batch: int | None = None
-    """None: micro-batches of two rows."""
-    precision: str = "fp32"
-    tied: bool | None = None
-    optimizer: str = "adamw"
-    own: str = "{}"
-    """Fields of `optim` for single parameters."""
-    isolate_documents: bool = False
-    device_fp16: bool = False
-    """Whether the device is taken for one that has fp16: Muon's iteration is then in it, but for runs in fp32."""
-    fp8: str | None = None
-    steps: int = 20
-    extra: str = "{}"
-    """More of the DeepSpeed JSON."""
-    changes: str = "{}"
-    """Other fields of the model's config."""
-    recompute: str = "{}"
-    """The section model.recompute."""
-    freeze: tuple[str, ...] = ()
-    train_only: tuple[str, ...] = ()
-    adapter: str = "{}"
-    """The section of that name."""
-    objective: str = "next_token"
-    reference: str = "column"
-    z_loss: float = 0.0
-    ema: bool = False
-    """It keeps an average of its parameters."""
-    noise: float = 0.0
-    """model.neftune_noise_alpha, which the command leaves out: for what `known_noise` replaces."""
-    top_k: int | None = None
-    """Of a distillation: from a column with so many words."""
-
-    @property
-    def name(self) -> str:
-        words = {"pipeline": "pp", "tensor": "tp", "sequence": "sp", "expert": "ep"}
-        parts = [f"{word}{getattr(self, key)}" for key, word in words.items() if getattr(self, key) > 1]
-        parts += [f"zero{self.zero}", f"x{self.ranks}"]
-        tied = {None: [], True: ["tied"], False: ["untied"]}[self.tied]
-        optimizer = [self.optimizer] if self.optimizer != "adamw" else []
-        objective = [self.objective] if self.objective != "next_token" else []
-        objective += ["column"] if self.top_k else []
-        objective += [self.fp8] if self.fp8 else []
-        return "-".join([self.family, *tied, *optimizer, *objective, *parts, self.precision])
-
-
-def _objective(form: Form, model: str) -> Objective:
-    """As filled in by a run. `model`: fields of the student's config.json."""
-    if form.objective == "next_token":
-        return NextToken(z_loss=form.z_loss)
-    if form.objective != "distill":
-        return (Objective.of(form.objective, reference="online") if form.reference == "online"
-                else Objective.of(form.objective))  # fmt: skip
-    asked = Distill(beta=0.3, temperature=2.0, alpha=0.25, top_k=form.top_k)
-    return asked if form.top_k else replace(asked, teacher=_teacher(model).name)
+def _objective(case: Case) -> Objective:
+    """As filled in by a run."""
+    fields = {"name": "next_token", **case.objective}
+    if fields["name"] == "distill":
+        fields = {"beta": 0.3, "temperature": 2.0, "alpha": 0.25, **fields}
+        if "top_k" not in fields:
+            fields["teacher"] = _teacher(json.dumps(case.model)).name
+    return Objective.of(fields.pop("name"), **fields)
 
 
 @functools.cache
@@ -136,13 +75,11 @@ def _small(model: str, attention: str, scores: bool) -> str:
     return json.dumps(small)
 
 
-def resolved(form: Form) -> Run:
+def resolved(case: Case) -> Run:
     """As the command resolves it."""
-    model = ({**FAMILIES, **VARIANTS, **FROZEN})[form.family] | json.loads(form.changes)
-    if form.tied is not None:
-        model["tie_word_embeddings"] = form.tied
-    degrees = Degrees(pipeline=form.pipeline, tensor=form.tensor, sequence=form.sequence, expert=form.expert)
-    tree = deepspeed_tree(degrees, form.zero, form.offload, form.precision, json.loads(form.extra))
+    model = dict(case.model)
+    degrees = Degrees(pipeline=case.pipeline, tensor=case.tensor, sequence=case.sequence, expert=case.expert)
+    tree = deepspeed_tree(degrees, case.stage, case.offload, case.precision, case.extra)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ds.json"
         path.write_text(json.dumps(tree))
@@ -150,30 +87,30 @@ def resolved(form: Form) -> Run:
             deepspeed=str(path),
             model=ModelConfig(
                 config=model,
-                attention="eager" if form.family == "gemma2" else "sdpa",
-                recompute=RecomputeConfig(**json.loads(form.recompute)),
-                freeze=list(form.freeze),
-                train_only=list(form.train_only),
-                fp8=form.fp8,  # type: ignore[arg-type]
+                attention="eager" if model["model_type"] == "gemma2" else "sdpa",
+                recompute=RecomputeConfig(**case.recompute),
+                freeze=list(case.freeze),
+                train_only=list(case.train_only),
+                fp8=case.fp8,  # type: ignore[arg-type]
             ),
-            adapter=AdapterConfig(**json.loads(form.adapter)),
-            objective=_objective(form, json.dumps(model)),
-            data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
-            **({"ema": replace(defaults()["ema"], decay=0.999)} if form.ema else {}),
-            optim=Optimizer.of(form.optimizer, **json.loads(form.own)),
+            adapter=AdapterConfig(**case.adapter),
+            objective=_objective(case),
+            data=DataConfig(path="(none)", isolate_documents=case.isolate_documents),
+            **({"ema": replace(defaults()["ema"], decay=0.999)} if case.ema else {}),
+            optim=Optimizer.of(case.optimizer, **case.own),
             schedule=Cosine(warmup_steps=100),
-            train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
+            train=TrainConfig(micro_batch=2, accumulation=case.accumulation, max_steps=1000),
         )
         check_values(config, problems := Problems())
         problems.raise_if_any()
         user = wanted(config, {})
         small = json.loads(_small(json.dumps(model), config.model.attention, user.config.objective.scores))
-        config = small_run(user, small, 1e-3, form.ranks, form.steps, cpu=True)
-        config = replace(config, model=replace(config.model, neftune_noise_alpha=form.noise))
-        if form.global_batch is not None:
-            batch = {"global_batch": form.global_batch, "accumulation": form.accumulation, "micro_batch": None}
+        config = small_run(user, small, 1e-3, case.ranks, case.steps, cpu=True)
+        config = replace(config, model=replace(config.model, neftune_noise_alpha=case.noise))
+        if case.global_batch is not None:
+            batch = {"global_batch": case.global_batch, "accumulation": case.accumulation, "micro_batch": None}
             config = replace(config, train=replace(config.train, **batch))
-        return resolve_in(Path(folder), user, config, 1e-3, form.ranks, form.precision)
+        return resolve_in(Path(folder), user, config, 1e-3, case.ranks, case.precision)
 
 
 @contextlib.contextmanager
@@ -198,12 +135,25 @@ def known_noise(alpha: float) -> Iterator[None]:
         yield
 
 
-@functools.lru_cache(maxsize=4)
-def references(form: Form) -> list[Trace]:
-    run = resolved(form)
-    with fp16(form.device_fp16):
+_TRAINED: dict[str, list[Trace]] = {}
+"""The last references, which tests that follow each other share."""
+
+
+def references(case: Case) -> list[Trace]:
+    """The case by plain PyTorch, in each order of summation."""
+    key = repr(case)
+    if key not in _TRAINED:
+        for oldest in list(_TRAINED)[:-3]:
+            del _TRAINED[oldest]
+        _TRAINED[key] = trained_plainly(case)
+    return _TRAINED[key]
+
+
+def trained_plainly(case: Case) -> list[Trace]:
+    run = resolved(case)
+    with fp16(case.device_fp16):
         return [
-            train_plainly(run, form.steps, order, torch.device("cpu")) for order in orders(run.config.model, run.batch)
+            train_plainly(run, case.steps, order, torch.device("cpu")) for order in orders(run.config.model, run.batch)
         ]
 
 
@@ -226,19 +176,19 @@ class Outcome:
     trace: Trace = field(default_factory=Trace)
 
 
-def check(pools: Any, form: Form, fault: str | None = None) -> Outcome:
-    """The comparison of one form."""
+def check(pools: Any, case: Case, fault: str | None = None) -> Outcome:
+    """The comparison of a case with plain PyTorch."""
     from tests.helpers.faults import FAULTS
 
-    run = resolved(form)
-    trace = Trace(**pools(form.ranks).run(on_device, form.device_fp16, train_on_rank, run, form.steps, fault)[0])
-    split = form.tensor > 1 or form.sequence > 1
+    run = resolved(case)
+    trace = Trace(**pools(case.ranks).run(on_device, case.device_fp16, train_on_rank, run, case.steps, fault)[0])
+    split = case.tensor > 1 or case.sequence > 1
     if fault is not None and FAULTS[fault].everywhere:
         with FAULTS[fault].seeded():
-            want = references.__wrapped__(form)
+            want = trained_plainly(case)
     else:
-        want = references(form)
-    verdict = compare(trace, want, fp32=form.precision == "fp32", split=split)
+        want = references(case)
+    verdict = compare(trace, want, fp32=case.precision == "fp32", split=split)
     return Outcome(
         verdict,
         "" if verdict.passed else hint(trace, want[0], verdict, run.config.optim.clip_norm),

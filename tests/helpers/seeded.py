@@ -22,7 +22,7 @@ from tests.helpers.ranks import RankPool
 RED: dict[str, str] = {}
 """Fault -> the first test that has failed with it."""
 WORDS = {"pipeline": "pipeline", "tensor": "tensor", "sequence": "sequence", "expert": "experts", "adapter": "adapter"}
-"""Field of a Form -> word in the names of the files that have it."""
+"""Field of a Case -> word in the names of the files that have it."""
 OBJECTIVES = {"reward": "reward", "distill": "distill"}
 """The other objectives: preference."""
 
@@ -67,12 +67,16 @@ def seeded(name: str, function: Callable[..., Any], *args: Any) -> Any:
 def has(item: Any, form: dict[str, Any]) -> bool:
     """Whether a test has the fault's form, by its cell or by the name of its file."""
     asked = {key: value for key, value in form.items() if key in WORDS}
-    objective = form.get("objective", "next_token")
+    objective = form.get("objective", {}).get("name", "next_token")
     if item.path.name == "test_cells.py":
         return "index" in item.callspec.params and _cell_has(_cell(item), asked, objective, form)
     words = [WORDS[key] for key in asked]
     if objective != "next_token":
-        words.append("online" if form.get("reference") == "online" else OBJECTIVES.get(objective, "preference"))
+        words.append(
+            "online"
+            if form.get("objective", {}).get("reference") == "online"
+            else OBJECTIVES.get(objective, "preference")
+        )
     return any(word in item.path.name for word in words or ["parity.py", "forms", "resume"])
 
 
@@ -85,8 +89,8 @@ def _cell(item: Any) -> Cell:
 def _cell_has(cell: Cell, asked: dict[str, Any], objective: str, form: dict[str, Any]) -> bool:
     mine = {"expert": 2 if cell["experts"] == "shared" else 1, "adapter": cell["adapter"] != "none"}
     degrees = all((cell | mine)[key] == (True if key == "adapter" else value) for key, value in asked.items())
-    family = form.get("family") != "mixtral" or cell["experts"] != "none"
-    tied = not form.get("tied") or cell["tied"]
+    family = form["model"]["model_type"] != "mixtral" or cell["experts"] != "none"
+    tied = not form["model"].get("tie_word_embeddings") or cell["tied"]
     return degrees and family and tied and (objective == "next_token" or _kind(objective) == _kind(cell["objective"]))
 
 

@@ -69,9 +69,11 @@ LENGTH = 32
 
 @dataclass(frozen=True)
 class Case:
-    """One training: the form under test, and what it trains."""
+    """A form of training, and what it trains. helpers/parity.py trains it as `llmtrain parity` does."""
 
-    data: str
+    data: str = "(none)"
+    ranks: int = 2
+    """Of a parity check; run_case is called on the ranks that there are."""
     stage: int = 0
     accumulation: int = 1
     precision: str = "fp32"
@@ -104,13 +106,37 @@ class Case:
     clip: float = 1.0
     lr: float = 3e-4
     decay: str = "matrices"
+    own: dict[str, Any] = field(default_factory=dict)
+    """Fields of `optim` for single parameters, in a parity check."""
     freeze: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
+    """In a parity check, as the following three."""
+    global_batch: int | None = None
+    """None: micro-batches of two sequences."""
+    device_fp16: bool = False
+    """Whether the device is taken for one that has fp16: Muon's iteration is then in it, but for runs in fp32."""
+    noise: float = 0.0
+    """model.neftune_noise_alpha, which the command leaves out: for what `known_noise` replaces."""
+    ema: bool = False
+    """It keeps an average of its parameters."""
     adapter: dict[str, Any] = field(default_factory=dict)
     """The section of that name."""
     objective: dict[str, Any] = field(default_factory=dict)
     """The section of that name."""
     stages: tuple[StageConfig, ...] = ()
     """data.stages."""
+
+    @property
+    def name(self) -> str:
+        """For the name of a test."""
+        words = {"pipeline": "pp", "tensor": "tp", "sequence": "sp", "expert": "ep"}
+        degrees = [f"{word}{getattr(self, key)}" for key, word in words.items() if getattr(self, key) > 1]
+        tied = {None: [], True: ["tied"], False: ["untied"]}[self.model.get("tie_word_embeddings")]
+        what = [self.optimizer, self.objective.get("name", ""), self.fp8 or ""]
+        what = [word for word in what if word not in ("", "adamw", "next_token")]
+        what += ["column"] if "top_k" in self.objective else []
+        form = [f"zero{self.stage}", f"x{self.ranks}", self.precision]
+        return "-".join([self.model["model_type"], *tied, *what, *degrees, *form])
 
 
 def save_checkpoint(

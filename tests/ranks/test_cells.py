@@ -9,7 +9,6 @@ More than 20 CPU s: each cell trains on two ranks, is exported and resumed.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,10 @@ from llmtrain.parity.compare import VARIANT, Trace, compare
 from llmtrain.parity.plain import orders, train_plainly
 from llmtrain.parity.worlds import report
 from tests.helpers import covering
-from tests.helpers.covering import APART, FACTORS, HALF, REFUSED, STEPS, all_pairs, form_of, pairs_of, resumed_as
-from tests.helpers.parity import Form, known_noise, resolved
+from tests.helpers.covering import APART, FACTORS, HALF, REFUSED, STEPS, all_pairs, case_of, pairs_of, resumed_as
+from tests.helpers.parity import known_noise, resolved
 from tests.helpers.processors import fp16, on_device
+from tests.helpers.training import Case
 
 pytestmark = pytest.mark.needs("peft")
 CELLS = covering.covering()
@@ -84,14 +84,15 @@ def noisy_part(run: Run, *args: Any) -> Any:
         return part(run, *args)
 
 
-def content(form: Form) -> Form:
+def content(form: Case) -> Case:
     """What the cell trains: the same in every layout."""
-    tree = {"bf16": json.loads(form.extra).get("bf16", {"enabled": True})} if form.precision == "bf16" else {}
-    return replace(form, ranks=2, zero=0, offload="", pipeline=1, tensor=1, sequence=1, expert=1, recompute="{}",
-                   extra=json.dumps(tree))  # fmt: skip
+    tree = {"bf16": form.extra.get("bf16", {"enabled": True})} if form.precision == "bf16" else {}
+    return replace(
+        form, ranks=2, stage=0, offload="", pipeline=1, tensor=1, sequence=1, expert=1, recompute={}, extra=tree
+    )
 
 
-def plainly(form: Form) -> list[Trace]:
+def plainly(form: Case) -> list[Trace]:
     """In the precision of the form. fp32: two orders of summation, for what rounding can do."""
     run = resolved(form)
     with fp16(form.device_fp16), known_noise(form.noise):
@@ -106,7 +107,7 @@ is seen; a tensor that does not train is off by 1."""
 BY_SIGN = 0.95
 
 
-def compared(got: Trace, form: Form, *, split: bool) -> list[str]:
+def compared(got: Trace, form: Case, *, split: bool) -> list[str]:
     """Lines of a report; none: it is what plain PyTorch does."""
     want = plainly(content(form))
     if form.precision == "fp32":
@@ -128,7 +129,7 @@ def compared(got: Trace, form: Form, *, split: bool) -> list[str]:
 
 def prove(pools: Any, index: int, place: Path) -> None:
     """A cell, then the layout of another one, against plain PyTorch; and the folder exported in between."""
-    form, then = form_of(CELLS[index]), form_of(resumed_as(CELLS, index))
+    form, then = case_of(CELLS[index]), case_of(resumed_as(CELLS, index))
     first, checkpoint = pools(form.ranks).run(
         on_device, form.device_fp16, noisy_part, resolved(form), 0, HALF, str(place / "run"), None
     )[0]
@@ -193,4 +194,4 @@ def test_two_settings_that_are_no_cells_are_refused(pair: covering.Pair) -> None
     cells = [PLAIN | {"stage": stage} | asked for stage in FACTORS["stage"]]
     for cell in [cell for cell in cells if pairs_of(cell) & APART == {pair}] or cells:
         with pytest.raises(ConfigError, match=REFUSED[pair]):
-            resolved(form_of(cell))
+            resolved(case_of(cell))

@@ -8,7 +8,7 @@ there meet in all four ways, set and not set.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import comb
 from pathlib import Path
@@ -26,6 +26,7 @@ from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.deepspeed import keys as ds_keys
 from tests.helpers.config_workplace import merged
 from tests.helpers.families import FAMILIES
+from tests.helpers.marks import slow
 from tests.helpers.processors import on_device
 from tests.helpers.training import (
     GLOBAL_BATCH,
@@ -54,24 +55,19 @@ class Factor:
     stages: tuple[int, ...] = ds_keys.STAGES
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One training: a stage, the keys of the JSON, and what else the case is."""
+def case_of(stage: int, tree: Tree, **form: Any) -> Case:
+    """A training with the keys of a JSON."""
+    extra = merged(tree, {"zero_optimization": {"stage": stage}})
+    return Case(stage=stage, steps=END, accumulation=ACCUMULATION, clip=CLIP, extra=extra, **form)
 
-    name: str
-    stage: int
-    tree: Tree
-    form: dict[str, Any] = field(default_factory=dict)
 
-    @functools.cached_property
-    def proves(self) -> frozenset[tuple[str, int]]:
-        """(key, stage) of each key that is not at its default here."""
-        tree = merged(self.tree, {"zero_optimization": {"stage": self.stage}})
-        return frozenset(
-            (dotted, self.stage)
-            for dotted, key in ds_keys.LEAVES.items()
-            if (value := lookup(tree, dotted)) is not None and (value != key.default or dotted == STAGE)
-        )
+def proves(case: Case) -> set[tuple[str, int]]:
+    """(key, stage) of each key that is not at its default here."""
+    return {
+        (dotted, case.stage)
+        for dotted, key in ds_keys.LEAVES.items()
+        if (value := lookup(case.extra, dotted)) is not None and (value != key.default or dotted == STAGE)
+    }
 
 
 STAGE = "zero_optimization.stage"
@@ -194,15 +190,15 @@ def columns(count: int) -> list[tuple[int, ...]]:
     return list(combinations(range(1, size), size // 2))[:count]
 
 
-def covering(stage: int) -> list[Cell]:
+def covering(stage: int) -> dict[str, Case]:
     """The factors of a stage; row 0, which sets none, is every other test."""
     factors = [factor.tree for factor in FACTORS.values() if stage in factor.stages]
     factors.append(idle(stage))
     chosen = columns(len(factors))
-    cells = []
+    cells = {}
     for row in range(1, 1 + max(map(max, chosen))):
         tree = functools.reduce(merged, (tree for tree, rows in zip(factors, chosen, strict=True) if row in rows), {})
-        cells.append(Cell(f"row {row}", stage, tree))
+        cells[f"ZeRO {stage}, row {row}"] = case_of(stage, tree)
     return cells
 
 
@@ -249,25 +245,29 @@ def old_names(stage: int) -> Tree:
     return zero(stage3_gather_fp16_weights_on_model_save=True, **({"cpu_offload": True} if stage else {}))
 
 
-def all_cells() -> list[Cell]:
-    """Every training of this file."""
-    cells = [cell for stage in ds_keys.STAGES for cell in covering(stage)]
+def all_cells() -> dict[str, Case]:
+    """Every training of this file, by its name."""
+    cells: dict[str, Case] = {}
+    for stage in ds_keys.STAGES:
+        cells |= covering(stage)
     mixtral = {"model": FAMILIES["mixtral"], "expert": 2}
     for stage in ds_keys.STAGES:
-        sequence = merged(BF16, {"sequence_parallel_size": 2})
-        cells += [
-            Cell("bf16, sums in fp32, tensor", stage, merged(BF16_SUMS, TENSOR), {"precision": "bf16", "tensor": 2}),
-            Cell("bf16, sequence", stage, sequence, {"precision": "bf16", "sequence": 2}),
-            Cell("fp16, static, old names", stage, merged(STATIC, old_names(stage)), {"precision": "fp16"}),
-            Cell("fp16, dynamic", stage, DYNAMIC, {"precision": "fp16"}),
-            Cell("experts", stage, merged(PRESET, EXPERTS), mixtral),
-        ]
+        tensor, sequence = merged(BF16_SUMS, TENSOR), merged(BF16, {"sequence_parallel_size": 2})
+        old = merged(STATIC, old_names(stage))
+        forms = {
+            "bf16, sums in fp32, tensor": case_of(stage, tensor, precision="bf16", tensor=2),
+            "bf16, sequence": case_of(stage, sequence, precision="bf16", sequence=2),
+            "fp16, static, old names": case_of(stage, old, precision="fp16"),
+            "fp16, dynamic": case_of(stage, DYNAMIC, precision="fp16"),
+            "experts": case_of(stage, merged(PRESET, EXPERTS), **mixtral),
+        }
         if stage < 2:
             pipeline = {"pipeline": {"stages": 2, "partition": [3, 1]}}
-            cells.append(Cell("pipeline", stage, pipeline, {"pipeline": 2, "partition": (3, 1)}))
-    cells.append(Cell("offload of parameters by its old name", 3, zero(cpu_offload=True, cpu_offload_param=True)))
-    cells += [Cell("divided by the ranks", stage, {"gradient_predivide_factor": 2.0}) for stage in (0, 1)]
-    return cells
+            forms["pipeline"] = case_of(stage, pipeline, pipeline=2, partition=(3, 1))
+            forms["divided by the ranks"] = case_of(stage, {"gradient_predivide_factor": 2.0})
+        cells |= {f"ZeRO {stage}, {name}": case for name, case in forms.items()}
+    offload = zero(cpu_offload=True, cpu_offload_param=True)
+    return cells | {"ZeRO 3, offload of parameters by its old name": case_of(3, offload)}
 
 
 TENSOR: Tree = {"tensor_parallel": {"autotp_size": 2}}
@@ -282,18 +282,17 @@ def needed() -> set[tuple[str, int]]:
     }
 
 
-def first_cells() -> list[int]:
-    """Indices of a few cells that have every key at every stage: those of every run of the tests."""
-    left, chosen = needed(), list[int]()
-    while gain := max((len(left & cell.proves), -index) for index, cell in enumerate(CELLS)):
-        if not gain[0]:
-            return chosen
-        chosen.append(-gain[1])
-        left -= CELLS[-gain[1]].proves
+def first_cells() -> list[str]:
+    """Names of a few cells that have every key at every stage: those of every run of the tests."""
+    proved = {name: proves(case) for name, case in CELLS.items()}
+    left, chosen = needed(), list[str]()
+    while left & proved[best := max(CELLS, key=lambda name: len(left & proved[name]))]:
+        chosen.append(best)
+        left -= proved[best]
     return chosen
 
 
-FIRST = set(first_cells())
+FIRST = first_cells()
 
 
 def prove(case: Case, folder: str) -> tuple[Trace, str]:
@@ -314,13 +313,6 @@ def prove(case: Case, folder: str) -> tuple[Trace, str]:
     trace = Trace(trace.losses + rest.losses, trace.norms + rest.norms, assembled(engine, ranks))
     engine.close()
     return trace, str(path)
-
-
-def case_of(cell: Cell, data: str) -> Case:
-    return Case(
-        data=data, stage=cell.stage, steps=END, accumulation=ACCUMULATION, clip=CLIP,
-        extra=merged(cell.tree, {"zero_optimization": {"stage": cell.stage}}), **cell.form,
-    )  # fmt: skip
 
 
 @functools.cache
@@ -349,21 +341,14 @@ bf16 keeps 8 bits and fp16 11: see tests/ranks/test_forms.py.
 """
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, id=f"ZeRO {cell.stage}, {cell.name}", marks=[] if index in FIRST else pytest.mark.slow)
-        for index, cell in enumerate(CELLS)
-    ],
-)
-def test_an_accepted_key_trains_saves_exports_and_resumes_as_plain_pytorch(pools, small_data, tmp_path, cell):
-    compare(pools, small_data, tmp_path, cell)
+@pytest.mark.parametrize("name", [name if name in FIRST else slow(name) for name in CELLS])
+def test_an_accepted_key_trains_saves_exports_and_resumes_as_plain_pytorch(pools, small_data, tmp_path, name):
+    compare(pools, tmp_path, replace(CELLS[name], data=small_data))
 
 
-def compare(pools, data: str, place: Path, cell: Cell) -> tuple[float, ...]:
+def compare(pools, place: Path, case: Case) -> tuple[float, ...]:
     """Return the differences from plain PyTorch, after checking them against the tolerances."""
-    case = case_of(cell, data)
-    want = reference(data, "model" in cell.form)
+    want = reference(case.data, case.model != LLAMA)
     got, path = pools(2).run(on_device, case.precision == "fp16", prove, case, str(place / "run"))[0]
     export_hf(Path(path), place / "hf", "fp32", check="none")
     exported = dict(AutoModelForCausalLM.from_pretrained(place / "hf", dtype=torch.float32).named_parameters())
@@ -379,7 +364,7 @@ def compare(pools, data: str, place: Path, cell: Cell) -> tuple[float, ...]:
 
 def test_every_accepted_key_is_in_a_cell_at_every_stage():
     """Only cells that every run of the tests has count, not the slow ones."""
-    proved = frozenset().union(*(CELLS[index].proves for index in FIRST))
+    proved = set[tuple[str, int]]().union(*(proves(CELLS[name]) for name in FIRST))
     assert not (missing := sorted(needed() - proved)), (
         f"classify it in config/deepspeed/keys.py or set it in a cell: {missing}"
     )
@@ -392,7 +377,7 @@ def test_any_two_keys_of_a_stage_meet():
             assert len(meetings) == 4
 
 
-def cells_of_forms() -> list[Cell]:
+def cells_of_forms() -> dict[str, Case]:
     """Half of the keys of a stage, then the other half, in each way of sharing the work beside data parallelism.
 
     In a pipeline the profilers ended in an assertion of DeepSpeed's, which no cell above could show.
@@ -405,19 +390,18 @@ def cells_of_forms() -> list[Cell]:
         "sequence": ({"sequence_parallel_size": 2}, {"sequence": 2}, ds_keys.STAGES, set()),
         "experts": (EXPERTS, mixtral, ds_keys.STAGES, {"two places", "contiguous", "scatter"}),
     }
-    cells = []
+    cells = {}
     for name, (tree, form, where, refused) in forms.items():
         for stage in where:
             left_out = {"values of the YAML", *refused}
             trees = [f.tree for each, f in FACTORS.items() if stage in f.stages and each not in left_out]
             for number, some in enumerate((trees[::2], trees[1::2])):
-                cells.append(Cell(f"{name}, half {number}", stage, functools.reduce(merged, some, tree), form))
+                keys = functools.reduce(merged, some, tree)
+                cells[f"ZeRO {stage}, {name}, half {number}"] = case_of(stage, keys, **form)
     return cells
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cell", [pytest.param(cell, id=f"ZeRO {cell.stage}, {cell.name}") for cell in cells_of_forms()]
-)
-def test_keys_in_each_form(pools, small_data, tmp_path, cell):
-    compare(pools, small_data, tmp_path, cell)
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cells_of_forms().items()])
+def test_keys_in_each_form(pools, small_data, tmp_path, case):
+    compare(pools, tmp_path, replace(case, data=small_data))

@@ -12,8 +12,9 @@ import pytest
 
 from llmtrain.parity.worlds import report
 from tests.helpers.faults import FAULTS
-from tests.helpers.parity import Form, check
+from tests.helpers.parity import check
 from tests.helpers.ranks import RankFailed
+from tests.helpers.training import Case
 
 STEPS = 4
 
@@ -21,7 +22,7 @@ STEPS = 4
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught(pools: Any, name: str) -> None:
     fault = FAULTS[name]
-    form = Form(**fault.form, steps=STEPS)
+    form = Case(**fault.form, steps=STEPS)
     if fault.refused:
         with pytest.raises(RankFailed, match=re.escape(fault.words)):
             check(pools, form, name)

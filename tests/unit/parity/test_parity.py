@@ -44,8 +44,10 @@ from llmtrain.parity.plain import (
 )
 from llmtrain.parity.small_run import resolve_in, small_run, small_tree, usual_ranks
 from llmtrain.parity.tokens import Tokens
-from tests.helpers.parity import Form, references, resolved
+from tests.helpers.families import FAMILIES
+from tests.helpers.parity import references, resolved
 from tests.helpers.processors import fp16
+from tests.helpers.training import Case
 
 pytestmark = pytest.mark.long
 
@@ -246,7 +248,7 @@ def test_in_fp16_it_is_as_near_to_deepspeeds_as_fp16_allows(shape: tuple[int, in
 
 @torch.no_grad()
 def test_documents_alone_are_what_transformers_makes_of_positions() -> None:
-    config = resolved(Form(isolate_documents=True)).config
+    config = resolved(Case(model=FAMILIES["llama"], isolate_documents=True)).config
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(load_config(config.model), attn_implementation="eager")
     for parameter in model.parameters():
@@ -263,7 +265,7 @@ def test_documents_alone_are_what_transformers_makes_of_positions() -> None:
     assert abs(alone - one_text) > 0.1, "the documents matter"
 
 
-FORM = Form(steps=6)
+FORM = Case(model=FAMILIES["llama"], steps=6)
 
 
 def test_orders_of_summation_differ_by_rounding_only() -> None:

@@ -15,9 +15,11 @@ from llmtrain.config.run import Run, RunConfig
 from llmtrain.config.topology import Mix
 from llmtrain.parity import plain, worlds
 from llmtrain.parity.compare import COUNT, Difference, Trace, Verdict
-from tests.helpers.parity import Form, resolved
+from tests.helpers.families import FAMILIES
+from tests.helpers.parity import resolved
+from tests.helpers.training import Case
 
-RUN = resolved(Form(family="mixtral", steps=3))
+RUN = resolved(Case(model=FAMILIES["mixtral"], steps=3))
 CPU = torch.device("cpu")
 COPY = plain._copy
 USER = Run(config=RunConfig(deepspeed="ds.json"), mix=Mix())
