@@ -239,7 +239,7 @@ def test_the_main_threads_stack_is_read():
         (
             "stall",
             {"idle_s": 300.0, "stack": (Frame("/home/me/mine.py", 12, "wait"),)},
-            "rank 1 on a is in parts.wrong: after_step at me/mine.py:12 (wait), for 300 s: the plugin's method does not",
+            "rank 1 on a is in parts.wrong: after_step at me/mine.py:12 (wait), for 300 s: the plugin's method does",
         ),
         ("dead_rank", {"state": "dead", "code": 0}, "rank 1 on a has ended in parts.wrong: after_step (exit code 0)"),
         ("dead_rank", {"state": "dead", "signal": "SIGSEGV"}, "crashed with SIGSEGV in parts.wrong: after_step"),
