@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llmtrain.base.choice import bounded
     from llmtrain.base.errors import UserError
-    from llmtrain.checkpoint.hf.inference import load
+    from llmtrain.checkpoint.hf.usable import load
     from llmtrain.commands.prepare import prepare
     from llmtrain.commands.train import train
     from llmtrain.data.kinds import RowKind
@@ -62,7 +62,7 @@ _HOMES = {
     "Source": "llmtrain.data.prepare.plugin_source",
     "UserError": "llmtrain.base.errors",
     "bounded": "llmtrain.base.choice",
-    "load": "llmtrain.checkpoint.hf.inference",
+    "load": "llmtrain.checkpoint.hf.usable",
     "prepare": "llmtrain.commands.prepare",
     "train": "llmtrain.commands.train",
 }

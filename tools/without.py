@@ -88,7 +88,7 @@ def copy(names: Sequence[str], target: Path) -> None:
     table = target / "tests" / "targets.txt"
     rows = [row for row in table.read_text().splitlines(keepends=True) if not _belongs(row.strip(), names)]
     table.write_text("".join(rows))
-    pages = [sys.executable, "-m", "llmtrain.config.pages", "docs"]  # tables of fields, rules and metrics
+    pages = [sys.executable, "-m", "tools.pages", "docs"]  # tables of fields, rules and metrics
     subprocess.run(pages, cwd=target, env=os.environ | {"PYTHONPATH": str(target)}, check=True)
 
 

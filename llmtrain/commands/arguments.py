@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
@@ -25,3 +27,35 @@ class Parser(argparse.ArgumentParser):
                     rule = f"is no flag of `{self.prog}`"
                     raise stop("command line", word, rule, f"did you mean --{near}?", COMMAND_LINE)
         return super().parse_known_args(args, namespace)
+
+
+def add_options(parser: argparse.ArgumentParser, usual: Any) -> None:
+    """The flags of commands that generate text. `usual`: a Sampling (checkpoint/hf/inference.py), their defaults."""
+    parser.add_argument(
+        "folder",
+        metavar="RUN_OR_FOLDER",
+        help="run folder, checkpoint, Hugging Face or PEFT folder, ORG/NAME on the Hub, or a URL of one",
+    )
+    for name, kind, rule, right, text in (
+        ("max_tokens", int, "at least 1", lambda n: n >= 1, "tokens to generate at most"),
+        ("temperature", float, "at least 0", lambda t: 0 <= t < math.inf, "0: the likeliest token each time"),
+        ("top_k", int, "at least 0", lambda n: n >= 0, "number of likeliest tokens to choose from; 0: all"),
+        ("top_p", float, "above 0 and at most 1", lambda p: 0 < p <= 1,
+         "among the likeliest tokens that have this probability together"),
+        ("seed", int, "from 0 to 2^63 - 1", lambda n: 0 <= n < 2**63, "seed of the sampling"),
+    ):  # fmt: skip
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=_number(kind, rule, right), default=getattr(usual, name), help=text)
+
+
+def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """An argparse type for numbers with `right`; `rule` is its condition in words."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not right(value):
+            raise argparse.ArgumentTypeError(f"{text}: must be {rule}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it when `text` is no number
+    return read

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from llmtrain.checkpoint.hf.inference import Sampling, add_options, generate, usable_folder
+from llmtrain.checkpoint.hf.inference import Sampling, generate
+from llmtrain.checkpoint.hf.usable import usable_folder
 from llmtrain.commands import completion
-from llmtrain.commands.arguments import Parser
+from llmtrain.commands.arguments import Parser, add_options
 
 
 def main(argv: list[str]) -> int:

@@ -29,10 +29,10 @@ def main(argv: list[str], worker: str = WORKER) -> int:
     cpu = _on_cpu(args.device, max(ranks))
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    from llmtrain.parity.worlds import compare_worlds  # --help needs no torch
+    from llmtrain.parity.worlds import Asked, compare_worlds  # --help needs no torch
 
-    title = ", ".join(configs_in(words))
-    return compare_worlds(title, user, ranks, args.steps, cpu=cpu, worker=worker, against=args.against)
+    asked = Asked(run=user, steps=args.steps, cpu=cpu, worker=worker)
+    return compare_worlds(", ".join(configs_in(words)), asked, ranks, args.against)
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -20,11 +20,10 @@ from llmtrain.base.rank import messages, watch
 from llmtrain.commands import completion
 from llmtrain.config.load import load
 from llmtrain.config.on_disk import has_checkpoints, refuse_if_preempted
-from llmtrain.config.pinned import with_base
 from llmtrain.config.run import Run
 from llmtrain.data.stream.epoch import sequences_of_epoch
 from llmtrain.engine.process_memory import none_while_importing
-from llmtrain.storage.addresses import is_url
+from llmtrain.storage.addresses import is_remote, is_url
 
 if TYPE_CHECKING:
     from llmtrain.training.parts import Part
@@ -95,11 +94,7 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[Run, int]:
             refuse_if_preempted(run.config, run.places)
         refuse_if_in_use(run.run_dir)  # rank 0 takes the folder when all ranks have met: later
         with messages.waiting():  # before the watch begins: a large model takes longer than any stall
-            run = with_base(run)
-            if is_url(run.config.resume) and not has_checkpoints(run.config):
-                from llmtrain.checkpoint.remote import checkpoints_at  # most runs begin elsewhere
-
-                checkpoints_at(run.config.resume)
+            run = _with_remote_files(run)
         if parts:
             from llmtrain.config.plugin_import import check_methods
 
@@ -125,6 +120,20 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[Run, int]:
             from llmtrain.training.run import run_rank
 
         return run, run_rank(run, spec, data)
+
+
+def _with_remote_files(run: Run) -> Run:
+    """Fetch what the run names on the Hub or in a store; most runs name files of this host alone."""
+    names = (run.config.model.pretrained, run.config.objective.teacher)
+    if any(name is not None and is_remote(name) for name in names):
+        from llmtrain.config.pinned import with_base
+
+        run = with_base(run)
+    if is_url(run.config.resume) and not has_checkpoints(run.config):
+        from llmtrain.checkpoint.remote import checkpoints_at
+
+        checkpoints_at(run.config.resume)
+    return run
 
 
 def _refuse_missing_hostfile() -> None:

@@ -1,4 +1,4 @@
-"""Help, JSON Schema and the tables in the docs of a run's fields, from the classes' docstrings."""
+"""Help and JSON Schema of a run's fields, from the classes' docstrings, and all rules between them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import inspect
 import json
 import operator
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from llmtrain.base.choice import Bound, Choice, default_of
+from llmtrain.base.choice import Bound, Choice, Rule, Rules, default_of
+from llmtrain.config import rules, topology
 from llmtrain.config.problems import show
 from llmtrain.config.schema import (
     FieldOf,
@@ -28,6 +30,8 @@ from llmtrain.config.schema import (
     subsections,
     type_name,
 )
+from llmtrain.features import features
+from llmtrain.optim.optimizers import Optimizer
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -145,20 +149,27 @@ def run_parser() -> ArgumentParser:
     return parser
 
 
-def markdown() -> str:
-    """The tables of docs/configuration.md, one per section."""
-    lines: list[str] = []
-    section = None
-    for entry in entries():
-        head, _, name = entry.key.rpartition(".")
-        if head != section:
-            section = head
-            lines += ["", f"### `{head}`" if head else "### top level", ""]
-            lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-        meaning = entry.meaning.replace("|", "\\|")
-        values = entry.values.replace("a whole number", "integer").replace("a number", "number").removeprefix("one of ")
-        lines.append(f"| `{name}` | {values} | `{entry.default}` | {meaning} |")
-    return "\n".join(lines).strip() + "\n"
+def all_rules() -> list[Rule]:
+    """Return every rule between settings, also the rules of optimizers and features."""
+    of_features = sum((feature.rules() for feature in features().values()), Rules())
+    of_runs = (*rules.OF_FORMS, *rules.OF_STAGES, *rules.OF_MASKS, *rules.OF_STEPS, *of_features.of_forms)
+    own = [rule for cls in Optimizer.CHOICES.values() for rule in cls.rules]
+    of_values = (*rules.RULES, *of_features.of_values, *rules.OF_STARTS)
+    return list(dict.fromkeys([*of_values, *topology.RULES, *of_runs, *of_features.of_steps, *own]))
+
+
+def rules_help() -> str:
+    """The end of `--help`: the settings that others refuse."""
+    others: dict[str, list[str]] = {}
+    for rule in all_rules():
+        others.setdefault(rule.keys[0], []).extend(key for key in rule.example if key != rule.keys[0])
+    lines = [
+        f"{key}: {', '.join(dict.fromkeys(found))}" for key, found in sorted(others.items()) if found and "[" not in key
+    ]
+    wrapped = (textwrap.fill(line, 120, initial_indent="  ", subsequent_indent="      ") for line in lines)
+    return "\n".join(
+        ["\nrefused with some values of others (the page on configuration has an example of each):", *wrapped]
+    )
 
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

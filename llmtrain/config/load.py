@@ -62,8 +62,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     Raises: ConfigError with every mistake found.
     """
     if "-h" in argv or "--help" in argv:
-        from llmtrain.config.help import run_parser  # nothing else of a run needs these
-        from llmtrain.config.pages import rules_help
+        from llmtrain.config.help import rules_help, run_parser  # nothing else of a run needs them
 
         run_parser().print_help()
         print(rules_help())

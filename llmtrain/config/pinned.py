@@ -34,10 +34,10 @@ def fetched(
     places, notes = places or {}, list[str]()
     model, objective = config.model, config.objective
     if (name := model.pretrained) is not None and is_remote(name):
-        commit = _commit(config, _MODEL, name, model.revision, places, notes, weights_too=weights_too)
+        commit = _commit(config, _MODEL, places, notes, weights_too=weights_too)
         config = replace(config, model=replace(model, revision=commit))
     if isinstance(objective, Distill) and (name := objective.teacher) is not None and is_remote(name):
-        commit = _commit(config, _TEACHER, name, objective.teacher_revision, places, notes, weights_too=True)
+        commit = _commit(config, _TEACHER, places, notes, weights_too=True)
         config = replace(config, objective=replace(objective, teacher_revision=commit))
     return config, tuple(notes)
 
@@ -48,9 +48,7 @@ _MODEL: _Keys = ("model", "pretrained", "revision")
 _TEACHER: _Keys = ("objective", "teacher", "teacher_revision")
 
 
-def _commit(
-    config: RunConfig, keys: _Keys, name: str, asked: str | None, places: Places, notes: list[str], *, weights_too: bool
-) -> str:
+def _commit(config: RunConfig, keys: _Keys, places: Places, notes: list[str], *, weights_too: bool) -> str:
     """Fetch a repository, the weights only after a look at its tokenizer. Returns its commit, and adds `notes`."""
     from llmtrain.storage.hub import (  # a run without a name on the Hub reads none of it
         fetch_model,
@@ -59,10 +57,11 @@ def _commit(
     )
 
     section, key, revision = keys
-    began_with = _began_with(config, keys, name)
-    if began_with and asked is not None and COMMIT.fullmatch(asked) and asked != began_with:
+    name, asked = getattr(getattr(config, section), key), getattr(getattr(config, section), revision)
+    recorded = _recorded_commit(config, keys, name)
+    if recorded and asked is not None and COMMIT.fullmatch(asked) and asked != recorded:
         where = f"{section}.{revision}"
-        rule = f"the run in {config.train.run_dir} began with commit {began_with} of {name}"
+        rule = f"the run in {config.train.run_dir} began with commit {recorded} of {name}"
         raise stop(where, asked, rule, "remove it, or give the run a train.run_dir of its own", places.get(where))
 
     def wrong(text: str) -> ModelError:
@@ -78,16 +77,16 @@ def _commit(
         return []
 
     choices = [settings, fits, *([weights(wrong)] if weights_too else [])]
-    snapshot = fetch_model(name, began_with or asked, choices, wrong)
+    snapshot = fetch_model(name, recorded or asked, choices, wrong)
     if not (snapshot.folder / "config.json").is_file():
         raise wrong("it has no config.json, so it is no model of transformers. Name another one")
-    which = "with which the run began" if began_with else "as asked" if asked == snapshot.commit else asked or "main"
+    which = "with which the run began" if recorded else "as asked" if asked == snapshot.commit else asked or "main"
     where = f"is no folder here, so it is that of {endpoint()}: commit {snapshot.commit} ({which})"
     notes.append(f"{section}.{key}: {name} {f'is in {snapshot.folder}' if is_url(name) else where}")
     return snapshot.commit
 
 
-def _began_with(config: RunConfig, keys: _Keys, name: str) -> str | None:
+def _recorded_commit(config: RunConfig, keys: _Keys, name: str) -> str | None:
     """Return the commit in the record of the run's folder, or of the run that `resume` names."""
     if config.resume == "none":
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,8 +102,7 @@ def _stages(config: RunConfig, degrees: Degrees, world: str, problems: Problems)
                 given["global_batch"] = last.global_batch
             if given["micro_batch"] is None and None in (given["global_batch"], given["accumulation"]):
                 given["micro_batch"] = last.micro_batch
-        batch = solve(**given, data_parallel=degrees.data, sequence_length=each.sequence_length, world=world,
-                      problems=problems, place=where)  # fmt: skip
+        batch = solve(given, degrees.data, each.sequence_length, world=world, problems=problems, place=where)
         problems.raise_if_any()
         assert batch is not None
         batches.append(batch)
@@ -111,12 +110,10 @@ def _stages(config: RunConfig, degrees: Degrees, world: str, problems: Problems)
 
 
 def solve(
-    *,
-    global_batch: int | None,
-    micro_batch: int | None,
-    accumulation: int | None,
+    given: Mapping[str, int | None],
     data_parallel: int,
     sequence_length: int,
+    *,
     world: str,
     place: str,
     problems: Problems,
@@ -127,13 +124,15 @@ def solve(
     without global_batch a missing micro_batch is 1.
 
     Args:
+        given: global_batch, micro_batch and accumulation; None: it is missing.
         world: the world size and its origin, for messages.
         place: where the numbers were written.
     """
+    global_batch, micro_batch, accumulation = (given[name] for name in ("global_batch", "micro_batch", "accumulation"))
     if global_batch is None or micro_batch is None:
         accumulation = accumulation or 1
-    given = ("?" if number is None else number for number in (global_batch, micro_batch, accumulation))
-    equation = "global_batch {} = micro_batch {} x accumulation {} x data-parallel {}".format(*given, data_parallel)
+    numbers = ("?" if number is None else number for number in (global_batch, micro_batch, accumulation))
+    equation = "global_batch {} = micro_batch {} x accumulation {} x data-parallel {}".format(*numbers, data_parallel)
 
     def refuse(outcome: str, rule: str, remedy: str) -> None:
         rule, remedy = f"global_batch {rule}; {world}", f"a global_batch of {remedy}"

@@ -111,7 +111,7 @@ class Engine(Protocol):
     """The forward pass gathers its parameters from partitions on the ranks (ZeRO 3)."""
     layout_keys: tuple[str, ...]
     """Configured keys and values that change the layout of parameters in the engine: for messages."""
-    stages: bool
+    is_pipeline: bool
     """Ranks wait for activations: an error on one rank leaves others waiting."""
 
     def forward_backward(

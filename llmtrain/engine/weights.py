@@ -83,7 +83,7 @@ def fill_rounding(piece: StateTensor, read: Callable[[Region], Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Apart:
+class MastersApart:
     """Parameters whose masters differ from the forward pass."""
 
     names: tuple[str, ...]
@@ -108,7 +108,7 @@ class Apart:
 
 
 @torch.no_grad()
-def apart(engine: Engine, ranks: Ranks) -> Apart | None:
+def masters_apart(engine: Engine, ranks: Ranks) -> MastersApart | None:
     """Compare the masters with the parameters of the forward pass, up to rounding; the same answer on all ranks.
     Checkpoints hold masters: an engine with wrong names for them would save untrained values (round_robin_gradients
     did)."""
@@ -122,7 +122,7 @@ def apart(engine: Engine, ranks: Ranks) -> Apart | None:
     wrong = torch.stack(flags).tolist() if flags else []
     found = ranks.gather(sorted({piece.name for piece, bad in zip(pieces, wrong, strict=True) if bad}))
     names = sorted({name for part in found for name in part})
-    return Apart(tuple(names), tuple(rank for rank, part in enumerate(found) if part)) if names else None
+    return MastersApart(tuple(names), tuple(rank for rank, part in enumerate(found) if part)) if names else None
 
 
 def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
@@ -150,7 +150,7 @@ def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
 
 def prove_masters(engine: Engine, ranks: Ranks) -> None:
     """Raises ModelError, on all ranks: masters and forward pass differ before the first step."""
-    if found := apart(engine, ranks):
+    if found := masters_apart(engine, ranks):
         raise ModelError(found.message(engine, ranks))
 
 

@@ -191,7 +191,7 @@ class Feature:
         return ()
 
     def metrics(self) -> Mapping[str, Any]:
-        """Keys of metrics.jsonl that its part logs, and the Metric of each."""
+        """Keys of metrics.jsonl that its part logs, and the MetricKey of each."""
         return {}
 
     def facts(self, events: Callable[[str], list[dict[str, Any]]]) -> Iterable[tuple[str, str]]:

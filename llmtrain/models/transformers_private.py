@@ -1,6 +1,6 @@
 """Names of transformers and torch that are private, or public and replaced: all that llmtrain/models uses.
 
-Verified with transformers 5.17 and 5.23, torch 2.11 and 2.13. If a name is gone, the entry raises AttributeError or
+Verified with the versions in tracking/environment.py (VERIFIED). If a name is gone, the entry raises AttributeError or
 ImportError with that name.
 """
 

@@ -141,7 +141,7 @@ def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> T
             rows = list(range(step * run.batch.global_batch, (step + 1) * run.batch.global_batch))
             loss = _of_answers(model, config.objective, tokens, rows, order, base)
         else:
-            loss = _forward_backward(model, tokens, run, step, order, device, teacher)
+            loss = _forward_backward(model, tokens, run, step, order, teacher)
         norm = optimizer.step(rate_of_step(config.schedule, step + 1, run.max_steps or steps))
         trace.losses.append(loss)
         if not optim.norm_of_update:
@@ -207,20 +207,14 @@ def _copy(masters: dict[str, Tensor], model: nn.Module, nudge: int) -> None:
 
 
 def _forward_backward(
-    model: Any,
-    tokens: Tokens,
-    plan: Run,
-    step: int,
-    order: Order,
-    device: torch.device,
-    teacher: PlainTeacher | None,
+    model: Any, tokens: Tokens, plan: Run, step: int, order: Order, teacher: PlainTeacher | None
 ) -> float:
     """Compute gradients of the mean over all counted tokens in the global batch; return the mean (nats)."""
     config, objective, count = plan.config, plan.config.objective, plan.batch.global_batch
     rows = list(range(step * count, (step + 1) * count))
     if order.reverse:
         rows.reverse()
-    parts = [part.to(device) for part in _rows(tokens, rows)]
+    parts = [part.to(model.device) for part in _rows(tokens, rows)]
     counted, total = int((parts[1] >= 0).sum()), 0.0
     pieces = order.pieces
     if isinstance(objective, ByToken) and config.model.fp8 is None:  # in fp8 the rows of a pass decide the scales

@@ -18,7 +18,7 @@ from llmtrain.config.plugin_import import use
 from llmtrain.config.run import Run, RunConfig
 from llmtrain.data.stream.run_data import RunData
 from llmtrain.engine.api import Engine
-from llmtrain.engine.deepspeed.process_group import join_process_group
+from llmtrain.engine.deepspeed.build import join_process_group
 from llmtrain.engine.ranks.local_ranks import failure_reported
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.features import parts_of

@@ -15,6 +15,7 @@ import pickle
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,23 @@ def package_lines(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:
             yield f"  only {title}: {', '.join(sorted(alone))}"
 
 
-def same_in_both(
-    folder: Path, user: Run, plans: dict[str, Run], steps: int, cpu: bool, worker: str, pythons: list[str]
-) -> bool:
-    """Train and print the comparison. `worker`: the module that each rank runs. `pythons`: the interpreters here and
-    there. Raises UserError, RankError."""
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The comparison that a user asks for."""
+
+    run: Run
+    """With the small copy's settings."""
+    steps: int
+    cpu: bool
+    worker: str
+    """The module that each rank runs."""
+
+    def ranks(self, folder: Path, world_size: int, **others: Any) -> Ranks:
+        return Ranks(folder, world_size, cpu=self.cpu, module=self.worker, timeout_s=TIMEOUT_S, **others)
+
+
+def same_in_both(folder: Path, asked: Asked, plans: dict[str, Run], pythons: list[str]) -> bool:
+    """Train and print the comparison. `pythons`: the interpreters here and there. Raises UserError, RankError."""
     one = next(iter(plans.values()))
     spec = ModelSpec.of(one.config.model, one.config.adapter, scores=one.config.objective.scores)
     values, trained = values_of(loud_source(spec, one.config.train.seed)), trained_names(spec)
@@ -115,7 +128,7 @@ def same_in_both(
     search = os.pathsep.join(filter(None, (str(folder / "code"), os.environ.get("PYTHONPATH"))))
     for place, python, seeds in (folder / "there", pythons[1], 1), (folder / "here", pythons[0], 1 + _NUDGED):
         place.mkdir()
-        (place / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps, seeds)))))
+        (place / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, asked.steps, seeds)))))
         for name, seed in ((name, seed) for name in plans for seed in range(seeds)):
             changes = {n: _NUDGE[name] * noise(seed, n, values[n].numel()) for n in trained if seed}
             torch.save({n: value * (1 + changes.get(n, 0.0)) for n, value in values.items()}, place / f"{name}-{seed}")
@@ -123,19 +136,18 @@ def same_in_both(
         if place.name == "there":  # torch would load an operator that another torch has compiled
             variables["TORCH_EXTENSIONS_DIR"] = str(place / "compiled")
         try:
-            with Ranks(place, one.mix.degrees.world_size, cpu=cpu, module=worker, timeout_s=TIMEOUT_S,
-                       python=python, variables=variables) as ranks:  # fmt: skip
+            with asked.ranks(place, one.mix.degrees.world_size, python=python, variables=variables) as ranks:
                 ranks.wait()
         except (UserError, RankError) as error:
             raise type(error)(f"{python}: {error}") from None
     drawn, other = torch.load(folder / "there" / FIRST, weights_only=True), list[str]()
-    if user.config.model.pretrained is None:
+    if asked.run.config.model.pretrained is None:
         other = [
             name for name in values if name not in drawn or _relative(drawn[name], summary(values[name])) > _OUTPUT
         ]
     if other:
         print(f"  FAIL  first values of {len(other)} tensors of {len(values)} are drawn otherwise, first {other[0]}")
-    return all([not other, *(_compare(folder, name, steps, one.mix.degrees.world_size) for name in plans)])
+    return all([not other, *(_compare(folder, name, asked.steps, one.mix.degrees.world_size) for name in plans)])
 
 
 def values_of(source: ParameterSource) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from llmtrain.base.files import scratch_folder
 from llmtrain.config import plugins
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, Run
-from llmtrain.engine.ranks.local_ranks import RankError, Ranks, ending_on_sigterm
+from llmtrain.engine.ranks.local_ranks import RankError, ending_on_sigterm
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import layer_configs, load_config
 from llmtrain.objectives.by_token import ByToken, Distill
@@ -30,7 +30,7 @@ from llmtrain.parity.plain_objectives import PLAIN, with_small_teacher
 from llmtrain.parity.small import attention_here, own_settings_here, patterns_here, small_model, targets_here
 from llmtrain.parity.small_run import PLAN, degrees_text, resolve_in, small_run
 from llmtrain.parity.untrained import compare_course, compare_folder
-from llmtrain.parity.versions import TIMEOUT_S, package_lines, packages_of, same_in_both
+from llmtrain.parity.versions import Asked, package_lines, packages_of, same_in_both
 
 SAME, PARTS, NO_ANSWER = 0, 1, 3
 """Exit codes."""
@@ -43,16 +43,13 @@ _LAST_LINES = {
 }
 
 
-def compare_worlds(
-    title: str, user: Run, worlds: list[int], steps: int, *, cpu: bool, worker: str, against: str | None = None
-) -> int:
+def compare_worlds(title: str, asked: Asked, worlds: list[int], against: str | None = None) -> int:
     """Compare on each number of ranks, and print the results. Returns SAME, PARTS or NO_ANSWER; raises UserError.
-    `title`: the user's YAML. `worker`: the module that each rank runs. `against`: an environment to compare with,
-    instead of plain PyTorch."""
+    `title`: the user's YAML. `against`: an environment to compare with, instead of plain PyTorch."""
     codes = []
     with ending_on_sigterm():
         try:
-            for code in _worlds(title, user, worlds, steps, cpu, worker, against):
+            for code in _worlds(title, asked, worlds, against):
                 codes.append(code)
         except UserError:
             raise
@@ -64,9 +61,8 @@ def compare_worlds(
     return code
 
 
-def _worlds(
-    title: str, user: Run, worlds: list[int], steps: int, cpu: bool, worker: str, against: str | None
-) -> Iterator[int]:
+def _worlds(title: str, asked: Asked, worlds: list[int], against: str | None) -> Iterator[int]:
+    user, steps, cpu = asked.run, asked.steps, asked.cpu
     both = [packages_of(python) for python in (sys.executable, against) if against and python]
     if not both:
         _refuse_other_scales(user)
@@ -88,6 +84,7 @@ def _worlds(
         if isinstance(user.config.objective, Distill):
             objective = with_small_teacher(user.config, fields, made / "teacher")
             user = replace(user, config=replace(user.config, objective=objective))
+        asked = replace(asked, run=user)
         own = "bf16" if user.mix.precision == "fp16" and cpu else user.mix.precision
         in_bf16 = user.config.model.fp8 is not None and not cpu  # fp8 products come out in bf16
         precisions: list[str] = [own] if in_bf16 else list(dict.fromkeys(["fp32", own]))
@@ -109,10 +106,9 @@ def _worlds(
             print(f"{degrees.world_size} ranks on {'cpu' if cpu else 'cuda'} ({degrees_text(degrees)})", flush=True)
             try:
                 if both:
-                    same = same_in_both(folder, user, plans, steps, cpu, worker, [each for each, _ in both])
-                    yield SAME if same else PARTS
+                    yield SAME if same_in_both(folder, asked, plans, [each for each, _ in both]) else PARTS
                 else:
-                    yield _check(folder, user, plans, steps, cpu, worker)
+                    yield _check(folder, asked, plans)
             except RankError as error:
                 print(f"  NO ANSWER  {untrusted.shown(error, lines=True)}", flush=True)
                 yield NO_ANSWER
@@ -131,13 +127,13 @@ def _refuse_other_scales(user: Run) -> None:
         raise stop("model.fp8", config.model.fp8, rule, "compare with --model.fp8 rowwise")
 
 
-def _check(folder: Path, user: Run, plans: dict[str, Run], steps: int, cpu: bool, worker: str) -> int:
+def _check(folder: Path, asked: Asked, plans: dict[str, Run]) -> int:
     """Start the ranks, compute the references in the meantime, compare. Returns SAME, PARTS or NO_ANSWER; raises
     RankError."""
-    device = torch.device("cpu" if cpu else "cuda")
+    user, steps, device = asked.run, asked.steps, torch.device("cpu" if asked.cpu else "cuda")
     (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps, 0)))))
     world_size = next(iter(plans.values())).mix.degrees.world_size
-    with Ranks(folder, world_size, cpu=cpu, module=worker, timeout_s=TIMEOUT_S) as ranks:
+    with asked.ranks(folder, world_size) as ranks:
         torch.set_num_threads(1)  # small matrices, and the ranks need the cores
         references = {
             name: [train_plainly(run, steps, order, device) for order in orders(run.config.model, run.batch)]
@@ -153,7 +149,7 @@ def _check(folder: Path, user: Run, plans: dict[str, Run], steps: int, cpu: bool
     for name, sharp, until in comparisons(list(plans), steps, fp8=user.config.model.fp8 is not None):
         got = Trace(**torch.load(folder / f"{name}.trace", weights_only=True)).until(until)
         want = [trace.until(until) for trace in references[name]]
-        codes.append(_tell(user, name, plans[name], got, want, functools.partial(more, name), sharp=sharp))
+        codes.append(_tell(user, plans[name], got, want, functools.partial(more, name), sharp=sharp))
     return worst_of(codes)
 
 
@@ -174,17 +170,10 @@ def worst_of(codes: list[int]) -> int:
 
 
 def _tell(
-    user: Run,
-    name: str,
-    plan: Run,
-    got: Trace,
-    want: list[Trace],
-    more: Callable[[int], list[Trace]],
-    *,
-    sharp: bool,
+    user: Run, plan: Run, got: Trace, want: list[Trace], more: Callable[[int], list[Trace]], *, sharp: bool
 ) -> int:
     """Print one comparison; return SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
-    split = plan.mix.degrees.tensor > 1 or plan.mix.degrees.sequence > 1
+    name, split = plan.mix.precision, plan.mix.degrees.tensor > 1 or plan.mix.degrees.sequence > 1
     verdict = compare(got, want, fp32=sharp, split=split)
     instead = (
         f" instead of {user.mix.precision}, which DeepSpeed has on GPUs only"

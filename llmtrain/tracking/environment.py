@@ -48,6 +48,9 @@ _VARIABLES = (
 
 VERIFIED = {"torch": ("2.11", "2.15"), "deepspeed": ("0.19", "0.19"), "transformers": ("5.17", "5.23")}
 """The lowest and the highest series of each package that the tests have run with (make test-oldest, test-newest)."""
+READ_DEEPSPEED = "0.19.8"
+"""The DeepSpeed whose private parts were read (engine/deepspeed/patches.py); zero_step.py compares the code that it
+replaces."""
 
 
 def unverified(found: Mapping[str, str | None]) -> str | None:

@@ -19,74 +19,74 @@ from llmtrain.objectives.objective import Objective
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricKey:
     """Definition of one key of metrics.jsonl."""
 
     unit: str
     meaning: str
 
 
-_OF_A_RUN: dict[str, Metric] = {
-    "step": Metric("optimizer steps", "Steps done in the run, resumes included."),
-    "tokens": Metric("tokens", "Training tokens read so far by all ranks."),
-    "epoch": Metric(
+_OF_A_RUN: dict[str, MetricKey] = {
+    "step": MetricKey("optimizer steps", "Steps done in the run, resumes included."),
+    "tokens": MetricKey("tokens", "Training tokens read so far by all ranks."),
+    "epoch": MetricKey(
         "epochs", "Training sequences read, over those until the first set of the data has been read once."
     ),
-    "data/stage": Metric("1", "Stage of the step (`data.stages`), from 0; only in runs with several."),
-    "time_unix_s": Metric("s", "Wall-clock time of the row (Unix)."),
-    "elapsed_s": Metric("s", "Time since this launch began tracking."),
-    "loss": Metric(
+    "data/stage": MetricKey("1", "Stage of the step (`data.stages`), from 0; only in runs with several."),
+    "time_unix_s": MetricKey("s", "Wall-clock time of the row (Unix)."),
+    "elapsed_s": MetricKey("s", "Time since this launch began tracking."),
+    "loss": MetricKey(
         "nats/token",
         "Training loss of the step: mean over the counted tokens, or pairs, of the global batch.",
     ),
-    "lr": Metric(
+    "lr": MetricKey(
         "1", "Learning rate that the step used, without the factors of `optim.layer_decay` and `optim.lr_factor_of`."
     ),
-    "grad_norm": Metric("1", "Global L2 norm of the gradient before clipping; of the update with Muon under ZeRO."),
-    "loss_scale": Metric("1", "Dynamic loss scale (fp16 only)."),
-    "skipped_steps": Metric("steps", "Steps skipped so far: non-finite loss or gradient, or no counted token."),
-    "tokens_per_s": Metric("tokens/s", "All ranks together, evaluation and checkpoint time left out."),
-    "tokens_per_s_per_device": Metric("tokens/s", "`tokens_per_s` divided by the number of devices."),
-    "model_tflops_per_s_causal": Metric(
+    "grad_norm": MetricKey("1", "Global L2 norm of the gradient before clipping; of the update with Muon under ZeRO."),
+    "loss_scale": MetricKey("1", "Dynamic loss scale (fp16 only)."),
+    "skipped_steps": MetricKey("steps", "Steps skipped so far: non-finite loss or gradient, or no counted token."),
+    "tokens_per_s": MetricKey("tokens/s", "All ranks together, evaluation and checkpoint time left out."),
+    "tokens_per_s_per_device": MetricKey("tokens/s", "`tokens_per_s` divided by the number of devices."),
+    "model_tflops_per_s_causal": MetricKey(
         "TFLOP/s", "Model FLOP/s of all devices; attention counted as causal (half the square)."
     ),
-    "model_tflops_per_s_noncausal": Metric(
+    "model_tflops_per_s_noncausal": MetricKey(
         "TFLOP/s",
         "Model FLOP/s of all devices; attention counted as the full square (torchtitan, Megatron-LM).",
     ),
-    "mfu_causal": Metric("0 to 1", "Causal model FLOP/s over the devices' dense peak; only for known devices."),
-    "mfu_noncausal": Metric("0 to 1", "Non-causal model FLOP/s over the devices' dense peak."),
-    "max_memory_gib": Metric("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
-    "data_wait_share": Metric("0 to 1", "Share of training time spent waiting for the next batch."),
-    "checkpoint_stall_s": Metric("s", "Time since the last log point in which saving held up training."),
-    "comm_share": Metric(
+    "mfu_causal": MetricKey("0 to 1", "Causal model FLOP/s over the devices' dense peak; only for known devices."),
+    "mfu_noncausal": MetricKey("0 to 1", "Non-causal model FLOP/s over the devices' dense peak."),
+    "max_memory_gib": MetricKey("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
+    "data_wait_share": MetricKey("0 to 1", "Share of training time spent waiting for the next batch."),
+    "checkpoint_stall_s": MetricKey("s", "Time since the last log point in which saving held up training."),
+    "comm_share": MetricKey(
         "0 to 1",
         "Share of rank 0's steps spent inside collectives, waiting for slower ranks included; on CPU, several ranks.",
     ),
-    "moe/aux_loss": Metric(
+    "moe/aux_loss": MetricKey(
         "1",
         "Mixture of experts: load-balancing loss since the last log point, before its coefficient and not in `loss`; "
         "equal to the experts per token if all experts get equally many.",
     ),
-    "moe/imbalance": Metric("1", "Tokens of the busiest expert over the mean, in the layer where this is largest."),
-    "moe/imbalance_per_layer": Metric("1", "The imbalance of each layer with experts: a list."),
-    "moe/idle_experts": Metric("experts", "Experts of all layers that got no token since the last log point."),
-    "moe/tokens_per_expert": Metric("tokens", "Tokens of each expert since then, summed over layers: a list."),
-    "eval/loss": Metric("nats/token", "Validation loss: mean over all counted validation tokens, or pairs."),
-    "eval/perplexity": Metric("1", "exp(eval/loss); for the next-token loss only."),
-    "eval/bits_per_byte": Metric(
+    "moe/imbalance": MetricKey("1", "Tokens of the busiest expert over the mean, in the layer where this is largest."),
+    "moe/imbalance_per_layer": MetricKey("1", "The imbalance of each layer with experts: a list."),
+    "moe/idle_experts": MetricKey("experts", "Experts of all layers that got no token since the last log point."),
+    "moe/tokens_per_expert": MetricKey("tokens", "Tokens of each expert since then, summed over layers: a list."),
+    "eval/loss": MetricKey("nats/token", "Validation loss: mean over all counted validation tokens, or pairs."),
+    "eval/perplexity": MetricKey("1", "exp(eval/loss); for the next-token loss only."),
+    "eval/bits_per_byte": MetricKey(
         "bits/byte",
         "Validation loss of all counted tokens in bits, over the bytes of their text: comparable "
         "across tokenizers. For the next-token loss only.",
     ),
-    "eval/mean/loss": Metric("nats/token", "Mean of the losses of named sets, weighted by `eval.mean`."),
-    "eval/NAME/accuracy": Metric(
+    "eval/mean/loss": MetricKey("nats/token", "Mean of the losses of named sets, weighted by `eval.mean`."),
+    "eval/NAME/accuracy": MetricKey(
         "0 to 1", "Share of the questions of `eval.choices` whose likeliest choice is the right one (lm-eval's acc)."
     ),
-    "eval/NAME/accuracy_norm": Metric(
+    "eval/NAME/accuracy_norm": MetricKey(
         "0 to 1", "Accuracy with log-probabilities divided by the characters of their choice (lm-eval's acc_norm)."
     ),
-    "eval/NAME/bits_per_byte": Metric(
+    "eval/NAME/bits_per_byte": MetricKey(
         "bits/byte",
         "Negative log-likelihood of the right choices of `eval.choices`, over their bytes; for `eval.sets` as "
         "`eval/bits_per_byte`.",
@@ -96,22 +96,20 @@ OF_SET = "eval/NAME/FIGURE"
 """Represents the figures of named sets in the table."""
 
 
-def metrics() -> dict[str, Metric]:
+def metrics() -> dict[str, MetricKey]:
     """Every key of metrics.jsonl and the trackers, for any run and objective."""
     figures = {figure.name: figure for objective in Objective.CHOICES.values() for figure in objective.figures}
     return {
         **_OF_A_RUN,
         **{key: metric for feature in features().values() for key, metric in feature.metrics().items()},
-        **{name: Metric(figure.unit, figure.meaning) for name, figure in figures.items()},
-        **{
-            f"eval/{name}": Metric(figure.unit, f"`{name}` of the validation data.") for name, figure in figures.items()
-        },
-        "eval/FIGURE": Metric("as `FIGURE`", "Each figure of the objective for the validation data."),
-        OF_SET: Metric("as `eval/FIGURE`", "Each figure for the set NAME of `eval.sets`, such as `eval/code/loss`."),
+        **{name: MetricKey(figure.unit, figure.meaning) for name, figure in figures.items()},
+        **{f"eval/{name}": MetricKey(f.unit, f"`{name}` of the validation data.") for name, f in figures.items()},
+        "eval/FIGURE": MetricKey("as `FIGURE`", "Each figure of the objective for the validation data."),
+        OF_SET: MetricKey("as `eval/FIGURE`", "Each figure for the set NAME of `eval.sets`, such as `eval/code/loss`."),
     }
 
 
-def metric_of(key: str) -> Metric | None:
+def metric_of(key: str) -> MetricKey | None:
     """The definition of a key for any set, task or place in a list."""
     kind, _, rest = key.partition("/")
     figure, known = rest.partition("/")[2], metrics()
@@ -126,13 +124,6 @@ def mode_of(metric: str) -> Literal["min", "max"] | None:
     if last in ("perplexity", "bits_per_byte", "divergence") or last.endswith("loss"):
         return "min"
     return "max" if last.endswith(("accuracy", "accuracy_norm", "margin")) else None
-
-
-def markdown() -> str:
-    """The table of docs/tracking.md; the objectives' figures of the validation data share one row."""
-    shown = {key: metric for key, metric in metrics().items() if not metric.meaning.startswith("`")}
-    rows = (f"| `{key}` | {metric.unit} | {metric.meaning} |" for key, metric in shown.items())
-    return "\n".join(["| key | unit | meaning |", "|---|---|---|", *rows]) + "\n"
 
 
 def loss_unit(row: Mapping[str, object]) -> str:

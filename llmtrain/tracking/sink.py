@@ -22,6 +22,8 @@ class Sink(Entry, section="trackers"):
     extra of its name. They are imported before its thread starts: two threads that import large packages at once can
     deadlock on module locks, which Python resolves by handing out half-initialised modules."""
 
+    title = ""
+    """Its name in messages; empty: that of the class."""
     late = False
     """True: its rows are scores of steps that the run has done before, from a process of their own."""
 

@@ -50,7 +50,7 @@ def examine(run: Run) -> Examined:
         DataError: the prepared data cannot be used for this run.
     """
     config = run.config
-    for key in metrics():  # figures of a plugin would take the place of a run's own in metrics.jsonl
+    for key in metrics() if config.metrics or config.parts else ():  # a plugin's would be taken for the run's own
         name, part = key.removeprefix("eval/"), key.partition("/")[0]
         if name in config.metrics or part in config.parts:
             own = f"metrics.{name}" if name in config.metrics else f"parts.{part}"

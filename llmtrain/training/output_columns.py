@@ -32,7 +32,7 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import batches_of
 from llmtrain.data.stream.reference_and_teacher import ColumnWriter, TeacherColumn, numbers, write_reference
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.engine.deepspeed.process_group import join_process_group
+from llmtrain.engine.deepspeed.build import join_process_group
 from llmtrain.engine.losses.answers import LogProbs, mismatched_of
 from llmtrain.engine.losses.likeliest import Likeliest
 from llmtrain.engine.ranks.local_ranks import RankError, ending_on_sigterm, failure_reported
@@ -210,14 +210,14 @@ def write_columns(examined: Examined, ranks: Ranks) -> None:
     setup = Setup(decided(run, ranks, trains=False), spec, opened, ranks)
     config, run = setup.run.config, setup.run
     setup.start()
-    assert setup.began_with is not None
+    assert setup.initial_weights is not None
     for data, micro_batch in _folders(run):
         folder = str(data.path)
         columns = {split: _column(setup, data, split, micro_batch) for split in SPLITS}
         with ranks.together():
             if ranks.rank == 0:
                 model = setup.spec.config.to_dict()
-                write_reference(PreparedSet(folder), setup.began_with, run.mix.precision, columns, model)
+                write_reference(PreparedSet(folder), setup.initial_weights, run.mix.precision, columns, model)
         rows = sum(map(len, columns.values()))
         log.info(f"{folder}: log-probabilities of {units.counted(rows, 'answer')} of {config.model.pretrained}")
     setup.engine.close()

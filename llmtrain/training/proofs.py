@@ -53,7 +53,7 @@ _ONE_FUNCTION = 1e-4
 """Relative, or in nats: hosts whose processors differ round fp32 differently."""
 
 
-class Apart(PerAnswer):
+class FromReference(PerAnswer):
     """Mean distance of answers' log-probabilities from the reference, per counted token."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
@@ -78,15 +78,15 @@ def alike(kind: RowKind, window: Window) -> AnswerWindow:
     count, length = max(2, kind.together), len(window.inputs)
     begins = np.flatnonzero(window.positions == 0)
     end = int(begins[1]) if len(begins) > 1 else length
-    size = min(end, length // count)
+    kept = min(end, length // count)
     inputs, labels = np.full_like(window.inputs, window.inputs[-1]), np.full_like(window.labels, IGNORED)
-    positions = np.arange(length) - count * size
-    for at in range(0, count * size, size):
-        inputs[at : at + size], labels[at : at + size] = (
-            window.inputs[end - size : end],
-            window.labels[end - size : end],
+    positions = np.arange(length) - count * kept
+    for at in range(0, count * kept, kept):
+        inputs[at : at + kept], labels[at : at + kept] = (
+            window.inputs[end - kept : end],
+            window.labels[end - kept : end],
         )
-        positions[at : at + size] = np.arange(size)
+        positions[at : at + kept] = np.arange(kept)
     reference = None if window.reference is None else window.reference[[0] * count]
     return replace(window, inputs=inputs, labels=labels, positions=positions, rows=window.rows[[0] * count],
                    reference=reference, facts=kind.alike(window.facts, count))  # fmt: skip
@@ -140,7 +140,7 @@ class Known:
         others = mismatched_of(self.first)
         remedy = NEW_COLUMN if self.config.objective.reference == "column" else "train with a column instead of online"
         for whose, micros in (("an answer", self.first), ("a prompt with the answer to another", others)):
-            apart = self._figures(self.reference(Apart()), micros)["loss"] if micros else 0.0
+            apart = self._figures(self.reference(FromReference()), micros)["loss"] if micros else 0.0
             if _off(apart, 0.0, self._few):
                 yield DataError(
                     f"{self._begin} the model is its own reference, and the log-probability of {whose} differs from "
@@ -153,7 +153,7 @@ class Known:
         known = objective.equal(found)
         margin = self._few * known.margin
         loss_off = _off(found["loss"], known.loss, self._few + margin * known.slope)
-        what = f"{self._begin} an answer that is compared with itself has"
+        what = f"{self._begin} an answer that is {RowKind.of(objective.data).alike_is} has"
         if "pairs/margin" not in found:
             if loss_off:
                 yield ModelError(

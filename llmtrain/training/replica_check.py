@@ -24,7 +24,7 @@ from llmtrain.config.run import same_command
 from llmtrain.data.stream.loader import StepBatch
 from llmtrain.engine.api import Engine
 from llmtrain.engine.ranks.ranks import Ranks, Seat
-from llmtrain.engine.weights import apart
+from llmtrain.engine.weights import masters_apart
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.saving import Saving
 from llmtrain.training.step import is_due
@@ -249,7 +249,7 @@ class ReplicaCheck(Part):
             }
             if found := self._replicas.differences(self._facts(position, batch, lr_factor), own):
                 self._end(step, found)
-        if masters := apart(self._engine, self._ranks):
+        if masters := masters_apart(self._engine, self._ranks):
             text = f"after step {step}: {masters.message(self._engine, self._ranks)}"
             if self._agreed_step is not None:
                 text += f" At step {self._agreed_step} they were the same: memory of that host is another cause."

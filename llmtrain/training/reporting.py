@@ -70,7 +70,7 @@ class Evaluation(Part):
             now = launch.start.position.step  # later checkpoints are of the training that this launch does again
             self._best = BestSteps(best, ((step, figure) for step, figure in steps.items() if step <= now))
         self._patience = None if config.train.stop_early.metric is None else Patience(config.train.stop_early)
-        self._metrics, self._began = launch.folder.path / "metrics.jsonl", launch.start.position.step
+        self._metrics, self._start_step = launch.folder.path / "metrics.jsonl", launch.start.position.step
         self._last: tuple[int, dict[str, float]] | None = None
         """Step and figures of this launch's last evaluation."""
 
@@ -144,7 +144,7 @@ class Evaluation(Part):
 
     def _is_there(self, step: int, row: dict[str, float]) -> bool:
         """True if the run's file has these figures: a launch that finds all steps done measures the last one again."""
-        rows = rows_after(self._metrics, -1, step - 1) if step == self._began else []
+        rows = rows_after(self._metrics, -1, step - 1) if step == self._start_step else []
         return any(each["step"] == step and row.keys() <= each.keys() for each in rows)
 
     def _decide(self, step: int, figures: dict[str, float]) -> None:

@@ -11,7 +11,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,9 @@ from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.base.rank import messages, watch
 from llmtrain.base.rank.heartbeat import count_collectives, heart
-from llmtrain.checkpoint.format import step_folder
+from llmtrain.base.redact import redact_text
+from llmtrain.base.threads import in_thread
+from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.rundir import CheckpointFolder, RunDirectory, open_checkpoints
 from llmtrain.config.deepspeed.join import FP32_BY_AUTO
 from llmtrain.config.plugins import hashes, place_of
@@ -29,7 +34,8 @@ from llmtrain.config.run import Run, RunConfig, same_command
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
 from llmtrain.data.stream.run_data import RunData
-from llmtrain.engine.deepspeed.process_group import join_process_group
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.engine.deepspeed.build import join_process_group
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.engine.ranks.device import device_name, max_memory_gib, use_deterministic_kernels
 from llmtrain.engine.ranks.ranks import AgreedError, Ranks
@@ -37,8 +43,10 @@ from llmtrain.engine.ranks.rendezvous import introduce, leave_all
 from llmtrain.engine.ranks.stop_requests import StopAsked, StopRequests
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import VARLEN
+from llmtrain.objectives.by_token import NextToken
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
+from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.sink import Sink
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.guards import DataCheck, Limits, SkippedSteps
@@ -353,11 +361,6 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
 
         failure = first_failure(launch.parts, setup.ranks)
     if setup.ranks.rank == 0:
-        from llmtrain.training.finish import (  # an export and a sample take much that training does not need
-            finish,
-            stopped,
-        )
-
         tracker.event("stop", step=position.step, complete=complete, reason=failure or reason)
         if complete:
             heart.phase("export")
@@ -420,3 +423,87 @@ def _announce(launch: Launch) -> None:
 def _leave(_kind: Any, error: BaseException | None, _trace: Any) -> None:
     heart.phase("end")
     leave_all(error)
+
+
+_UPLOAD_S = 1800.0
+"""Limit for how long the end of a run waits for its export's upload."""
+
+
+def finish(
+    config: RunConfig,
+    folder: RunDirectory,
+    data: TrainData,
+    tracker: Tracker,
+    validation_loss: float | None,
+    device: torch.device,
+) -> str:
+    """Print the result; write the Hugging Face folder and the sample if the run asks for them. `data`: of the last
+    stage. `validation_loss`: None with train.eval off. Returns the last line for the user."""
+    newest = complete_checkpoints(folder.checkpoints)[0]
+    lines = [("run folder", str(folder.path)), ("checkpoint", str(newest))]
+    if config.train.export:
+        from llmtrain.checkpoint.hf.exporting import export_hf  # much that training does not need
+
+        export_hf(newest, folder.export)
+        tracker.event("export", path=str(folder.export))
+        lines.append(("Hugging Face", str(folder.export)))
+        if config.train.export_to is not None:
+            _upload(config.train.export_to, newest, folder, tracker)
+    lines.append(("plots", f"llmtrain report {folder.path}"))
+    if validation_loss is None:
+        log.info("no validation loss: train.eval is off")
+    elif not isinstance(config.objective, NextToken):
+        log.info(f"validation loss {validation_loss:.4f} {config.objective.unit}")
+    else:
+        log.info(f"validation loss {validation_loss:.4f} nats/token (perplexity {perplexity(validation_loss):.2f})")
+    for feature in features.asked(config):
+        feature.at_end(data, tracker)
+    if config.train.export and config.train.sample_prompt is not None:
+        _sample(folder, config.train.sample_prompt, config.train.seed, tracker, device)
+        lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))
+    return "\n".join(f"{what:<13} {where}" for what, where in lines)
+
+
+def _upload(url: str, checkpoint: Path, folder: RunDirectory, tracker: Tracker) -> None:
+    """Upload the export; a failure is a warning, since the export is on this host's disk."""
+    from llmtrain.checkpoint.hf.export_store import ExportStore  # most runs have none
+
+    done = in_thread(lambda: ExportStore(url, checkpoint, "train.export_to").put(folder.export), "upload")
+    until = time.monotonic() + _UPLOAD_S
+    while not wait([done], 1.0).done and time.monotonic() < until:
+        heart.beat()
+    try:
+        words = done.result(0)
+    except (CheckpointError, FutureTimeout) as error:
+        reason = str(error) or f"train.export_to {redact_text(url)}: not done after {units.duration(_UPLOAD_S)}."
+        tracker.event("export_failed", error=reason)
+        log.warn(f"{reason} Later: llmtrain checkpoint to-hf {folder.path} {redact_text(url)}")
+        return
+    tracker.event("uploaded", export=words)
+    log.info(f"uploaded {words}")
+
+
+def _sample(folder: RunDirectory, prompt: str, seed: int, tracker: Tracker, device: torch.device) -> None:
+    """Generate a sample; a warning if the engine's shards leave no room for the exported model."""
+    from llmtrain.checkpoint.hf.inference import Sampling, generate
+
+    try:
+        text = generate(folder.export, prompt, Sampling(max_tokens=64, seed=seed), device={"": device})
+    except RuntimeError as error:
+        from llmtrain.base.rank.device_faults import OUT_OF_MEMORY, device_fault
+
+        if device_fault(str(error)) is not OUT_OF_MEMORY:
+            raise
+        again = f'llmtrain generate {folder.path} --prompt "..."'
+        log.warn(f"no sample: {device} has no room for the exported model next to the engine. Later: {again}")
+        return
+    tracker.event("sample", text=text)
+    log.info(f"sample: {json.dumps(text, ensure_ascii=False)}")
+
+
+def stopped(config: RunConfig, checkpoints: Path | None, step: int, reason: str | None) -> str:
+    """The last line of a run that was asked to stop. `checkpoints`: None: the run had not begun."""
+    if checkpoints is None:
+        return f"stopped ({reason}) at step {step}, before this launch trained any; the same command begins again"
+    where = step_folder(checkpoints, step)
+    return f"stopped ({reason}) at step {step}, saved in {where}; {same_command(config)} continues"

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain import features
@@ -24,6 +25,7 @@ from llmtrain.config.problems import Problems
 from llmtrain.config.rules import check_masks
 from llmtrain.config.run import ModelConfig, Run, RunConfig
 from llmtrain.config.topology import Mix
+from llmtrain.data.batches import MicroBatch
 from llmtrain.data.manifest import NEW_COLUMN
 from llmtrain.data.stream.loader import Course, TrainLoader
 from llmtrain.data.stream.run_data import RunData
@@ -31,8 +33,7 @@ from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
-from llmtrain.engine.loss_check import check_head, check_isolation
-from llmtrain.engine.losses.function import LossFunction, NextTokenLoss
+from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction, NextTokenLoss
 from llmtrain.engine.losses.named import loss_of, with_reference
 from llmtrain.engine.losses.with_metrics import with_metrics
 from llmtrain.engine.ranks.device import check_device
@@ -40,10 +41,13 @@ from llmtrain.engine.ranks.ranks import AgreedError, Ranks
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
 from llmtrain.models import compiler
 from llmtrain.models.experts import has_experts
-from llmtrain.models.language import LanguageModel
+from llmtrain.models.head import Head
+from llmtrain.models.language import LanguageModel, compare_losses
+from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.mesh import Mesh, mesh_of
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.run.check import why_not_varlen
+from llmtrain.models.score import gives_scores
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.transformers_private import VARLEN
@@ -88,7 +92,7 @@ class Setup:
         with ranks.together():
             self._check_device()
         self.engine = self._start_engine()
-        self.began_with: str | None = None
+        self.initial_weights: str | None = None
         """Hash of the initial weights if this launch has initialised them; None: it has resumed."""
         self._base: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._source = source
@@ -160,8 +164,8 @@ class Setup:
         Raises: AgreedError, also if the column of the reference was computed from other weights.
         """
         source, checksums = self.write()
-        self.began_with = weights_hash(reference_checksums(self.spec, checksums))
-        if self.run.config.objective.reference == "column" and set(self.references or []) != {self.began_with}:
+        self.initial_weights = weights_hash(reference_checksums(self.spec, checksums))
+        if self.run.config.objective.reference == "column" and set(self.references or []) != {self.initial_weights}:
             raise AgreedError(
                 f"objective.name {self.run.config.objective.name}: the log-probabilities of the reference in the data "
                 f"are of other weights than model.pretrained = {self.run.config.model.pretrained!r} has; {NEW_COLUMN}",
@@ -180,20 +184,22 @@ class Setup:
         prove_loss(self.engine, row, self.ranks, shared_by=self.run.mix.degrees.sequence,
                    isolate_documents=self.run.config.data.isolate_documents)  # fmt: skip
         of_tokens = isinstance(self.objective, NextTokenLoss)
-        if self.began_with is None or (of_tokens and self.run.config.adapter.r is None):
+        if self.initial_weights is None or (of_tokens and self.run.config.adapter.r is None):
             return
         from llmtrain.training.proofs import prove_start
 
         for stage, data in in_stages(self.course.stages, self.course.data):
             prove_start(self.engine, self.run, self.objective, self._with_reference, (stage, data),
-                        self.mesh.place, self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
+                        self.mesh.place, self.ranks, own_teacher=self.teacher == self.initial_weights)  # fmt: skip
 
     def session(self, step: int = 0) -> Session:
         """`step`: optimizer steps done before, skipped ones included."""
         in_training = {name: metric for name, metric in self.run.config.metrics.items() if metric.in_training}
         rate = partial(rate_of, self.run.stages, max_steps=self.run.max_steps)
-        return Session(self.engine, self.ranks, self.run.mix.degrees, rate, seed=self.run.config.train.seed,
-                       objective=with_metrics(self.objective, in_training), step=step)  # fmt: skip
+        seed, objective = self.run.config.train.seed, with_metrics(self.objective, in_training)
+        session = Session(self.engine, self.ranks, self.run.mix.degrees, rate, seed=seed, objective=objective)
+        session.step_number = step
+        return session
 
     def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None, *, step: int = 0) -> TrainLoader:
         """`sequences`: per step, by data-parallel rank; None: equal shares. `step`: steps done before."""
@@ -392,7 +398,7 @@ def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, shared_by: int, iso
         return row[: min(len(row), _PROVED_TOKENS) // unit * unit].unsqueeze(0)
 
     # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
-    failures = contextlib.nullcontext() if engine.stages else _failures_in_transformers()
+    failures = contextlib.nullcontext() if engine.is_pipeline else _failures_in_transformers()
     with ranks.together(), failures, compiler.uncompiled():
         check_head(engine, few(shared_by))
         if isolate_documents:
@@ -418,3 +424,66 @@ def _failures_in_transformers() -> Iterator[None]:
             f"{innermost.f_code.co_name}): {type(error).__name__}: {error}. A field of model.config has a value, or "
             "lacks one, for which this family does not run."
         ) from error
+
+
+class _LastScore:
+    """The score of the last token in rows [1, T], for a proof."""
+
+    figures: tuple[str, ...] = ("loss",)
+
+    def __init__(self, *, given: bool = False) -> None:
+        """`given`: `sums` gets the model's own scores instead of the hidden state."""
+        self._given = given
+
+    def weight(self, micro: MicroBatch) -> int:
+        return len(micro.inputs)
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[1]."""
+        last = torch.full((1,), micro.labels.numel() - 1, device=hidden.device)
+        scores = hidden.float() if self._given else head.scores_at(hidden, last)
+        return head.once(scores.sum().unsqueeze(0))
+
+
+class _OfLogits(NextTokenLoss):
+    """The next-token loss by torch, from logits instead of the hidden state."""
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        logits, labels = (head.own(each).flatten(0, 1) for each in (hidden.float(), micro.labels))
+        return F.cross_entropy(logits, labels, reduction="sum").unsqueeze(0)
+
+
+def check_head(engine: Engine, inputs: Tensor) -> None:
+    """Prove on `inputs` [1, T] that the loss equals the loss of transformers' logits: a layout, a precision or a head
+    may silently train on a wrong one. All ranks call it. Raises ModelError."""
+    module = engine.module
+    micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
+    scores = gives_scores(module.config)
+    ours, _ = engine.evaluate([micro], _LastScore() if scores else NEXT_TOKEN)
+    module.wants_logits = True
+    try:
+        theirs, _ = engine.evaluate([micro], _LastScore(given=True) if scores else _OfLogits())
+    finally:
+        module.wants_logits = False
+    compare_losses(module.hf, ours["loss"], theirs["loss"])
+
+
+def check_isolation(engine: Engine, inputs: Tensor) -> None:
+    """Prove on `inputs` [1, T], as two documents, that they are isolated. All ranks call it. Raises ModelError."""
+    half = inputs.shape[1] // 2
+    positions = torch.arange(inputs.shape[1]).remainder(half).unsqueeze(0)
+    labels = inputs.roll(-1, dims=1)
+    labels[:, :half] = IGNORE
+    other = inputs.clone()
+    other[:, :half] = inputs[:, :half].flip(1).roll(1, dims=1)
+    last: LossFunction = _LastScore() if gives_scores(engine.module.config) else NEXT_TOKEN
+    losses = []
+    for tokens in (inputs, other):
+        micro = MicroBatch(inputs=tokens, labels=labels, sample_indices=[], positions=positions)
+        losses.append(engine.evaluate([micro], last)[0]["loss"])
+    if not abs(losses[0] - losses[1]) <= 1e-5 * max(1.0, abs(losses[0])):
+        raise ModelError(
+            "data.isolate_documents: with other tokens in a row's first document the loss of its second changes "
+            f"from {losses[0]:.6f} to {losses[1]:.6f}. This model makes its attention mask without positions; set "
+            "data.isolate_documents to false."
+        )

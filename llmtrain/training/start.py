@@ -54,7 +54,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     Raises: AgreedError.
     """
     config, spec, ranks = setup.run.config, setup.spec, setup.ranks
-    trainer = state_of(setup)
+    trainer = state_before_training(setup)
     for feature in features.asked(config):
         feature.before_resume(config, checkpoints, ranks)
     with ranks.together():
@@ -93,7 +93,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
                  folder=resumed.folder, kept=saved.entries, lines=lines)  # fmt: skip
 
 
-def state_of(setup: Setup) -> TrainerState:
+def state_before_training(setup: Setup) -> TrainerState:
     """Return the state before the first step. All ranks call it together."""
     config, data, mix, course = setup.run.config, setup.data.first, setup.run.mix, setup.course
     state = TrainerState(

@@ -1,6 +1,9 @@
 """One step of a training after another: what the ranks agree on, random numbers, learning rate, gradient, update.
 
 Work between steps (logs, evaluation, checkpoints, an outer optimizer) is done by the parts of a run (parts.py).
+
+A `step` is a count of optimizer steps done. The record, checkpoint and messages of a step have the count after it: the
+first is 1. Its rate, stage, random numbers and sequences are asked for with the count before it: the first is 0.
 """
 
 from __future__ import annotations
@@ -130,12 +133,12 @@ class Session:
         *,
         seed: int,
         objective: LossFunction = NEXT_TOKEN,
-        step: int = 0,
     ) -> None:
-        """`rate`: maps a step's number (0 is the first) to the factor on the peak learning rates. `seed`: for dropout.
-        `step`: optimizer steps done before, skipped ones included."""
+        """`rate`: maps a step's number (0 is the first) to the factor on the peak learning rates. `seed`: for
+        dropout."""
         self.engine, self.objective = engine, objective
-        self.step_number = step
+        self.step_number = 0
+        """Optimizer steps done, skipped ones included."""
         self.rate, self._seed, self._agree = rate, seed, Agree(ranks)
         self._ranks, self._place = ranks, degrees.place(ranks.rank)
         self._seeded_as = ranks.rank // degrees.tensor

@@ -11,7 +11,7 @@ from tests.helpers.warm import WarmCommands
 
 RANK = """
 import json, os, socket
-from llmtrain.engine.deepspeed.process_group import join_process_group
+from llmtrain.engine.deepspeed.build import join_process_group
 from llmtrain.base.errors import UserError
 try:
     ranks = join_process_group(60.0, start_timeout_s=float(os.environ["LIMIT_S"]))

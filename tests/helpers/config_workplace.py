@@ -13,8 +13,8 @@ import yaml
 from llmtrain.base.choice import Choice, default_of
 from llmtrain.base.trees import lookup
 from llmtrain.config.deepspeed.join import DEGREE_KEYS
-from llmtrain.config.pages import BASE, BASE_JSON
 from tests.helpers.prepared import write_prepared
+from tools.pages import BASE, BASE_JSON
 
 RUN, DS = BASE, BASE_JSON
 

@@ -36,8 +36,8 @@ from llmtrain.data.stream.loader import StepBatch
 from llmtrain.data.stream.run_data import RunData
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.api import StateTensor, Update
+from llmtrain.engine.deepspeed.build import join_process_group
 from llmtrain.engine.deepspeed.engine import ZeroEngine
-from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.spec import ModelSpec
@@ -350,7 +350,8 @@ def train_steps(
     source = batches(case, (place.data, run.mix.degrees.data), case.accumulation, first, data)
     rate = functools.partial(run.config.schedule.factor, max_steps=run.max_steps)
     seed = run.config.train.seed
-    session = Session(engine, ranks, run.mix.degrees, rate, seed=seed, objective=objective, step=first)
+    session = Session(engine, ranks, run.mix.degrees, rate, seed=seed, objective=objective)
+    session.step_number = first
     for step in range(first, last):
         before(step)
         done = session.step(next(source), before_update=before_update)

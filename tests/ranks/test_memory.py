@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.base.errors import UserError
 from llmtrain.checkpoint.format import frozen_source
-from llmtrain.engine.weights import apart
+from llmtrain.engine.weights import masters_apart
 from llmtrain.models.quantized import PackedLinear
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training import setup
@@ -115,7 +115,7 @@ def live_while_packed(case: Case, folder: str) -> dict[str, Any]:
         first = [each.weight.data.clone() for each in engine.module.modules() if isinstance(each, PackedLinear)]
         del source
         live.most = 0
-        assert apart(engine, ranks) is None and Replicas(engine, ranks).differences({}) == []
+        assert masters_apart(engine, ranks) is None and Replicas(engine, ranks).differences({}) == []
         most["compared"] = live.most - sum(each.nbytes for each in first)
         live.most = 0
         trainer = trainer_state(1) | {"run": asdict(config), "model_config": spec.config.to_dict()}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config.pages import OPTIONS, against, pair
 from llmtrain.parity.worlds import report
 from tests.helpers.families import FAMILIES, FROZEN, tied
 from tests.helpers.parity import Outcome, check
 from tests.helpers.training import Case
+from tools.pages import OPTIONS, against, pair
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 TELLING = [

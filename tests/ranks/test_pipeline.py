@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from llmtrain.base.errors import ModelError
-from llmtrain.engine.loss_check import check_head
 from llmtrain.models.loss import HeadForm
+from llmtrain.training.setup import check_head
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.processors import on_device
 from tests.helpers.training import (

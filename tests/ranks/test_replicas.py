@@ -33,7 +33,7 @@ def flip(engine: Any, name: str) -> None:
 
 def watched(case: Case, name: str, guilty: int, checks: int = 3) -> tuple[list[Any], list[Any], list[Any]]:
     """(differences of clean steps, of the last one after a flip on `guilty`, once it is undone)."""
-    from llmtrain.engine.weights import apart
+    from llmtrain.engine.weights import masters_apart
     from llmtrain.training.replica_check import Replicas
 
     engine, ranks = make_engine(case)
@@ -42,7 +42,7 @@ def watched(case: Case, name: str, guilty: int, checks: int = 3) -> tuple[list[A
     for step in range(checks):
         train_steps(case, engine, ranks, step, step + 1)
         clean += replicas.differences({"step": step})
-    clean += filter(None, [apart(engine, ranks)])
+    clean += filter(None, [masters_apart(engine, ranks)])
     if ranks.rank == guilty:
         flip(engine, name)
     found = replicas.differences({"step": checks})
@@ -98,11 +98,11 @@ def test_with_four_ranks_the_majority_tells_who_is_wrong(pools, small_data, form
 
 def kept_as_another(case: Case) -> tuple[list[Any], Any, list[str]]:
     """(what is apart in a healthy engine, after two masters are exchanged; their names)."""
-    from llmtrain.engine.weights import apart
+    from llmtrain.engine.weights import masters_apart
 
     engine, ranks = make_engine(case)
     train_steps(case, engine, ranks, 0, 2)
-    healthy = apart(engine, ranks)
+    healthy = masters_apart(engine, ranks)
     trained = {held.name for held in engine.module.local_parameters() if held.trains}
     pieces = [p for p in engine.state() if p.kind == PARAM and p.name in trained and p.region.numel > 64]
     found: dict[Any, str] = {}
@@ -115,7 +115,7 @@ def kept_as_another(case: Case) -> tuple[list[Any], Any, list[str]]:
     names = dict(zip(pair, reversed(pair), strict=True))
     plain = engine.state
     engine.state = lambda: [replace(p, name=names.get(p.name, p.name)) for p in plain()]  # type: ignore[method-assign]
-    wrong = apart(engine, ranks)
+    wrong = masters_apart(engine, ranks)
     told = "" if wrong is None else wrong.message(engine, ranks)
     engine.close()
     return healthy, wrong, [*pair, told]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.engine.loss_check import check_head, check_isolation
+from llmtrain.training.setup import check_head, check_isolation
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.ranks import RankFailed
 from tests.helpers.training import LLAMA, Case, Trace, assert_agrees, make_engine, plain_pytorch, run_case

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config.topology import Degrees
-from llmtrain.engine.loss_check import check_head
 from llmtrain.engine.ranks.ranks import AgreedError
 from llmtrain.models import compiler, loss
 from llmtrain.models.loss import About, HeadForm, chunked_nll_sums
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.parallel.tensor import Span, VocabularyShard
-from llmtrain.training.setup import Setup
+from llmtrain.training.setup import Setup, check_head
 from llmtrain.training.step import seed_step
 from tests.helpers.families import FAMILIES, HYBRID, LOW_RANK, VARIANTS, tied
 from tests.helpers.training import (

@@ -31,9 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_data: str) -> Path:
     rng = np.random.default_rng(7)
 
     def shards(count: int) -> list[list[list[int]]]:
-        return [
-            [rng.integers(1, 512, rng.integers(1, 2 * WORDS)).tolist() for _ in range(DOCUMENTS)] for _ in range(count)
-        ]
+        return [[rng.integers(1, 512, rng.integers(1, 2 * WORDS)).tolist() for _ in range(DOCUMENTS)]
+                for _ in range(count)]  # fmt: skip
 
     tokenizer = (Path(small_data) / "tokenizer" / "tokenizer.json").read_text()
     where = tmp_path_factory.mktemp("store") / "prepared"
@@ -95,14 +94,11 @@ def test_each_host_has_a_cache_of_its_own(small_data: str, tmp_path: Path, monke
     assert found[1:] == list(Where(folder, tmp_path / "folder" / "run").at_step(3, None))[1:] and len(found) > 8
 
 
-@pytest.mark.parametrize(
-    ("url", "rule"),
-    [
-        ("file:///nowhere/prepared", "no prepared folder: it has no manifest.json"),
-        ("s4://bucket/prepared", "is no URL of a store"),
-        ("s3://someone:a-secret@bucket/prepared", "has a user or a password in it"),
-    ],
-)
+@pytest.mark.parametrize(("url", "rule"), [
+    ("file:///nowhere/prepared", "no prepared folder: it has no manifest.json"),
+    ("s4://bucket/prepared", "is no URL of a store"),
+    ("s3://someone:a-secret@bucket/prepared", "has a user or a password in it"),
+])  # fmt: skip
 def test_what_cannot_be_opened_is_told_before_anything_starts(tmp_path: Path, url: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as error:
         main(["check", str(write_recipe(tmp_path, url))])

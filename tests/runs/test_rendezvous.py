@@ -31,7 +31,7 @@ def _rank(pipe: Any, host: str, env: dict[str, str], settings: dict[str, Any], l
     import torch.distributed as dist
 
     from llmtrain.base.errors import UserError
-    from llmtrain.engine.deepspeed.process_group import join_process_group
+    from llmtrain.engine.deepspeed.build import join_process_group
     from llmtrain.engine.ranks import rendezvous
 
     found = rendezvous.versions()

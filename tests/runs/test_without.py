@@ -56,11 +56,6 @@ def test_the_units_of_the_core_pass_without_any_feature(tmp_path: Path) -> None:
     left_out = [word for each in OF_FEATURES_TOO for word in ("--deselect", each)]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not (slow or more or cluster or sites or long)"]
     command += [*THAT_ASK_FEATURES, *left_out]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path / "clone",
-        env=environment(PYTHONPATH=str(tmp_path / "clone")),
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run(command, cwd=tmp_path / "clone", env=environment(PYTHONPATH=str(tmp_path / "clone")),
+                          capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]

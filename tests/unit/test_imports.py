@@ -68,7 +68,10 @@ NO_MODULES = {*(f"llmtrain.{name}" for name in llmtrain.__all__), "llmtrain.plug
 WITHIN_CLUSTER: dict[str, set[str]] = {"gpus": set(), "hosts": set(), "launch": {"hosts"}}
 RANK = "commands/train.py"
 # Every run imports these, most of them inside a function, and with each the modules that it imports at its top.
-OF_EVERY_RUN = ("cli", "commands/train", "training/examine", "models/run/check", "training/run", "training/finish")
+OF_EVERY_RUN = (
+    "cli", "commands/train", "training/examine", "models/run/check", "training/run", "checkpoint/hf/exporting",
+    "checkpoint/hf/inference",
+)  # fmt: skip
 MOST_MODULES, MOST_LINES = 160, 29_500
 MODULE = re.compile(r"\bllmtrain(?:\.\w+)+")
 SOURCE = re.compile(r"(?:\w+/)+\w+\.py\b")

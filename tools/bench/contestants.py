@@ -216,7 +216,7 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
     """That of a YAML; `after` gets the engine when all steps are done."""
     from llmtrain.checkpoint.rundir import RunDirectory, find_folder
     from llmtrain.config.load import load
-    from llmtrain.engine.deepspeed.process_group import join_process_group
+    from llmtrain.engine.deepspeed.build import join_process_group
     from llmtrain.engine.ranks.stop_requests import StopRequests
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.examine import examine

@@ -124,8 +124,7 @@ def ours(task: Attempt) -> Any:
     from llmtrain.config.resolve import resolve
     from llmtrain.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
     from llmtrain.data.batches import MicroBatch
-    from llmtrain.engine.deepspeed.build import build_engine
-    from llmtrain.engine.deepspeed.process_group import join_process_group
+    from llmtrain.engine.deepspeed.build import build_engine, join_process_group
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.parallel.mesh import mesh_of
     from llmtrain.models.run.build_for_rank import build_model

@@ -94,8 +94,7 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(stages)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
     from llmtrain.data.batches import MicroBatch
-    from llmtrain.engine.deepspeed.build import build_engine
-    from llmtrain.engine.deepspeed.process_group import join_process_group
+    from llmtrain.engine.deepspeed.build import build_engine, join_process_group
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.parallel.mesh import mesh_of
     from llmtrain.models.run.build_for_rank import build_model

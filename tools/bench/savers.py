@@ -35,9 +35,8 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.data.batches import MicroBatch
-from llmtrain.engine.deepspeed.build import build_engine
+from llmtrain.engine.deepspeed.build import build_engine, join_process_group
 from llmtrain.engine.deepspeed.engine import ZeroEngine
-from llmtrain.engine.deepspeed.process_group import join_process_group
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.run.build_for_rank import build_model

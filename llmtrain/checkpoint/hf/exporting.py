@@ -49,7 +49,7 @@ from llmtrain.checkpoint.hf.proofs import (
     prove_logits,
     read_back,
 )
-from llmtrain.checkpoint.hf.serving import prove_serving
+from llmtrain.checkpoint.hf.serving import chat_folders
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.trainer_state import TrainerState
@@ -335,8 +335,10 @@ def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool, we
 
 
 def _finish(folder: OutputFolder, made: Export) -> None:
-    if made.check != "none":
-        prove_serving(folder.partial, made.trainer, made.report)
+    if made.check != "none" and (chats := chat_folders(made.trainer)):
+        from llmtrain.checkpoint.hf.serving_proof import prove_serving  # runs on plain texts have no conversations
+
+        prove_serving(folder.partial, chats, made.report)
     folder.commit()
     if folder.out != made.report.path:
         _replace(made.report.path, folder.out)

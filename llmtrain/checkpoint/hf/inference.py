@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import math
-import os
-import shutil
-import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmtrain.base import log, untrusted
-from llmtrain.base.errors import CheckpointError, ModelError, UserError
-from llmtrain.base.files import scratch_folder
-from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
-from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
+from llmtrain.base.errors import ModelError, UserError
+from llmtrain.checkpoint.hf.exporting import layout_of
 from llmtrain.checkpoint.hf.folder_files import MARK
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenizer_folder import refuse_unsafe
@@ -25,7 +18,6 @@ from llmtrain.models.parameters import CONFIG, MAGNITUDE, PREFIX, WEIGHTS
 from llmtrain.models.score import gives_scores
 from llmtrain.models.skeleton import TooLargeError, load_config, quietly
 from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
-from llmtrain.storage.addresses import folder_here, is_url
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
 _ENDS = ("generation_config.json", "config.json")
@@ -112,51 +104,6 @@ class Answerer:
             )
         log.warn(f"at most {positions - prompt_tokens} tokens follow: the model has {positions} positions")
         return positions - prompt_tokens
-
-
-def load(path: str | os.PathLike[str], *, device: Any = "auto") -> tuple[Any, Any]:
-    """Load a trained model from a run folder, or from a Hugging Face or PEFT folder.
-
-    Args:
-        path: a run folder gives its newest state.
-        device: `auto` spreads the model over all accelerators, and the rest to the host.
-
-    Returns: (a transformers model in evaluation mode, its tokenizer).
-
-    Raises: CheckpointError, ModelError, ConfigError.
-    """
-    with usable_folder(os.fspath(path), "llmtrain.load") as folder:
-        answerer = Answerer.load(folder, device)
-    return answerer.model, answerer.tokenizer
-
-
-@contextmanager
-def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[Path]:
-    """The Hugging Face folder that `path` means: itself, a model on the Hub, or the newest or best state of a run,
-    exported for the duration if need be. Raises CheckpointError, ModelError."""
-    with scratch_folder("export") as scratch:
-        if is_url(path) and (best or not _is_model_there(path)):
-            from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
-            from llmtrain.checkpoint.remote import checkpoints_at
-
-            checkpoints = checkpoints_at(path, find=best_checkpoints if best else find_checkpoints)
-            yield _hf_folder(checkpoints[0], scratch)
-        elif (folder := folder_here(path)) is not None:
-            yield _hf_folder(folder, scratch, best=best)
-        else:
-            from llmtrain.storage.hub import model_folder
-
-            yield _hf_folder(model_folder(path, asked_by=asked_by), scratch, best=best)
-
-
-def _is_model_there(url: str) -> bool:
-    from llmtrain.storage.object_store import Store, StoreError
-
-    try:
-        names = Store(url).files()
-    except StoreError:  # its reader reports the error
-        return False
-    return "config.json" in names or CONFIG in names
 
 
 def _base(folder: Path) -> Path:
@@ -282,10 +229,6 @@ def _refuse_lost(folder: Path, model: Any, reported: Collection[str]) -> None:
         raise ModelError(f"{folder / WEIGHTS} does not fit: {'; '.join(faults)}.{hint}")
 
 
-def is_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.json", CONFIG))
-
-
 def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
@@ -311,81 +254,7 @@ def _ends(base: Path, folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(number for number in ids if type(number) is int))
 
 
-def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
-    if is_model(path) and not best:
-        return path
-    from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints, read_while_there
-
-    export = path / "export"
-    checkpoints = complete_checkpoints(path / "checkpoints")
-    exported = None if best else _mark(export)
-    # By its manifest, not its step: a run that was started again reaches the same step with other weights.
-    if exported is not None and (not checkpoints or exported.get("manifest") == hash_file(checkpoints[0] / MANIFEST)):
-        print(f"model: {export}, of step {untrusted.shown(exported.get('step'), 40)}", file=sys.stderr)
-        return export
-    older = "" if exported is None else f"; {export} is of step {exported.get('step')}"
-
-    def wanted() -> Path:
-        if best:
-            return best_checkpoints(path)[0]
-        try:
-            return find_checkpoints(path)[0]
-        except CheckpointError as error:
-            raise CheckpointError(f"{error} A Hugging Face folder (with a config.json) can be given too.") from error
-
-    def exported_from(checkpoint: Path) -> None:
-        shutil.rmtree(scratch / "export", ignore_errors=True)  # of a checkpoint that was deleted in the meantime
-        export_hf(checkpoint, scratch / "export", check="none")
-
-    used, _ = read_while_there(wanted, exported_from)
-    print(f"model: {used}{older}", file=sys.stderr)
-    return scratch / "export"
-
-
-def _mark(export: Path) -> dict[str, Any] | None:
-    """None: no export."""
-    if not is_model(export):
-        return None
-    try:
-        mark = untrusted.loads((export / MARK).read_bytes(), infinite=True)
-    except (OSError, ValueError):
-        return {}
-    return mark if isinstance(mark, dict) else {}
-
-
 # --- the options ----------------------------------------------------------------------------------
-
-
-def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
-    """`usual`: the defaults of the flags."""
-    parser.add_argument(
-        "folder",
-        metavar="RUN_OR_FOLDER",
-        help="run folder, checkpoint, Hugging Face or PEFT folder, ORG/NAME on the Hub, or a URL of one",
-    )
-    for name, kind, rule, right, text in (
-        ("max_tokens", int, "at least 1", lambda n: n >= 1, "tokens to generate at most"),
-        ("temperature", float, "at least 0", lambda t: 0 <= t < math.inf, "0: the likeliest token each time"),
-        ("top_k", int, "at least 0", lambda n: n >= 0, "number of likeliest tokens to choose from; 0: all"),
-        ("top_p", float, "above 0 and at most 1", lambda p: 0 < p <= 1,
-         "among the likeliest tokens that have this probability together"),
-        ("seed", int, "from 0 to 2^63 - 1", lambda n: 0 <= n < 2**63, "seed of the sampling"),
-    ):  # fmt: skip
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=_number(kind, rule, right), default=getattr(usual, name), help=text)
-
-
-def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """An argparse type for numbers with `right`; `rule` is its condition in words."""
-
-    def read(text: str) -> Any:
-        value = kind(text)
-        if not right(value):
-            raise argparse.ArgumentTypeError(f"{text}: must be {rule}")
-        return value
-
-    read.__name__ = kind.__name__  # argparse names it when `text` is no number
-    return read
 
 
 def streamer(tokenizer: Any, *, skip_prompt: bool = False) -> Any:

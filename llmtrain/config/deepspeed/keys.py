@@ -7,7 +7,6 @@ against the installed DeepSpeed, `tests/ranks/test_keys.py` trains with each key
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -512,38 +511,3 @@ REMOVED: dict[str, str] = {
 
 WAS_OFF: dict[str, Any] = {"zero_optimization.mics_shard_size": -1}
 """Removed keys that were off by a value other than null and false -> that value."""
-
-
-def markdown() -> str:
-    """The lists of docs/deepspeed.md: for each section the keys that are proved, without effect and refused."""
-    by_section: dict[str, list[tuple[str, Key]]] = {}
-    for dotted, key in LEAVES.items():
-        section, _, name = dotted.partition(".")
-        by_section.setdefault(section if name else "", []).append((name or dotted, key))
-    lines: list[str] = []
-    for section, keys in by_section.items():
-        lines += [f"### `{section}`" if section else "### Keys at the top", ""]
-        for effect in ("proved", "no effect"):
-            if names := [_at(name, _taken(key)) for name, key in keys if key.effect == effect and _taken(key)]:
-                lines += [f"{effect.capitalize()}: {', '.join(names)}.", ""]
-        refused: dict[Why, list[str]] = {}
-        for name, key in keys:
-            for value, why in key.values:
-                refused.setdefault(why, []).append(f"`{name}: {json.dumps(value)}`")
-            for why in dict.fromkeys(key.at.values()):
-                at = tuple(stage for stage, reason in key.at.items() if reason == why)
-                refused.setdefault(why, []).append(_at(name, at))
-        if refused:
-            lines += ["| refused | because | instead |", "|---|---|---|"]
-            lines += [f"| {', '.join(names)} | {why.rule} | {why.remedy} |" for why, names in refused.items()]
-            lines.append("")
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _taken(key: Key) -> tuple[int, ...]:
-    """The ZeRO stages at which a value other than the default is accepted."""
-    return tuple(stage for stage in STAGES if stage not in key.at)
-
-
-def _at(name: str, stages: tuple[int, ...]) -> str:
-    return f"`{name}`" if stages == STAGES else f"`{name}` (ZeRO {', '.join(map(str, stages))})"

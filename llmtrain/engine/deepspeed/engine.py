@@ -95,7 +95,7 @@ def _stepping_only_if(base: Any, steps: Callable[[Any], bool]) -> Iterator[None]
 class ZeroEngine:
     """Runs micro-batches through DeepSpeed's engine, with the loss divided by the global batch's weight."""
 
-    stages = False
+    is_pipeline = False
 
     def __init__(self, deepspeed: DeepSpeedEngine, ranks: Ranks, mesh: Mesh, layout_keys: tuple[str, ...]) -> None:
         self.layout_keys = layout_keys

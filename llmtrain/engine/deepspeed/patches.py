@@ -19,9 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llmtrain.base.errors import ConfigError
-
-VERIFIED = "0.19.8"
-"""The DeepSpeed whose private parts were read; zero_step.py compares the code that it replaces."""
+from llmtrain.tracking.environment import READ_DEEPSPEED
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,8 @@ def check(names: Sequence[Private] = PRIVATE) -> None:
             package = private.module.partition(".")[0]
             raise ConfigError(
                 f"{package} {version(package)}: {private.module} has no {', '.join(gone)} any more, on which a run "
-                f"depends ({private.why}). llmtrain knows deepspeed {VERIFIED}: install deepspeed=={VERIFIED}, and a "
-                "torch that README.md names."
+                f"depends ({private.why}). llmtrain knows deepspeed {READ_DEEPSPEED}: install "
+                f"deepspeed=={READ_DEEPSPEED}, and a torch that README.md names."
             )
 
 

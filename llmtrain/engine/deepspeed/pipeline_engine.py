@@ -27,7 +27,7 @@ from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 class PipelineZeroEngine(ZeroEngine):
     """Runs DeepSpeed's 1F1B schedule. The last stage has the loss, which is zero on the others."""
 
-    stages = True
+    is_pipeline = True
 
     def __init__(self, deepspeed: PipelineEngine, ranks: Ranks, mesh: Mesh, layout_keys: tuple[str, ...]) -> None:
         super().__init__(deepspeed, ranks, mesh, layout_keys)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from llmtrain.features import Feature
 
 if TYPE_CHECKING:
-    from llmtrain.tracking.metrics import Metric
+    from llmtrain.tracking.metrics import MetricKey
 
 
 class LmEval(Feature):
@@ -16,11 +16,11 @@ class LmEval(Feature):
         ("eval", "llmtrain.features.lm_eval.command", "score a trained model on tasks of lm-eval, such as hellaswag"),
     )
 
-    def metrics(self) -> Mapping[str, Metric]:
-        from llmtrain.tracking.metrics import Metric
+    def metrics(self) -> Mapping[str, MetricKey]:
+        from llmtrain.tracking.metrics import MetricKey
 
         meaning = "Scores of a checkpoint by `llmtrain eval`, at the checkpoint's step."
-        return {"tasks/TASK/METRIC": Metric("as lm-eval", meaning)}
+        return {"tasks/TASK/METRIC": MetricKey("as lm-eval", meaning)}
 
 
 FEATURE = LmEval()

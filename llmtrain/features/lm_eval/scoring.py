@@ -38,7 +38,7 @@ class Target:
 
 def target_of(path: str, step: int | None, *, best: bool = False) -> Target:
     """Find a run's newest checkpoint, that of `step`, or the best one. Raises CheckpointError, UserError."""
-    from llmtrain.checkpoint.hf.inference import is_model
+    from llmtrain.checkpoint.hf.usable import is_model
 
     place = Path(path)
     if is_model(place) or not place.exists():
@@ -81,7 +81,8 @@ def _model(target: Target, batch_size: int) -> Iterator[Any]:
     """Load lm-eval's model of a folder or checkpoint like `generate`. Raises CheckpointError, ModelError."""
     from lm_eval.models.huggingface import HFLM
 
-    from llmtrain.checkpoint.hf.inference import Answerer, usable_folder
+    from llmtrain.checkpoint.hf.inference import Answerer
+    from llmtrain.checkpoint.hf.usable import usable_folder
 
     with usable_folder(target.path, "eval") as folder:
         loaded = Answerer.load(folder)
@@ -164,7 +165,7 @@ def _to_trackers(run: Path, trainer: TrainerState, row: dict[str, Any]) -> str:
         return ""
     if not sinks or not trainer.run_id:
         return ""
-    names = " and ".join(type(sink).__name__ for sink in sinks.values())
+    names = " and ".join(sink.title or type(sink).__name__ for sink in sinks.values())
     try:
         os.close(lock_folder(run))
     except OSError:  # two processes cannot write to one run of a tracker

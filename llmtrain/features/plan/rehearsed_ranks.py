@@ -107,7 +107,7 @@ def beyond_pinned() -> int:
 
 def make_room_for_messages(engine: Engine) -> None:
     """Let a pipeline's stage make room for what the stage before it would send, which does not exist."""
-    if not engine.stages:
+    if not engine.is_pipeline:
         return
     from llmtrain.engine.deepspeed.pipeline_engine import PipelineZeroEngine
 

@@ -11,7 +11,7 @@ from llmtrain.features.sites.outer_methods import DiLoCo, SitesConfig
 
 if TYPE_CHECKING:
     from llmtrain.config.run import RunConfig
-    from llmtrain.tracking.metrics import Metric
+    from llmtrain.tracking.metrics import MetricKey
     from llmtrain.training.parts import Launch, Part
 
 
@@ -40,7 +40,7 @@ class SitesFeature(Feature):
     def unrepeatable(self, config: RunConfig) -> str:
         return "the steps of a site depend on messages of other sites, which are not kept"
 
-    def metrics(self) -> Mapping[str, Metric]:
+    def metrics(self) -> Mapping[str, MetricKey]:
         from llmtrain.features.sites.report import METRICS
 
         return METRICS

@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from llmtrain.base import units
-from llmtrain.tracking.metrics import Metric
+from llmtrain.tracking.metrics import MetricKey
 
-METRICS: dict[str, Metric] = {
-    "sites/received_bytes": Metric("bytes", "Bytes that this site's ranks received in a synchronisation of sites."),
-    "sites/sent_bytes": Metric(
+METRICS: dict[str, MetricKey] = {
+    "sites/received_bytes": MetricKey("bytes", "Bytes that this site's ranks received in a synchronisation of sites."),
+    "sites/sent_bytes": MetricKey(
         "bytes", "Elements that this site's ranks sent to all others since the last successful synchronisation."
     ),
-    "sites/stood_s": Metric("s", "Time in which training waited for a synchronisation, or for a failed one."),
-    "sites/participants": Metric("sites", "Sites that made the outer step, this one included."),
-    "sites/staleness_steps": Metric(
+    "sites/stood_s": MetricKey("s", "Time in which training waited for a synchronisation, or for a failed one."),
+    "sites/participants": MetricKey("sites", "Sites that made the outer step, this one included."),
+    "sites/staleness_steps": MetricKey(
         "optimizer steps", "Steps that this site trained between sending its parameters and taking the result."
     ),
-    "sites/outer_step_norm": Metric("1", "L2 norm of the common parameters' change, over all ranks of the site."),
-    "sites/given_up_samples": Metric(
+    "sites/outer_step_norm": MetricKey("1", "L2 norm of the common parameters' change, over all ranks of the site."),
+    "sites/given_up_samples": MetricKey(
         "sequences",
         "Upper bound on sequences that this site trained while cut off and that are given up: other sites got them.",
     ),
-    "sites/left_out_samples": Metric(
+    "sites/left_out_samples": MetricKey(
         "sequences", "Sequences in no model although later ones are, and not passed on: a later round assigns them."
     ),
 }

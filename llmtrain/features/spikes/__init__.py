@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.base.choice import NOT_NEGATIVE, Bound, Rules, bounded
+from llmtrain.base.choice import NOT_NEGATIVE, Bound, Rule, Rules, bounded
 from llmtrain.features import Feature
+from llmtrain.optim.optimizers import norm_of
 
 if TYPE_CHECKING:
-    from llmtrain.config.run import RunConfig
+    from llmtrain.config.run import Run, RunConfig
     from llmtrain.training.parts import Launch, Part
 
 
@@ -28,6 +29,20 @@ class SpikesConfig:
     device. null = none."""
 
 
+def _norm_comes_late(run: Run) -> bool:
+    skips = run.config.section(SpikesConfig).skip_outliers is not None
+    return skips and norm_of(run.mix.optimizer, zero=run.mix.zero_stage > 0) == "update"
+
+
+# fmt: off
+_OF_FORMS: tuple[Rule, ...] = (
+    Rule(("spikes.skip_outliers", "optim.name"), _norm_comes_late,
+         "DeepSpeed's ZeRO has changed Muon's momentum by the time that the norm is known",
+         "set it to null, or use adamw", {"optim.name": "muon", "spikes.skip_outliers": 6.0}),
+)
+# fmt: on
+
+
 class SpikesFeature(Feature):
     section = SpikesConfig
     renamed = (("fault.pinned", "spikes.pinned"), ("optim.skip_outliers", "spikes.skip_outliers"))
@@ -40,9 +55,7 @@ class SpikesFeature(Feature):
         return True
 
     def rules(self) -> Rules:
-        from llmtrain.features.spikes.rules import OF_FORMS
-
-        return Rules(of_forms=OF_FORMS)
+        return Rules(of_forms=_OF_FORMS)
 
     def part(self, launch: Launch) -> Part:
         from llmtrain.features.spikes.steps import REPLAYED

@@ -13,9 +13,10 @@ from typing import Any
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import ModelError, UserError
-from llmtrain.checkpoint.hf.inference import Answerer, Sampling, add_options, streamer, usable_folder
+from llmtrain.checkpoint.hf.inference import Answerer, Sampling, streamer
+from llmtrain.checkpoint.hf.usable import usable_folder
 from llmtrain.commands import completion
-from llmtrain.commands.arguments import Parser
+from llmtrain.commands.arguments import Parser, add_options
 from llmtrain.data.chat.conversation import Conversation as TemplateInput
 from llmtrain.data.chat.conversation import template_variables
 from llmtrain.data.chat.rendering import RenderError, Template

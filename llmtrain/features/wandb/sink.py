@@ -53,6 +53,7 @@ class WandB(Sink):
 
     tracking: TrackingConfig
     MODULES = ("wandb",)
+    title = "W&B"
 
     def __post_init__(self) -> None:
         for name, value in QUIET.items():  # W&B reads them when it is imported

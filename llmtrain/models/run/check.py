@@ -508,7 +508,7 @@ def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int
 def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
     """Check on a small copy that no token sees the one that it should predict, and that our loss is the model's own.
 
-    `config check` has no other proof of the loss; a run proves it again in its layout (engine/loss_check.py), after its
+    `config check` has no other proof of the loss; a run proves it again in its layout (training/setup.py), after its
     weights are loaded. Raises ModelError. If no small copy of the model works, nothing is checked.
     """
     try:

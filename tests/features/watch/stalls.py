@@ -241,7 +241,7 @@ def busy_export(rank: int) -> None:
     """The end of the run takes rank 0 longer than fault.stall_timeout_s, at work all the time."""
     watched(rank)
     if rank == 0:
-        from llmtrain.training import finish as end
+        from llmtrain.training import run as end
 
         plain = end.finish
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.hf import exporting
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.folder_files import copy_beside
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
-from llmtrain.checkpoint.hf.serving import prove_serving
+from llmtrain.checkpoint.hf.serving import chat_folders
+from llmtrain.checkpoint.hf.serving_proof import prove_serving
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.commands.prepare import main
 from llmtrain.data.chat import rendering
@@ -59,7 +59,7 @@ def talks(count: int = 150) -> list[list[dict[str, str]]]:
 
 def told(folder: Path, data: Path) -> str:
     report = Report(folder)
-    prove_serving(folder, TrainerState(tokenizer_dir=str(data / "tokenizer")), report)
+    prove_serving(folder, chat_folders(TrainerState(tokenizer_dir=str(data / "tokenizer"))), report)
     return "\n".join(report.lines)
 
 
@@ -133,7 +133,7 @@ def test_a_folder_that_would_be_served_otherwise_is_refused(
     with pytest.raises(ProofError, match=rule):
         exported(tmp_path, data)
     assert not list(tmp_path.glob("out*"))
-    monkeypatch.setattr(exporting, "prove_serving", None)
+    monkeypatch.setattr("llmtrain.checkpoint.hf.serving_proof.prove_serving", None)
     export_hf(tmp_path / "run" / "checkpoints" / "step-00000007", tmp_path / "out", check="none")
 
 
@@ -254,11 +254,11 @@ def test_every_set_of_a_mixture_is_compared(tmp_path: Path, prepare: Any) -> Non
     run = {"data": {"mixture": {str(first): 1, str(other): 1}}}
     trainer = TrainerState(tokenizer_dir=str(first / "tokenizer"), run=run)
     report = Report(tmp_path / "a")
-    prove_serving(tmp_path / "a", trainer, report)
+    prove_serving(tmp_path / "a", chat_folders(trainer), report)
     assert sum("transformers makes" in line for line in report.lines) == 2
     other_template = CHATML.replace("role }}\n", "role }}:\n").replace("assistant\n", "assistant:\n")
     model = write_tokenizer(tmp_path / "b2", replace(KINDS["chatml"], template=other_template))
     third = prepare(model, records, "--format", "chat")
     run["data"]["mixture"] = {str(first): 1, str(third): 1}
     with pytest.raises(ProofError, match=r"b2-data.*other ids"):
-        prove_serving(tmp_path / "a", trainer, report)
+        prove_serving(tmp_path / "a", chat_folders(trainer), report)

@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from llmtrain.checkpoint.hf.exporting import export_hf
-from llmtrain.checkpoint.hf.inference import Sampling
 from llmtrain.checkpoint.hf.serving import sampling_defaults
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cli import main
 from llmtrain.data.tokenize import train_bpe
-from llmtrain.training import finish
+from llmtrain.training.run import _sample
 from tests.helpers import gpu_texts
 from tests.helpers.chat import KINDS, write_tokenizer
 from tests.helpers.hf_folders import TOKENS, checkpoint_of, new_model
@@ -360,12 +359,12 @@ def test_a_run_ends_well_where_its_sample_finds_no_memory(run, error, monkeypatc
         raise error
 
     tracker, folder = Told(), RunDirectory(str(run), None)
-    monkeypatch.setattr(finish, "generate", generate)
-    finish._sample(folder, "walk", Sampling(), tracker, torch.device("cuda", 0))
+    monkeypatch.setattr("llmtrain.checkpoint.hf.inference.generate", generate)
+    _sample(folder, "walk", 0, tracker, torch.device("cuda", 0))
     assert tracker.events == []
     assert f"cuda:0 has no room for the exported model next to the engine. Later: llmtrain generate {run}" in (
         capsys.readouterr().err
     )
     monkeypatch.setattr(error, "args", ("CUDA error: device-side assert triggered",))
     with pytest.raises(RuntimeError, match="device-side assert"):
-        finish._sample(folder, "walk", Sampling(), tracker, torch.device("cuda", 0))
+        _sample(folder, "walk", 0, tracker, torch.device("cuda", 0))

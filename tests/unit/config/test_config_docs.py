@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain import cli
-from llmtrain.config.help import entries, markdown
-from llmtrain.config.pages import BEGIN, END, PAGES, write_into
+from llmtrain.config.help import entries
 from tests.helpers.config_workplace import write
+from tools.pages import BEGIN, END, PAGES, of_fields, write_into
 
 PAGE = Path(__file__).parents[3] / "docs/configuration.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -44,11 +44,11 @@ def test_the_pages_show_commands() -> None:
 def test_what_is_generated_is_in_sync(page: str) -> None:
     text = (PAGE.parent / page).read_text(encoding="utf-8")
     told = text.partition(BEGIN)[2].partition(END)[0].strip()
-    assert told == PAGES[page]().strip(), "run: python -m llmtrain.config.pages docs"
+    assert told == PAGES[page]().strip(), "run: python -m tools.pages docs"
 
 
 def test_every_field_has_a_line_and_a_meaning() -> None:
-    rows = [line for line in markdown().splitlines() if line.startswith("| `")]
+    rows = [line for line in of_fields().splitlines() if line.startswith("| `")]
     assert len(rows) == len(entries())
     assert all(len(row.split(" | ")[-1]) > 5 for row in rows)
 

@@ -314,16 +314,8 @@ def test_a_solution_keeps_what_was_given(
     micro: int | None, accumulation: int | None, ranks: int, factor: int | None
 ) -> None:
     whole = None if factor is None else factor * (micro or 1) * (accumulation or 1) * ranks
-    batch = solve(
-        global_batch=whole,
-        micro_batch=micro,
-        accumulation=accumulation,
-        data_parallel=ranks,
-        sequence_length=32,
-        world="",
-        problems=(problems := Problems()),
-        place="",
-    )
+    given = {"global_batch": whole, "micro_batch": micro, "accumulation": accumulation}
+    batch = solve(given, ranks, 32, world="", problems=(problems := Problems()), place="")
     if batch is None:
         assert problems
         assert micro and accumulation and factor != 1

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.config.pages import ADAPTERS, FORMS, OPTIONS, against, markdown, pair, refusals
 from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read_saved
 from llmtrain.config.resolve import resolve
@@ -17,6 +16,7 @@ from llmtrain.config.rules import check_values
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
 from llmtrain.config.topology import Mix
 from llmtrain.objectives.objective import Objective
+from tools.pages import ADAPTERS, FORMS, OPTIONS, against, markdown, pair, refusals
 
 ROWS = {**{name: ("next_token", adapter) for name, adapter in ADAPTERS.items()},
         **{name: (name, AdapterConfig()) for name in Objective.CHOICES},

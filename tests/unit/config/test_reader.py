@@ -128,15 +128,9 @@ def test_each_kind_of_type_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     inner = _Inner(names=["n"], pair=(1.0, 2.0))
     assert read(_Outer, given, "", problems := Problems()) == _Outer(
-        size=2,
-        mode="b",
-        either="all",
-        shares={"x": 1.0, "y.z": 0.5},
-        inner=inner,
-        several=[_Inner(), _Inner(names=["m"])],
-        folder="/data/a",
-        rest={"q": [1]},
-    )
+        size=2, mode="b", either="all", shares={"x": 1.0, "y.z": 0.5}, inner=inner,
+        several=[_Inner(), _Inner(names=["m"])], folder="/data/a", rest={"q": [1]},
+    )  # fmt: skip
     assert not problems and problems.notes == ["folder: $WHERE/a is /data/a here"]
 
 

@@ -9,12 +9,13 @@ import pytest
 
 from llmtrain.base.choice import Entry, Rule
 from llmtrain.base.errors import ConfigError
+from llmtrain.config.help import all_rules
 from llmtrain.config.load import load, parse
-from llmtrain.config.pages import BASE, RANKS, all_rules, example_of, texts
 from llmtrain.config.problems import show
 from llmtrain.config.resolve import resolve
 from llmtrain.config.rules import OF_STARTS
 from tests.helpers.config_workplace import write
+from tools.pages import BASE, RANKS, example_of, texts
 
 
 @dataclass

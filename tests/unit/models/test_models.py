@@ -244,11 +244,8 @@ def test_sdpa_is_refused_where_scores_are_capped(monkeypatch: pytest.MonkeyPatch
     construct(config, "sdpa", torch.float32)
 
 
-NO_SIZES = {
-    "blt": "has no hidden_size, so the sizes",
-    "musicgen": "holds several text models",
-    "musicgen_melody": "holds several text models",
-}
+NO_SIZES = {"blt": "has no hidden_size, so the sizes", "musicgen": "holds several text models",
+            "musicgen_melody": "holds several text models"}  # fmt: skip
 
 
 def told_of(model_type: str) -> str:

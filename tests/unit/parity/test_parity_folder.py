@@ -75,9 +75,8 @@ def late_labels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     right = packing.RowReader._rows
-    monkeypatch.setattr(
-        packing.RowReader, "_rows", lambda self, index: right(self, index).reshape(-1, 2)[:, ::-1].reshape(-1)
-    )
+    monkeypatch.setattr(packing.RowReader, "_rows", lambda self, index: right(self, index).reshape(-1, 2)[:, ::-1]
+                        .reshape(-1))  # fmt: skip
 
 
 @pytest.mark.parametrize(

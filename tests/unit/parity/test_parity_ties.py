@@ -56,7 +56,7 @@ def more(until: int) -> list[Trace]:
 
 def told(got: Trace, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     want = [trained(0), trained(0), trained(0)]  # they agree: all chose alike
-    code = worlds._tell(USER, "fp32", RUN, got, want, more, sharp=True)
+    code = worlds._tell(USER, RUN, got, want, more, sharp=True)
     return code, capsys.readouterr().out
 
 
@@ -92,7 +92,7 @@ def test_a_wide_comparison_in_fp8_is_no_answer_and_says_what_has_one(capsys: pyt
     right = trained(0)
     other = replace(right, losses=[loss + 0.06 for loss in right.losses])
     user = replace(USER, config=replace(USER.config, model=replace(USER.config.model, fp8="rowwise")))
-    code = worlds._tell(user, "fp32", RUN, right, [right, other], more, sharp=True)
+    code = worlds._tell(user, RUN, right, [right, other], more, sharp=True)
     said = capsys.readouterr().out
     assert code == worlds.NO_ANSWER and "0.24 would be tolerated" in said and "--model.fp8 null" in said, said
     assert "both with fp8 rowwise, step 1" in said
@@ -102,7 +102,7 @@ def test_one_scale_of_other_tokens_than_the_references_is_refused() -> None:
     model, data = replace(USER.config.model, fp8="tensorwise"), replace(USER.config.data, isolate_documents=True)
     user = replace(USER, config=replace(USER.config, model=model, data=data))
     with pytest.raises(ConfigError, match=r"data\.isolate_documents"):
-        worlds.compare_worlds("run.yaml", user, [2], 1, cpu=True, worker="none")
+        worlds.compare_worlds("run.yaml", worlds.Asked(run=user, steps=1, cpu=True, worker="none"), [2])
 
 
 def test_a_blunt_comparison_says_so() -> None:
@@ -115,7 +115,7 @@ def test_a_comparison_that_would_tolerate_nearly_all_is_no_answer(capsys: pytest
     right = trained(0)
     other = replace(right, losses=[loss + 0.06 for loss in right.losses])
     got = replace(right, losses=[loss + 0.1 for loss in right.losses])
-    code = worlds._tell(USER, "fp32", RUN, got, [right, other, right], more, sharp=True)
+    code = worlds._tell(USER, RUN, got, [right, other, right], more, sharp=True)
     said = capsys.readouterr().out
     assert code == worlds.NO_ANSWER and "  PASS" not in said, said
     assert "nothing is proved" in said and "0.24 would be tolerated (loss at step 1; at most 0.001 is a proof)" in said
@@ -126,5 +126,5 @@ def test_few_parameters_without_a_gradient_do_not_make_a_comparison_blunt(capsys
     name = next(name for name, value in right.parameters[0].items() if value.dim() == 1)
     moved = [dict(step) for step in right.parameters]
     moved[-1][name] = moved[-1][name] + 1e-3
-    code = worlds._tell(USER, "fp32", RUN, right, [right, replace(right, parameters=moved), right], more, sharp=True)
+    code = worlds._tell(USER, RUN, right, [right, replace(right, parameters=moved), right], more, sharp=True)
     assert code == worlds.SAME, capsys.readouterr().out

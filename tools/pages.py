@@ -1,6 +1,6 @@
-"""The generated tables of the documentation, and the end of `--help`: all rules, and settings with each other.
+"""The generated tables of the documentation: fields, rules, metrics, DeepSpeed's keys, settings with each other.
 
-`python -m llmtrain.config.pages docs` writes the tables into their pages.
+`python -m tools.pages docs` writes the tables into their pages.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import sys
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmtrain.base.choice import Rule, Rules
-from llmtrain.config import help, rules, topology
-from llmtrain.config.deepspeed import keys
+from llmtrain.config import rules
 from llmtrain.config.deepspeed.join import join_values, read_run
+from llmtrain.config.deepspeed.keys import LEAVES, STAGES, Key, Why
+from llmtrain.config.help import all_rules, entries
 from llmtrain.config.problems import Problems, show
 from llmtrain.config.reader import read
 from llmtrain.config.resolve import spread, with_stages
@@ -26,7 +27,6 @@ from llmtrain.config.run import AdapterConfig, Run, RunConfig
 from llmtrain.config.topology import Degrees, Mix, clashes
 from llmtrain.features import features
 from llmtrain.objectives.objective import Objective
-from llmtrain.optim.optimizers import Optimizer
 from llmtrain.tracking import metrics
 
 FORMS: dict[str, Mix] = {
@@ -168,18 +168,6 @@ BASE_JSON: dict[str, Any] = {
 RANKS = 2
 
 
-def all_rules() -> list[Rule]:
-    """Return every rule between settings, also the rules of optimizers and features."""
-    own = [rule for cls in Optimizer.CHOICES.values() for rule in cls.rules]
-    of_values = (*rules.RULES, *_OF_FEATURES.of_values)
-    return list(dict.fromkeys([*of_values, *rules.OF_STARTS, *topology.RULES, *_OF_RUNS, *own]))
-
-
-_OF_FEATURES = sum((feature.rules() for feature in features().values()), Rules())
-_OF_RUNS = (*rules.OF_FORMS, *rules.OF_STAGES, *rules.OF_MASKS, *rules.OF_STEPS, *_OF_FEATURES.of_forms,
-            *_OF_FEATURES.of_steps)  # fmt: skip
-
-
 def example_of(rule: Rule) -> tuple[dict[str, Any], dict[str, Any]]:
     """The YAML and the DeepSpeed JSON of a run that breaks a rule."""
     trees = copy.deepcopy(BASE), copy.deepcopy(BASE_JSON)
@@ -197,7 +185,14 @@ def texts(rule: Rule) -> tuple[str, str]:
     ours, theirs = example_of(rule)
     metrics = ours.pop("metrics", {})
     config = replace(_read(ours), metrics=metrics)
-    return _broken([rule], _run(config, theirs) if rule in _OF_RUNS else config)[0]
+    return _broken([rule], _run(config, theirs) if _is_of_runs(rule) else config)[0]
+
+
+def _is_of_runs(rule: Rule) -> bool:
+    """True if the rule asks a Run, and not a RunConfig."""
+    own = sum((feature.rules() for feature in features().values()), Rules())
+    of_core = (*rules.OF_FORMS, *rules.OF_STAGES, *rules.OF_MASKS, *rules.OF_STEPS)
+    return rule in (*of_core, *own.of_forms, *own.of_steps)
 
 
 def _read(tree: dict[str, Any]) -> RunConfig:
@@ -226,18 +221,62 @@ def rules_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def rules_help() -> str:
-    """The end of `--help`: the settings that others refuse."""
-    others: dict[str, list[str]] = {}
-    for rule in all_rules():
-        others.setdefault(rule.keys[0], []).extend(key for key in rule.example if key != rule.keys[0])
-    lines = [
-        f"{key}: {', '.join(dict.fromkeys(found))}" for key, found in sorted(others.items()) if found and "[" not in key
-    ]
-    wrapped = (textwrap.fill(line, 120, initial_indent="  ", subsequent_indent="      ") for line in lines)
-    return "\n".join(
-        ["\nrefused with some values of others (the page on configuration has an example of each):", *wrapped]
-    )
+def of_fields() -> str:
+    """The tables of docs/configuration.md, one per section."""
+    lines: list[str] = []
+    section = None
+    for entry in entries():
+        head, _, name = entry.key.rpartition(".")
+        if head != section:
+            section = head
+            lines += ["", f"### `{head}`" if head else "### top level", ""]
+            lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+        meaning = entry.meaning.replace("|", "\\|")
+        values = entry.values.replace("a whole number", "integer").replace("a number", "number").removeprefix("one of ")
+        lines.append(f"| `{name}` | {values} | `{entry.default}` | {meaning} |")
+    return "\n".join(lines).strip() + "\n"
+
+
+def of_keys() -> str:
+    """The lists of docs/deepspeed.md: for each section the keys that are proved, without effect and refused."""
+    by_section: dict[str, list[tuple[str, Key]]] = {}
+    for dotted, key in LEAVES.items():
+        section, _, name = dotted.partition(".")
+        by_section.setdefault(section if name else "", []).append((name or dotted, key))
+    lines: list[str] = []
+    for section, keys in by_section.items():
+        lines += [f"### `{section}`" if section else "### Keys at the top", ""]
+        for effect in ("proved", "no effect"):
+            if names := [_at(name, _taken(key)) for name, key in keys if key.effect == effect and _taken(key)]:
+                lines += [f"{effect.capitalize()}: {', '.join(names)}.", ""]
+        refused: dict[Why, list[str]] = {}
+        for name, key in keys:
+            for value, why in key.values:
+                refused.setdefault(why, []).append(f"`{name}: {json.dumps(value)}`")
+            for why in dict.fromkeys(key.at.values()):
+                at = tuple(stage for stage, reason in key.at.items() if reason == why)
+                refused.setdefault(why, []).append(_at(name, at))
+        if refused:
+            lines += ["| refused | because | instead |", "|---|---|---|"]
+            lines += [f"| {', '.join(names)} | {why.rule} | {why.remedy} |" for why, names in refused.items()]
+            lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _taken(key: Key) -> tuple[int, ...]:
+    """The ZeRO stages at which a value other than the default is accepted."""
+    return tuple(stage for stage in STAGES if stage not in key.at)
+
+
+def _at(name: str, stages: tuple[int, ...]) -> str:
+    return f"`{name}`" if stages == STAGES else f"`{name}` (ZeRO {', '.join(map(str, stages))})"
+
+
+def of_metrics() -> str:
+    """The table of docs/tracking.md; the objectives' figures of the validation data share one row."""
+    shown = {key: metric for key, metric in metrics.metrics().items() if not metric.meaning.startswith("`")}
+    rows = (f"| `{key}` | {metric.unit} | {metric.meaning} |" for key, metric in shown.items())
+    return "\n".join(["| key | unit | meaning |", "|---|---|---|", *rows]) + "\n"
 
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
@@ -246,11 +285,11 @@ _RULES = """### Settings that do not go together
 Each example is refused in a run that is right without it. The message names the lines of your values and the remedy.
 """
 PAGES: dict[str, Callable[[], str]] = {
-    "configuration.md": lambda: "\n".join([help.markdown(), _RULES, rules_markdown()]),
-    "deepspeed.md": keys.markdown,
+    "configuration.md": lambda: "\n".join([of_fields(), _RULES, rules_markdown()]),
+    "deepspeed.md": of_keys,
     "parallelism.md": parallelism,
     "adapters.md": markdown,
-    "tracking.md": metrics.markdown,
+    "tracking.md": of_metrics,
 }
 
 
