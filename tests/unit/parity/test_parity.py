@@ -211,7 +211,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "parity.compare": "VARIANT Trace",
         "parity.plain_maps": "adapt_plainly base_of compute_in_fp8 frozen_beside loud_source pack_plainly",
         "parity.plain_objectives": "PLAIN PlainTeacher divergence plain_loss",
-        "parity.tokens": "Answers Tokens",
+        "parity.tokens": "Answers Tokens synthetic",
     }
     taken: dict[str, set[str]] = {}
     for node in ast.walk(tree):
