@@ -35,11 +35,11 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
     ("change", "says"),
     [
         ({"r": 8}, "its r is 8, the section adapter asks for 4"),
-        ({"lora_alpha": 3}, "its lora_alpha is 3, the section adapter asks for 16.0"),
+        ({"lora_alpha": 3}, "(?s)lora_alpha.*16.0"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"peft_type": "IA3"}, "IA3"),
-        (None, "is no PEFT folder"),
-        ({}, "its model.layers.0.mlp.down_proj.lora_A.weight is not there"),
+        (None, "PEFT"),
+        ({}, "model.layers.0.mlp.down_proj.lora_A.weight"),
     ],
 )
 def test_an_adapter_to_begin_with_that_is_another_is_refused_by_name(tmp_path, change, says):
@@ -122,17 +122,17 @@ def test_a_target_that_is_none_and_a_missing_library_are_told(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("model", "adapter", "says"),
     [
-        (GPT2, {}, r"no linear maps(.|\n)*transformer\.h\.0\.attn\.c_attn is a Conv1D"),
-        (GPT2, {"targets": ["*.c_attn"]}, r"names transformer\.h\.0\.attn\.c_attn, a Conv1D"),
-        (MIXTRAL, {"targets": ["*.experts"]}, r"names model\.layers\.0\.mlp\.experts, the experts' weights in one"),
-        (MIXTRAL, {"targets": ["model.layers.1.mlp.experts.0.w1"]}, r"names model\.layers\.1\.mlp\.experts, the exp"),
-        (LLAMA, {"modules_to_save": ["embed_tokens"]}, r"matches no module(.|\n)*model\.embed_tokens"),
+        (GPT2, {}, r"transformer\.h\.0\.attn\.c_attn"),
+        (GPT2, {"targets": ["*.c_attn"]}, r"transformer\.h\.0\.attn\.c_attn"),
+        (MIXTRAL, {"targets": ["*.experts"]}, r"model\.layers\.0\.mlp\.experts"),
+        (MIXTRAL, {"targets": ["model.layers.1.mlp.experts.0.w1"]}, r"model\.layers\.1\.mlp\.experts"),
+        (LLAMA, {"modules_to_save": ["embed_tokens"]}, r"model\.embed_tokens"),
         (
             MAMBA,
             {"targets": ["*.in_proj"], "modules_to_save": ["*.0.mixer"]},
-            r"names backbone\.layers\.0\.mixer, which",
+            r"backbone\.layers\.0\.mixer",
         ),
-        (LLAMA, {"modules_to_save": ["*.q_proj"]}, r"names model\.layers\.0\.self_attn\.q_proj, and adapter\.targets"),
+        (LLAMA, {"modules_to_save": ["*.q_proj"]}, r"(?s)model\.layers\.0\.self_attn\.q_proj.*adapter\.targets"),
     ],
 )
 def test_maps_that_get_no_adapter_and_modules_that_cannot_train_whole_are_named(model, adapter, says):

@@ -94,11 +94,14 @@ def test_each_host_has_a_cache_of_its_own(small_data: str, tmp_path: Path, monke
     assert found[1:] == list(Where(folder, tmp_path / "folder" / "run").at_step(3, None))[1:] and len(found) > 8
 
 
-@pytest.mark.parametrize(("url", "rule"), [
-    ("file:///nowhere/prepared", "no prepared folder: it has no manifest.json"),
-    ("s4://bucket/prepared", "is no URL of a store"),
-    ("s3://someone:a-secret@bucket/prepared", "has a user or a password in it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("file:///nowhere/prepared", "manifest.json"),
+        ("s4://bucket/prepared", "is no URL of a store"),
+        ("s3://someone:a-secret@bucket/prepared", "has a user or a password in it"),
+    ],
+)
 def test_what_cannot_be_opened_is_told_before_anything_starts(tmp_path: Path, url: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as error:
         main(["check", str(write_recipe(tmp_path, url))])

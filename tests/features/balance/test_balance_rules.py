@@ -20,11 +20,11 @@ MEASURED = {"balance": {"mode": "measured"}}
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        ({"train": {"balance": "measured"}}, ('train.balance = "measured"', "write balance.mode")),
+        ({"train": {"balance": "measured"}}, ('train.balance = "measured"', "balance.mode")),
         ({"balance": {"mode": "fair"}}, ("balance.mode", "fair")),
         (
             {**MEASURED, "model": {"config": {"model_type": "mixtral", "num_local_experts": 4}}},
-            ('balance.mode = "measured"', "of equal size on all ranks", "set it to equal"),
+            ('balance.mode = "measured"',),
         ),
         (
             {
@@ -33,7 +33,7 @@ MEASURED = {"balance": {"mode": "measured"}}
                 "data": {"isolate_documents": True, "sequence_length": 1024},
                 "train": {"micro_batch": 4096, "global_batch": 8192, "accumulation": 1},
             },
-            ("data.sequence_length = 1024", "a mask of 8 GiB (8192 sequences"),
+            ("data.sequence_length = 1024", "8 GiB (8192"),
         ),
     ],
 )

@@ -99,8 +99,8 @@ def test_micro_batches_that_make_up_each_stage(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ([AUTO[0]], "would decide the number of sequences that a step trains"),
-        ([*AUTO, "--train.accumulation=4"], "the accumulation follows from train.global_batch"),
-        ([*AUTO, "--data.stages=[{from_step: 5, train: {accumulation: 2}}]"], "write global_batch instead"),
+        ([*AUTO, "--train.accumulation=4"], "train.global_batch"),
+        ([*AUTO, "--data.stages=[{from_step: 5, train: {accumulation: 2}}]"], "global_batch"),
         ([*AUTO, "--train.global_batch=7"], "must be a multiple of 2"),
         ([*AUTO, "--deepspeed=pipeline.json"], "stand idle where a step has few"),
         ([*AUTO, "--deepspeed=rows.json"], "a value that both files have must be the same"),

@@ -41,9 +41,14 @@ def test_a_continuation_is_what_comes_after_the_prompt(data: TrainData) -> None:
     assert prompts.text(0, new) == "rds, and é" and prompts.text(1, []) == ""
 
 
-@pytest.mark.parametrize(("prompt", "tokens", "says"), [("some " * 40, 8, "at most data.sequence_length 32"),
-                                                        ("a", 32, "with samples.tokens 32"),
-                                                        ("", 8, "has 0 tokens")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "says"),
+    [
+        ("some " * 40, 8, "data.sequence_length 32"),
+        ("a", 32, "samples.tokens 32"),
+        ("", 8, "has 0 tokens"),
+    ],
+)
 def test_what_does_not_fit_is_refused(data: TrainData, prompt: str, tokens: int, says: str) -> None:
     with pytest.raises(DataError, match=says):
         Prompts.of([prompt], tokens, data)

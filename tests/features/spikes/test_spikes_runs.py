@@ -164,11 +164,11 @@ def test_the_page_shows_the_row_and_no_markup_of_the_data(spiked: Path, replayed
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--steps", "9"), "--steps 9: write FIRST:LAST"),
-        (("--steps", "12:9"), "--steps 12:9: write FIRST:LAST"),
-        (("--steps", "180:250"), "--steps 180:250: the run has recorded steps up to 190"),
-        (("--steps", "5:9", "--rows", "0"), "--rows 0: must be at least 1"),
-        (("--steps", "5:9", "--one-rank", "--skip", "5", "--write", "--out", "{here}/new"), "goes without --write"),
+        (("--steps", "9"), "--steps 9"),
+        (("--steps", "12:9"), "--steps 12:9"),
+        (("--steps", "180:250"), "--steps 180:250"),
+        (("--steps", "5:9", "--rows", "0"), "--rows 0"),
+        (("--steps", "5:9", "--one-rank", "--skip", "5", "--write", "--out", "{here}/new"), "--write"),
         (("--steps", "5:9", "--out", "{here}/run/inside"), "is in the folder of the run, which is only read"),
         (("--steps", "5:9", "--out", "{here}/set"), "exists, and no replay has made it"),
     ],

@@ -11,12 +11,12 @@ import pytest
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        ({"fault": {"pinned": 3}}, ("fault.pinned = 3", "write spikes.pinned")),
-        ({"optim": {"skip_outliers": 6.0}}, ("optim.skip_outliers = 6.0", "write spikes.skip_outliers")),
-        ({"spikes": {"skip_outliers": 0.0}}, ("spikes.skip_outliers = 0.0", "6 is common")),
+        ({"fault": {"pinned": 3}}, ("fault.pinned = 3", "spikes.pinned")),
+        ({"optim": {"skip_outliers": 6.0}}, ("optim.skip_outliers = 6.0", "spikes.skip_outliers")),
+        ({"spikes": {"skip_outliers": 0.0}}, ("spikes.skip_outliers = 0.0",)),
         (
             {"spikes": {"skip_outliers": 6.0}, "optim": {"name": "muon"}},
-            ("spikes.skip_outliers = 6.0", "by the time that the norm is known", "set it to null"),
+            ("spikes.skip_outliers = 6.0",),
         ),
     ],
 )

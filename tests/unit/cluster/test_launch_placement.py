@@ -160,9 +160,9 @@ def deepspeeds_command(given: Placement) -> int:
     [
         ("--dry-run -- run.yaml --train.global_batch 7", r"world size 2 \(the hosts' slots\)"),
         ("--hostfile hosts", "no run: write"),
-        ("--hostfile hosts --min-hosts 3 --dry-run -- run.yaml", "--min-hosts is 3: give 1 to 2"),
-        ("--hostfile hosts --max-restarts -1 --dry-run -- run.yaml", "--max-restarts is -1"),
-        ("--hostfile hosts --launcher slurm --dry-run -- run.yaml", "leave --hostfile out"),
+        ("--hostfile hosts --min-hosts 3 --dry-run -- run.yaml", "--min-hosts"),
+        ("--hostfile hosts --max-restarts -1 --dry-run -- run.yaml", "--max-restarts"),
+        ("--hostfile hosts --launcher slurm --dry-run -- run.yaml", "--hostfile out"),
         ("--hostfile hosts --include c --dry-run -- run.yaml", "'c' is not in the hostfile"),
         ("--hostfile hosts --dry-run -- run.yaml --train.global_batch 7", r"world size 2 \(the hosts' slots\)"),
         ("--hostfile hosts --env-file hosts --dry-run -- run.yaml", "hosts"),

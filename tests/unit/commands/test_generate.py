@@ -330,7 +330,7 @@ def test_no_more_tokens_than_the_model_has_positions_for(run, tmp_path, tokenize
         (["--top-p", "0"], "0: must be above 0"),
         (["--top-k", "-3"], "-3: must be at least 0"),
         (["--max-tokens", "0"], "0: must be at least 1"),
-        (["--max-tokens", "many"], "invalid int value: 'many'"),
+        (["--max-tokens", "many"], "'many'"),
     ],
 )
 def test_wrong_values_are_refused_before_anything_is_loaded(words, message, tmp_path, capsys):

@@ -22,8 +22,8 @@ HEADS = {"model": {"config": {"num_attention_heads": 12}}}
     ("run", "ds", "ranks", "said"),
     [
         ({"data": {"sequence_length": 130}}, {}, 4, ["sequence_length = 130", "parallel_size = 4", "128 or 132"]),
-        (HEADS, {"sequence_parallel_size": 8}, 8, ["sequence_parallel_size = 8", "12 heads", "1, 2, 3, 4, 6, 12"]),
-        ({"model": {"config": {"model_type": "gpt2", "n_head": 6}}}, {}, 4, ["6 heads", "1, 2, 3, 6"]),
+        (HEADS, {"sequence_parallel_size": 8}, 8, ["sequence_parallel_size = 8", "1, 2, 3, 4, 6, 12"]),
+        ({"model": {"config": {"model_type": "gpt2", "n_head": 6}}}, {}, 4, ["1, 2, 3, 6"]),
     ],
     ids=["length", "heads", "gpt2's name for heads"],
 )  # fmt: skip
