@@ -22,7 +22,6 @@ class Ranked(RowKind, format="ranked"):
     """Records such as {"prompt": "2 + 2?", "ranked": ["4", "5", "fish"]}."""
 
     title = "ranked answers"
-    records = "a prompt, and ranked: its answers, the best first"
     unit = "ranking"
     columns = (("prompt", "ranked"),)
     answers = ("first", "second", "third")

@@ -95,7 +95,7 @@ def _options() -> argparse.ArgumentParser:
              "(then input_ids, if it is not given)")
     add("--format", default="auto",
         choices=[name for format, kind in kinds.items() for name in (*kind.also, format)],
-        help="; ".join(f"{format}: {kind.records}" for format, kind in kinds.items()))
+        help="; ".join(f"{format}: {kind.title}" for format, kind in kinds.items()))
     add("--validation-fraction", type=float, metavar="F",
         help="share of --source held out for validation (default: 0.05); 0: none, for runs with train.eval off")
     add("--validation-source", nargs="+", metavar="SOURCE",

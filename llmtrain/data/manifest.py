@@ -84,14 +84,6 @@ class ChatFigures:
         first = {key: values.pop(key) for key in ("counted", "longest", "too_long", "stop_tokens")}
         return first | values.pop("marks") | {key: value for key, value in values.items() if value}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ChatFigures:
-        known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
-        marks = {key: value for key, value in values.items() if key not in known}
-        if not all(isinstance(value, bool) for value in marks.values()):
-            raise ValueError("its section chat has an unknown key")
-        return cls(**known, marks=marks)
-
     def notes(self) -> list[str]:
         """List the template's date, its variables, and the fields that the preparation left out."""
         notes = []
@@ -193,7 +185,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
         shards = {split: tuple(map(_shard, listed[split])) for split in SPLITS}
         first = tuple(values.pop("first_tokens", ()))
         chat = values.pop("chat", None)
-        chat = None if chat is None else ChatFigures.from_dict(chat)
+        chat = None if chat is None else ChatFigures(**{key: chat[key] for key in chat if type(chat[key]) is not bool})
         manifest = Manifest(shards=shards, first_tokens=first, chat=chat, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
         numbers = (manifest.vocab_size, manifest.separator_id, manifest.rejected, *first)
         if any(type(number) is not int for number in numbers):

@@ -48,7 +48,7 @@ class Objective(Choice, section="objective"):
     charts: ClassVar[tuple[Chart, ...]] = ()
 
     name: str = field(init=False)
-    """The loss that training minimises. Losses over answers are means over pairs, or over answers judged alone."""
+    """The loss that training minimises. Losses over answers are means over the records of answers."""
 
     @property
     def reported(self) -> tuple[Figure, ...]:
@@ -71,3 +71,9 @@ class Objective(Choice, section="objective"):
     def top_k(self) -> int | None:
         """Number of the teacher's likeliest words in the data's column; None: no such column."""
         return None
+
+
+def accuracies() -> list[str]:
+    """Names of the figures that are a share of answers on the right side, of any objective."""
+    figures = (figure.name for chosen in Objective.CHOICES.values() for figure in chosen.figures)
+    return [name for name in dict.fromkeys(figures) if name.endswith("/accuracy")]

@@ -49,9 +49,9 @@ def plain_loss(
     facts = _facts(answers, windows, s.device)
     if isinstance(config, OverAnswers) and config.name not in PLAIN:  # a plugin's own formula is its definition
         shape = (-1, answers.kind.together) if answers.kind.together > 1 else (-1,)
-        given = {name: each.view(shape) for name, each in (("log_prob", s), ("tokens", n), ("reference", s - d))}
+        scores = {name: each.view(shape) for name, each in (("log_prob", s), ("tokens", n), ("reference", s - d))}
         by_record = {name: each.view(shape) for name, each in facts.items()}
-        return config.terms(OfRecords(**given, facts=by_record, kl=z, log_sigmoid=F.logsigmoid))[0].sum()
+        return config.terms(OfRecords(**scores, facts=by_record, kl=z, log_sigmoid=F.logsigmoid))[0].sum()
     beta = o["beta"]
     if config.name == "kto":
         desired = facts["desirable"]

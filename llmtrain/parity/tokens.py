@@ -70,7 +70,7 @@ class Tokens(TrainData):
 
 
 class Answers(TrainData):
-    """Sequences of one or two records of answers, of judged ones two or four; sequence k depends on k alone. Reference
+    """Sequences of one or two records of answers, or twice as many of lone answers; k depends on k alone. Reference
     log-probabilities are below an untrained model's, so that the divergence from the reference is not 0."""
 
     def __init__(self, config: RunConfig, vocab_size: int) -> None:  # the base class opens folders

@@ -18,7 +18,7 @@ from llmtrain.base.files import replace_file
 from llmtrain.base.trees import leaves
 from llmtrain.config import strict_yaml
 from llmtrain.features import features
-from llmtrain.objectives.objective import Chart, Objective
+from llmtrain.objectives.objective import Chart, Objective, accuracies
 from llmtrain.optim.optimizers import Optimizer, norm_of
 from llmtrain.reports.charts import MARKED_BELOW, Curve, Curves, png, smooth
 from llmtrain.reports.page import escaped, html_page, table
@@ -151,7 +151,7 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
             bits = curves[f"eval/{name}/bits_per_byte"]
             more = f" ({bits.values[-1]:.4f} bits/byte)" if bits else ""
             facts.append((f"Loss of {name}, last", f"{curve.values[-1]:.4f} {curves.unit}{more}"))
-    if right := curves["eval/pairs/accuracy"] or curves["eval/unpaired/accuracy"]:
+    if right := next(filter(None, (curves[f"eval/{name}"] for name in accuracies())), None):
         facts.append(("Validation answers preferred rightly, last", f"{right.values[-1]:.1%}"))
     for name, curve in curves.by_name.items():
         kind, _, figure = name.partition("/")

@@ -15,6 +15,7 @@ from typing import Any, Literal, TextIO
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.log import LiveLine
 from llmtrain.base.redact import redact, redact_text
+from llmtrain.objectives.objective import accuracies
 from llmtrain.tracking.local import LocalFiles
 from llmtrain.tracking.metrics import loss_unit, metric_of
 from llmtrain.tracking.sink import Sink
@@ -28,8 +29,7 @@ def _number(row: dict[str, Any], key: str) -> float | None:
 
 
 def _right(row: dict[str, Any], prefix: str = "") -> float | None:
-    found = _number(row, f"{prefix}pairs/accuracy")
-    return _number(row, f"{prefix}unpaired/accuracy") if found is None else found
+    return next((number for name in accuracies() if (number := _number(row, f"{prefix}{name}")) is not None), None)
 
 
 class Console(Sink):

@@ -78,15 +78,15 @@ def alike(kind: RowKind, window: Window) -> AnswerWindow:
     count, length = max(2, kind.together), len(window.inputs)
     begins = np.flatnonzero(window.positions == 0)
     end = int(begins[1]) if len(begins) > 1 else length
-    kept = min(end, length // count)
+    size = min(end, length // count)
     inputs, labels = np.full_like(window.inputs, window.inputs[-1]), np.full_like(window.labels, IGNORED)
-    positions = np.arange(length) - count * kept
-    for at in range(0, count * kept, kept):
-        inputs[at : at + kept], labels[at : at + kept] = (
-            window.inputs[end - kept : end],
-            window.labels[end - kept : end],
+    positions = np.arange(length) - count * size
+    for at in range(0, count * size, size):
+        inputs[at : at + size], labels[at : at + size] = (
+            window.inputs[end - size : end],
+            window.labels[end - size : end],
         )
-        positions[at : at + kept] = np.arange(kept)
+        positions[at : at + size] = np.arange(size)
     reference = None if window.reference is None else window.reference[[0] * count]
     return replace(window, inputs=inputs, labels=labels, positions=positions, rows=window.rows[[0] * count],
                    reference=reference, facts=kind.alike(window.facts, count))  # fmt: skip
@@ -153,7 +153,7 @@ class Known:
         known = objective.equal(found)
         margin = self._few * known.margin
         loss_off = _off(found["loss"], known.loss, self._few + margin * known.slope)
-        what = f"{self._begin} an answer that is {RowKind.of(objective.data).alike_is} has"
+        what = f"{self._begin} an answer that is compared with itself has"
         if "pairs/margin" not in found:
             if loss_off:
                 yield ModelError(

@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from llmtrain.data.kinds import RowKind
-from llmtrain.data.prepare import preparation
+from llmtrain.data.prepare import pools
 from llmtrain.data.prepare.worker import encoder_of, process_unit
 from llmtrain.data.row import Row
 
@@ -62,7 +62,7 @@ def workers_here() -> contextlib.AbstractContextManager[object]:
         for unit in todo:
             keep(unit, process_unit(unit, settings, encoder, lambda size: None))
 
-    return patch.object(preparation.pools, "run_units", run_units)
+    return patch.object(pools, "run_units", run_units)
 
 
 class RowMaker:

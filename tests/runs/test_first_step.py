@@ -146,7 +146,7 @@ def test_first_numbers_that_do_not_hold_end_a_run_with_a_sentence(base: Path, tm
     """Covers an objective without a reference, and an adapter."""
     data = prepared_preferences(tmp_path)
     file = recipe(tmp_path / "simpo", base, data, {"name": "simpo"})
-    refused(file, "an answer that is preferred to itself has the margin", before=other_sign)
+    refused(file, "an answer that is compared with itself has the margin", before=other_sign)
     refused(recipe(tmp_path / "lora", base, data, {"name": "orpo"}, {"r": 4}), "a new adapter changes nothing",
             before=loud_adapter)  # fmt: skip
 

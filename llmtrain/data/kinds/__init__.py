@@ -12,12 +12,12 @@ __all__ = ["RowKind", "chat", "choices", "judged", "kind_of", "preference", "pro
 def kind_of(manifest: Manifest, name: str) -> RowKind:
     """The kind of a folder's rows. `name`: of the folder, for messages. Raises DataError: its class is unknown."""
     format = manifest.settings.get("format", "text" if manifest.chat is None else "chat")
-    found = next((each for each in RowKind.CHOICES.values() if format in (each.format, *each.also)), None)
-    if found is None:
+    kind = next((each for each in RowKind.CHOICES.values() if format in (each.format, *each.also)), None)
+    if kind is None:
         raise DataError(f"{name}: its rows are of the format {format!r}, and no class reads it; give the plugin that "
                         "brings it with --plugin, or prepare the folder again with one of the formats "
                         f"{', '.join(RowKind.CHOICES)}")  # fmt: skip
-    if found.has_rows != (manifest.chat is not None):
+    if kind.has_rows != (manifest.chat is not None):
         raise DataError(f"{name}: its format is {format}, and the shards in its manifest are of another one; copy the "
                         "folder again, or prepare it again")  # fmt: skip
-    return found()
+    return kind()

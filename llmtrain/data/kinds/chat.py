@@ -14,7 +14,6 @@ class Chat(RowKind, format="chat"):
     """Conversations, in the usual forms."""
 
     title = "conversations"
-    records = "conversations: messages, sharegpt, alpaca, or prompt + completion"
     columns = (
         ("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"),
     )  # fmt: skip

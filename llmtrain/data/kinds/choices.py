@@ -33,7 +33,6 @@ class Choices(RowKind, format="choices"):
     """Multiple-choice questions, a row for each choice."""
 
     title = "multiple-choice questions"
-    records = "multiple choice, for eval.choices"
     columns = (("question", "choices"), ("ctx", "endings"))
     mark = "choices"
     never_trains = "which measure a model and train none; name it in eval.choices"
@@ -108,45 +107,45 @@ def _choices(record: dict[str, Any]) -> tuple[list[str], list[str]]:
     """(texts, labels); no labels if the choices have none."""
     labels: Any = []
     if "sol1" in record and "sol2" in record:  # PIQA
-        given: Any = [record["sol1"], record["sol2"]]
+        values: Any = [record["sol1"], record["sol2"]]
     elif all(record.get(name) for name in ("correct_answer", "distractor1")):  # SciQ
         wrong = [record[name] for name in sorted(record) if name.startswith("distractor") and record[name]]
-        given, labels = [*wrong, record["correct_answer"]], []
+        values, labels = [*wrong, record["correct_answer"]], []
     else:
-        name, given = _given(record, _CHOICES, "choices")
-        if isinstance(given, dict):  # ARC: the columns of a table
-            given, labels = given.get("text"), given.get("label")
-            if not isinstance(labels, list) or not isinstance(given, list) or len(labels) != len(given):
+        name, values = _given(record, _CHOICES, "choices")
+        if isinstance(values, dict):  # ARC: the columns of a table
+            values, labels = values.get("text"), values.get("label")
+            if not isinstance(labels, list) or not isinstance(values, list) or len(labels) != len(values):
                 raise RefusedError(f"{name} has no text and label of one length")
-        if not isinstance(given, list):
-            raise RefusedError(f"{name} is {type(given).__name__}, not a list of strings")
-    if len(given) < 2:
-        raise RefusedError(f"it has {len(given)} choices; it needs at least 2")
-    return [_text(each, f"choice {place}") for place, each in enumerate(given)], list(map(str, labels))
+        if not isinstance(values, list):
+            raise RefusedError(f"{name} is {type(values).__name__}, not a list of strings")
+    if len(values) < 2:
+        raise RefusedError(f"it has {len(values)} choices; it needs at least 2")
+    return [_text(each, f"choice {place}") for place, each in enumerate(values)], list(map(str, labels))
 
 
 def _answer(record: dict[str, Any], choices: list[str], labels: list[str]) -> int:
     """Place of the right choice: by label, if the choices have labels; else by number from 0, letter from A or text."""
     if record.get("correct_answer") in choices and not any(record.get(name) is not None for name in _ANSWERS):
         return choices.index(record["correct_answer"])
-    name, given = _given(record, _ANSWERS, "answer")
-    meant = str(given).strip()
-    if isinstance(given, bool) or not isinstance(given, (int, str)):
-        raise RefusedError(f"{name} is {type(given).__name__}, not a number, a letter or a choice")
+    name, answer = _given(record, _ANSWERS, "answer")
+    meant = str(answer).strip()
+    if isinstance(answer, bool) or not isinstance(answer, (int, str)):
+        raise RefusedError(f"{name} is {type(answer).__name__}, not a number, a letter or a choice")
     if labels:
-        found = {place for place, label in enumerate(labels) if label == meant}
+        places = {place for place, label in enumerate(labels) if label == meant}
     else:
-        found = {choices.index(meant)} if isinstance(given, str) and meant in choices else set()
+        places = {choices.index(meant)} if isinstance(answer, str) and meant in choices else set()
         if meant.isdecimal():
-            found |= {int(meant)} & set(range(len(choices)))
+            places |= {int(meant)} & set(range(len(choices)))
         elif meant in _LETTERS:
-            found |= {_LETTERS.find(meant)} & set(range(len(choices)))
-    if len(found) != 1:
+            places |= {_LETTERS.find(meant)} & set(range(len(choices)))
+    if len(places) != 1:
         wanted = (
             f"one of {', '.join(labels)}" if labels else f"a number from 0 to {len(choices) - 1}, its letter or text"
         )
-        raise RefusedError(f"{name} {given!r} names {'no choice' if not found else 'two choices'}; write {wanted}")
-    return found.pop()
+        raise RefusedError(f"{name} {answer!r} names {'no choice' if not places else 'two choices'}; write {wanted}")
+    return places.pop()
 
 
 class ChoiceEncoder:
@@ -199,6 +198,6 @@ class ChoiceEncoder:
 
     def _ids(self, text: str) -> list[int]:
         """Encode as lm-eval's HFLM does: with the tokenizer's first token, unless the text begins with its spelling."""
-        given = {"add_special_tokens": False} if text.startswith(self._begins) else {}
-        ids: list[int] = self._tokenizer.encode(text, **given)
+        options = {"add_special_tokens": False} if text.startswith(self._begins) else {}
+        ids: list[int] = self._tokenizer.encode(text, **options)
         return ids

@@ -24,7 +24,6 @@ class Judged(RowKind, format="unpaired"):
     answer."""
 
     title = "answers that were judged alone"
-    records = "a conversation with label, true (desired) or false"
     columns = (("prompt", "completion", "label"),)
     mark = "unpaired"
     answers = ("it",)
@@ -32,14 +31,13 @@ class Judged(RowKind, format="unpaired"):
     complete = "a preference counts its answer completely"
     entry = np.dtype([("prompt", "<u8"), ("begin", "<u4"), ("desirable", "u1")])
     """Hash of the prompt, place of the answer's first token, label."""
-    alike_is = "judged both ways"
 
     def parse(self, record: dict[str, Any]) -> list[tuple[list[Any], int]]:
         from llmtrain.data.chat.conversation import messages_of
 
         if not isinstance(label := record.get("label"), bool):
-            found = "null" if label is None else type(label).__name__
-            raise RefusedError(f"label is {found}, not true (desired) or false")
+            kind = "null" if label is None else type(label).__name__
+            raise RefusedError(f"label is {kind}, not true (desired) or false")
         messages, prompt = messages_of(record, self.field)
         answers = [place for place, each in enumerate(messages) if isinstance(each, dict) and _answers(each)]
         return [(messages, prompt or (answers or [0])[-1])]
@@ -86,14 +84,14 @@ class JudgedReader(AnswerReader):
     def _sizes(self, together: int) -> np.ndarray:
         entries = self.stream.entries(Judged.entry)
         self._begins, self._desirable = entries["begin"].astype(np.int64), entries["desirable"].astype(bool)
-        found = partners(entries["prompt"])
-        if found is None:
+        partner = partners(entries["prompt"])
+        if partner is None:
             raise DataError(
                 f"{self.stream.name}: more than half of its {len(entries)} records have the same prompt, and each "
                 "has to meet the answer to another one; prepare more prompts"
             )
-        self._partners = found
-        sizes = self._begins + (self._lengths - self._begins)[found]
+        self._partners = partner
+        sizes = self._begins + (self._lengths - self._begins)[partner]
         if (longest := int(sizes.max(initial=0))) > self._length:
             raise DataError(
                 f"{self.stream.name}: a prompt with the answer to another one has {longest} tokens; raise "

@@ -42,15 +42,11 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
     """Public methods that a plugin does not replace."""
 
     title: ClassVar[str] = "rows of a plugin's format"
-    """What its folders hold, for messages."""
-    records: ClassVar[str] = "as its plugin says"
-    """What its records are, for --help."""
+    """What its folders hold, for messages and --help."""
     unit: ClassVar[str] = "row"
     """Name of the rows of a record that stay together."""
     columns: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Fields of a record, any of which sets tells that it is of this kind."""
-    hint: ClassVar[str] = ""
-    """Further options that its preparation needs."""
     also: ClassVar[tuple[str, ...]] = ()
     """Other values of --format that mean this kind."""
     mark: ClassVar[str] = ""
@@ -133,8 +129,8 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
 
     def encode(self, encoder: Any, record: dict[str, Any]) -> list[Row]:
         """The rows of a record. Raises RefusedError."""
-        given = zip(self.answers, self.conversations(record), strict=True)
-        rows: list[Row] = [encoder.row_of(conversation, name) for name, conversation in given]
+        named = zip(self.answers, self.conversations(record), strict=True)
+        rows: list[Row] = [encoder.row_of(conversation, name) for name, conversation in named]
         begins = [int(row.counted.argmax()) for row in rows]
         for name, row, begin in zip(self.answers, rows, begins, strict=True):
             if begin != begins[0] or not np.array_equal(row.ids[:begin], rows[0].ids[:begin]):
@@ -150,13 +146,13 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
 
     def encode_all(self, encoder: Any, texts: list[str]) -> list[list[Row] | str]:
         """The rows of each record, a JSON object, or the reason for none."""
-        found: list[list[Row] | str] = []
+        encoded: list[list[Row] | str] = []
         for text in texts:
             try:
-                found.append(self.encode(encoder, encoder.record(text)))
+                encoded.append(self.encode(encoder, encoder.record(text)))
             except RefusedError as error:
-                found.append(str(error))
-        return found
+                encoded.append(str(error))
+        return encoded
 
     def identity(self) -> dict[str, Any]:
         """The options that decide the rows, for the manifest."""
@@ -194,11 +190,6 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
     def invented(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Facts for rows of synthetic data, for parity."""
         return {}
-
-    # --- words
-
-    alike_is: ClassVar[str] = "preferred to itself"
-    """What an answer of `alike` is."""
 
     def counted(self, stream: TokenStream) -> str:
         """The number of records of a kind that `measures`, for the last line of `llmtrain prepare`."""

@@ -91,7 +91,7 @@ class RowReader:
 
     def fetch(self, indices: Iterable[int]) -> None:
         """Read these sequences from a store concurrently. Raises DataError."""
-        rows = (row for index in indices for own in self._rows(index).tolist() for row in self._read_for(own))
+        rows = (row for index in indices for packed in self._rows(index).tolist() for row in self._read_for(packed))
         self.stream.fetch((int(self._starts[row]), int(self._lengths[row])) for row in rows)
 
     def begin(self, index: int) -> int:
@@ -115,16 +115,16 @@ class RowReader:
     def _places(self) -> np.ndarray:
         """Start of each row's places in a teacher's column, and the end: int64 [rows + 1]."""
         ends = np.cumsum(self._lengths)
-        found, row = [np.zeros(1, dtype=np.int64)], 0
+        counts, row = [np.zeros(1, dtype=np.int64)], 0
         while row < len(ends):
             last = max(row + 1, int(np.searchsorted(ends, self._starts[row] + _AT_ONCE, side="right")))
             begin = int(self._starts[row])
             counted = self.stream.counted(begin, int(ends[last - 1]) - begin)
             assert counted is not None
             counted[self._starts[row:last] - begin] = False  # no token predicts a row's first one
-            found.append(np.add.reduceat(counted, self._starts[row:last] - begin, dtype=np.int64))
+            counts.append(np.add.reduceat(counted, self._starts[row:last] - begin, dtype=np.int64))
             row = last
-        return np.cumsum(np.concatenate(found))
+        return np.cumsum(np.concatenate(counts))
 
     @property
     def place_count(self) -> int:

@@ -14,7 +14,6 @@ class Preference(RowKind, format="preference"):
     """A chosen and a rejected answer: texts or messages, whose prompt is a field, or their common beginning."""
 
     title = "preferences"
-    records = "chosen and rejected answer, each a text or messages"
     unit = "pair"
     columns = (("chosen", "rejected"),)
     mark = "pairs"

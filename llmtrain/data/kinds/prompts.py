@@ -14,7 +14,6 @@ class Prompts(RowKind, format="prompt"):
     """`prompt`, messages that end with a question or a tool's result, or an instruction without its output."""
 
     title = "prompts"
-    records = "questions alone"
     mark = "prompts"
     asks = True
     never_trains = (

@@ -31,7 +31,6 @@ class Text(RowKind, format="text"):
     """Text, in files of any of these formats."""
 
     title = "texts"
-    records = "text (auto: by the file name)"
     tokenizer = ""
     also: ClassVar[tuple[str, ...]] = ("auto", "jsonl", "parquet")
     templated = False

@@ -26,7 +26,6 @@ class Tokens(Text, format="tokens"):
     """Token ids of documents: records with input_ids, or files in the layouts of Megatron, datatrove and OLMo."""
 
     title = "token ids"
-    records = "token ids already (Megatron, datatrove, .npy, records with input_ids)"
     tokenizer = "the tokenizer of the token ids"
     also = ()
     reads_records = True
@@ -48,8 +47,7 @@ class Tokens(Text, format="tokens"):
 class TokenRows(Tokens, format="token-rows"):
     """Records with input_ids and labels or loss_mask."""
 
-    title = "rows of token ids"
-    records = "records with input_ids and labels or loss_mask"
+    title = "token ids with labels or loss_mask"
     has_rows = True
 
     def reader(self, stream: TokenStream, config: DataConfig, manifest: Manifest) -> RowReader | TextReader:
@@ -97,10 +95,10 @@ class TokenEncoder:
             raise RefusedError(f"no field {self._field!r} (its fields: {', '.join(sorted(record)[:8])}); see --field")
         ids = self._integers(record[self._field], self._field)
         if "attention_mask" in record:
-            kept = self._bits(ids, record, "attention_mask")
-            kept_marks = {name: self._beside(ids, record, name)[kept].tolist() for name in _MARKS if name in record}
-            record = record | kept_marks
-            ids = ids[kept]
+            real = self._bits(ids, record, "attention_mask")
+            marks = {name: self._beside(ids, record, name)[real].tolist() for name in _MARKS if name in record}
+            record = record | marks
+            ids = ids[real]
         return ids, record
 
     def row_of(self, given: dict[str, Any]) -> Row:
@@ -148,7 +146,7 @@ class TokenEncoder:
     @staticmethod
     def _integers(values: Any, name: str) -> np.ndarray:
         """int64 [tokens]. Raises RefusedError."""
-        whole = isinstance(values, list) and all(type(each) in (int, bool) for each in values)
-        if not whole or any(not -(2**31) <= each < 2**32 for each in values):
+        integers = isinstance(values, list) and all(type(each) in (int, bool) for each in values)
+        if not integers or any(not -(2**31) <= each < 2**32 for each in values):
             raise RefusedError(f"field {name!r} is no list of integers")
         return np.array(values, dtype=np.int64)

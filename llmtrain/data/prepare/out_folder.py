@@ -7,6 +7,7 @@ temporary files. A shard is written there, uploaded when complete, and removed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -16,16 +17,20 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import xxhash
 
+from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
-from llmtrain.base.files import lock_folder
+from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.base.redact import redact_text
 from llmtrain.data import manifest as manifests
-from llmtrain.data.chat.encoder import NAME as SAMPLE
+from llmtrain.data.manifest import SAMPLE, SPLITS, Manifest
 from llmtrain.data.prepare.inputs import AT_ONCE
 from llmtrain.storage.addresses import is_url
 from llmtrain.storage.object_store import Store, StoreError, problem_of
@@ -262,3 +267,93 @@ def _scratch(url: str, role: str, places: int) -> Iterator[Path]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+# --- new, unfinished, or complete ---
+
+_SHOWN = 3
+"""Paths of a glob that a message names."""
+_SOON_DONE_AGAIN_BYTES = 64 << 20
+"""Up to this size, about a minute's work, shards of an attempt with different settings are deleted without asking."""
+
+
+def already_complete(out: OutFolder, plan: dict[str, Any]) -> Manifest:
+    """The manifest of a complete folder. Raises DataError if it was prepared differently from `plan`."""
+    manifest = manifests.read_manifest(out.here)
+    sizes = out.sizes()
+    for name, size in bytes_of_shards(manifest).items():
+        if sizes.get(name) != size:
+            raise DataError(
+                f"--out {out.name}: {name} has {sizes.get(name, 'no')} bytes, the manifest says {size}; delete the "
+                "folder and prepare it again"
+            )
+    different = _differences(manifest.settings, plan["settings"])
+    if manifest.source["stat"] != plan["stat"]:
+        different.append("the source files have changed since")
+    if different:
+        raise DataError(
+            f"--out {out.name}: it already holds data that was prepared differently: {'; '.join(different)}. "
+            "Choose another --out, or delete the folder to prepare it again"
+        )
+    out.remove([UNFINISHED])  # a kill between manifest and clean-up leaves it
+    log.info(f"{out.name}: already complete, nothing to do ({units.count(sum(manifest.tokens.values()))} tokens)")
+    return manifest
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        f"{key} was {_short(before.get(key))} and is now {_short(now.get(key))}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+
+
+def _short(value: Any) -> str:
+    """Format a setting for an error: a glob's source has a path for each of its files."""
+    if not isinstance(value, list) or len(value) <= _SHOWN:
+        return repr(value)
+    return f"[{', '.join(map(repr, value[:_SHOWN]))} and {units.counted(len(value) - _SHOWN, 'other')}]"
+
+
+def start_or_continue(out: OutFolder, plan: dict[str, Any]) -> dict[str, Any]:
+    """Leave `out` with `unfinished/plan.json` and no file of another plan. Returns the plan of the run that this one
+    continues, with its `moment`, or `plan`."""
+    path, sizes = out.here / PLAN, out.sizes()
+    if path.exists():
+        before = json.loads(path.read_bytes())
+        different = _differences(before["settings"], plan["settings"])
+        done_bytes = sum(sizes[n] for n in _made(sizes) if n.endswith(".bin") and not (out.here / n).is_symlink())
+        if different and done_bytes > _SOON_DONE_AGAIN_BYTES:
+            raise DataError(
+                f"--out {out.name}: an unfinished preparation with other settings is there, {units.size(done_bytes)} "
+                f"of tokens: {'; '.join(different)}. Repeat its settings to finish it, choose another --out, or delete "
+                "the folder"
+            )
+        out.claim()
+        if not different and before["stat"] == plan["stat"]:
+            return {**plan, **before}
+        why = "its settings differ from those of" if different else "the source files have changed since"
+        log.info(f"{out.name}: {why} the last, unfinished run: starting over")
+        clear(out)
+    elif any(not name.endswith(".tmp") and name.partition("/")[0] != UNFINISHED for name in sizes):
+        raise DataError(f"--out {out.name}: the folder is not empty and not made by `llmtrain prepare`; choose another")
+    (out.here / UNFINISHED).mkdir(exist_ok=True)
+    out.claim()
+    replace_file(path, json.dumps(plan).encode())
+    out.show(PLAN)
+    return plan
+
+
+def clear(out: OutFolder) -> None:
+    out.remove([*_made(out.sizes()), REJECTED, SAMPLE, "tokenizer", UNFINISHED])
+
+
+def bytes_of_shards(manifest: Manifest) -> dict[str, int]:
+    width = np.dtype(manifest.dtype).itemsize
+    shards = [shard for split in SPLITS for shard in manifest.shards[split]]
+    return {shard.file: shard.tokens * width if shard.bytes is None else shard.bytes for shard in shards}
+
+
+def _made(names: Iterable[str]) -> list[str]:
+    patterns = ("*-*.bin", "*-*.rows", "*.origins.parquet")
+    return [name for name in names if "/" not in name and any(fnmatchcase(name, each) for each in patterns)]

@@ -267,7 +267,9 @@ def _form_of(names: Iterable[str]) -> str:
     if not fitting:
         return "see --field"
     kind = max(fitting, key=lambda each: each[0])[1]
-    return f"they are no plain text: add --format {kind.selected()}{kind.hint}"
+    template = (", and with --vocab-size --chat-template DIR/launch/templates/turns.jinja, which `llmtrain init DIR` "
+                "writes") if kind.templated else ""  # fmt: skip
+    return f"they are no plain text: add --format {kind.selected()}{template}"
 
 
 _PDF = b"%PDF-"

@@ -482,10 +482,10 @@ def main() -> None:
     """The worker's loop. Its first line is the settings, each further line a unit."""
     parent = Parent()
     parent.listen()
-    given = parent.asked()
+    values = parent.asked()
     try:
-        plugin_source.use(given["plugins"], given["fields"])
-        settings = WorkerSettings.from_dict(given)
+        plugin_source.use(values["plugins"], values["fields"])
+        settings = WorkerSettings.from_dict(values)
         encoder = encoder_of(Path(settings.here) / "tokenizer", settings)
         while True:
             unit = Unit.from_dict(parent.asked())

@@ -60,8 +60,8 @@ def last_tokens(batch: AnswerBatch) -> Tensor:
     labels, answers = batch.labels.flatten(), batch.answers.flatten()
     places = torch.arange(labels.numel(), device=labels.device).where(labels != IGNORE, -1)
     none = places.new_full((len(batch.rows) + 1,), -1)  # the last one is of tokens that belong to no answer
-    labelled = none.scatter_reduce(0, answers, places, "amax")[:-1]
-    return labelled + 1  # the label at t is the token at t + 1, which is in the same row
+    last = none.scatter_reduce(0, answers, places, "amax")[:-1]
+    return last + 1  # the label at t is the token at t + 1, which is in the same row
 
 
 def terms_over(objective: OverAnswers, answers: Answers) -> tuple[Tensor, ...]:
@@ -89,14 +89,14 @@ class AnswerLoss:
         return len(answers_in(micro).rows) // self._together
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        batch, given = answers_in(micro), dict[str, Tensor]()
+        batch, measured = answers_in(micro), dict[str, Tensor]()
         if self._objective.scores:
-            given = {"score": head.scores_at(hidden, last_tokens(batch)), "tokens": counted_tokens(batch)}
+            measured = {"score": head.scores_at(hidden, last_tokens(batch)), "tokens": counted_tokens(batch)}
         else:
-            given["log_prob"], given["tokens"] = answers_of(head, hidden, batch)
+            measured["log_prob"], measured["tokens"] = answers_of(head, hidden, batch)
             if batch.reference is not None:
-                given["reference"] = batch.reference
-        answers = Answers(**{name: self._by_record(each) for name, each in given.items()},
+                measured["reference"] = batch.reference
+        answers = Answers(**{name: self._by_record(each) for name, each in measured.items()},
                           facts={name: self._by_record(each) for name, each in batch.facts.items()},
                           kl=self.kl, log_sigmoid=F.logsigmoid)  # fmt: skip
         return head.once(torch.stack(terms_over(self._objective, answers)).sum(1))
@@ -147,10 +147,10 @@ class LogProbs(PerAnswer):
     def of_all(self, ranks: Ranks, count: int) -> np.ndarray:
         """fp32 [count]: the log-probabilities of all ranks, by row of the split; NaN for rows without one. All ranks
         call it together."""
-        mine = [np.concatenate([part.cpu().numpy() for part in parts]) for parts in zip(*self.found, strict=True)]
+        columns = [np.concatenate([part.cpu().numpy() for part in parts]) for parts in zip(*self.found, strict=True)]
         values = np.full(count, np.nan, dtype=np.float32)
-        for found in filter(None, ranks.gather(mine)):
-            values[found[0]] = found[1]
+        for pair in filter(None, ranks.gather(columns)):
+            values[pair[0]] = pair[1]
         return values
 
 
@@ -162,31 +162,31 @@ class OnlineReference:
         """`base`: a context in which the model computes as its base."""
         self.figures = loss.figures
         self._loss, self._base = loss, base
-        self._known: dict[tuple[int, ...], Tensor] = {}
+        self._references: dict[tuple[int, ...], Tensor] = {}
         """A micro-batch's samples -> log-probabilities of its answers, fp32 [A]."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
-        given = [answers_in(micro) for micro in micros]
-        others = mismatched_of(given)
+        batches = [answers_in(micro) for micro in micros]
+        others = mismatched_of(batches)
         with self._base():
-            known, of_others = (_log_probs(some, evaluate) for some in (given, others))
-        self._known = {tuple(micro.sample_indices): each for micro, each in zip(given, known, strict=False)}
+            references, of_others = (_log_probs(some, evaluate) for some in (batches, others))
+        self._references = {tuple(micro.sample_indices): each for micro, each in zip(batches, references, strict=False)}
         if not isinstance(self._loss, LooksAhead):
             return
-        there: list[MicroBatch] = list(given)
+        compared: list[MicroBatch] = list(batches)
         if of_others:  # else another stage of the pipeline has them, and computes
-            there = [
-                replace(micro, reference=own, mismatched=replace(mismatched, reference=other))
-                for micro, mismatched, own, other in zip(given, others, known, of_others, strict=True)
+            compared = [
+                replace(micro, reference=reference, mismatched=replace(mismatched, reference=other))
+                for micro, mismatched, reference, other in zip(batches, others, references, of_others, strict=True)
             ]
-        self._loss.look(there, evaluate)
+        self._loss.look(compared, evaluate)
 
     def weight(self, micro: MicroBatch) -> int:
         return self._loss.weight(micro)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        known = self._known[tuple(micro.sample_indices)]
-        return self._loss.sums(head, hidden, replace(answers_in(micro), reference=known))
+        reference = self._references[tuple(micro.sample_indices)]
+        return self._loss.sums(head, hidden, replace(answers_in(micro), reference=reference))
 
 
 def _log_probs(micros: list[AnswerBatch], evaluate: Evaluate) -> list[Tensor]:

@@ -99,6 +99,6 @@ def sample_terms(objective: Objective) -> tuple[str, list[float]]:
 
     each = by_record(torch.linspace(0.25, 4.0, count).requires_grad_())
     facts = {name: by_record(torch.from_numpy(values)) for name, values in kind.invented(np.arange(count)).items()}
-    given = {"score": each} if objective.scores else {"log_prob": -each, "reference": -each.detach().flip(0)}
-    answers = Answers(tokens=torch.full_like(each, 8.0), facts=facts, kl=0.1, log_sigmoid=F.logsigmoid, **given)
+    sample = {"score": each} if objective.scores else {"log_prob": -each, "reference": -each.detach().flip(0)}
+    answers = Answers(tokens=torch.full_like(each, 8.0), facts=facts, kl=0.1, log_sigmoid=F.logsigmoid, **sample)
     return method_of(objective), torch.cat(terms_over(objective, answers)).tolist()

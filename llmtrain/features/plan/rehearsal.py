@@ -109,7 +109,7 @@ class _FullRows(Tokens):
 
 
 class _FullAnswers(Answers):
-    """The answers of a record fill a sequence (of judged ones two), and all of their tokens count but the first."""
+    """The answers of a record, at least two, fill a sequence, and all of their tokens count but the first."""
 
     def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float]]:
         count = max(2, self.kind.together)

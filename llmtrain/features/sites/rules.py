@@ -82,7 +82,7 @@ some route 240.0.0.0/4, and 6to4, Teredo and NAT64 hold public addresses."""
 def private(address: str) -> bool:
     """Return True for an IP address that no other network reaches, also in the form `::ffff:a.b.c.d`.
 
-    0.0.0.0 and :: are every address of a host. Every address that a site listens on is judged here.
+    0.0.0.0 and :: are every address of a host. It decides on every address that a site listens on.
     """
     try:
         found = ipaddress.ip_address(address)

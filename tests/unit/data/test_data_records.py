@@ -12,8 +12,8 @@ import pytest
 import zstandard
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.prepare.preparation import _rejected
 from llmtrain.data.prepare.records import Document, Lines, Rejection, read_piece
+from llmtrain.data.prepare.run_units import rejections
 from llmtrain.data.prepare.sources import find_files, plan_units
 from llmtrain.data.prepare.worker import UnitRecord
 
@@ -75,7 +75,7 @@ def test_a_cut_jsonl_gives_each_line_once_and_its_true_number(tmp_path: Path, un
         bad = [item for item in items if isinstance(item, Rejection)]
         known = lines.count if unit.index % 3 else None  # else not all are done, and some are counted now
         records[unit.index] = UnitRecord(unit=unit.index, rejected=bad, lines=known)
-    assert [entry.number for entry in _rejected(work, records)] == [18, 42]
+    assert [entry.number for entry in rejections(work, records)] == [18, 42]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import zstandard
 
 from llmtrain.commands.prepare import main
 from llmtrain.data.manifest import Manifest, read_manifest
-from llmtrain.data.prepare import inputs, preparation, sources
+from llmtrain.data.prepare import inputs, pools, sources
 from llmtrain.data.prepare.out_folder import StoredFolder
 from llmtrain.data.shards import PreparedSet
 from llmtrain.storage.object_store import Store, StoreError
@@ -123,13 +123,13 @@ def test_token_ids_in_a_store_are_copied_as_they_would_be_used_in_place(
 
 def meddling(monkeypatch: pytest.MonkeyPatch, meddle: Callable[[], object]) -> None:
     """Something else happens when the sources have been listed, before they are read."""
-    run_units = preparation.pools.run_units
+    run_units = pools.run_units
 
     def after(*given: Any) -> None:
         meddle()
         run_units(*given)
 
-    monkeypatch.setattr(preparation.pools, "run_units", after)
+    monkeypatch.setattr(pools, "run_units", after)
 
 
 def test_a_file_that_changes_while_it_is_read_is_named(
