@@ -202,12 +202,12 @@ class Feature:
 @functools.cache
 def features() -> dict[str, Feature]:
     """Every feature by its name, in the order of the names."""
-    found = {}
+    by_name = {}
     for folder in sorted(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg):
         feature: Feature = importlib.import_module(f"{__name__}.{folder}").FEATURE
         type(feature).name, type(feature).key = folder, feature.key or folder
-        found[folder] = feature
-    return found
+        by_name[folder] = feature
+    return by_name
 
 
 @functools.cache
@@ -242,13 +242,13 @@ def observing() -> dict[str, Any]:
 def trackers(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Make the Sinks of features by the keys that the YAML has for them. `sections`: the run's by their names; maps of
     fields, such as JSON has kept, will do. Raises TypeError: a map of another version."""
-    found = {}
+    sinks = {}
     for feature in features().values():
         tracks = type(feature).tracker is not Feature.tracker
         if tracks and feature.section is not None and (section := sections.get(feature.key)):
             section = feature.section(**section) if isinstance(section, Mapping) else section
-            found[f"{feature.key}.{feature.name}"] = feature.tracker(section)
-    return {key: sink for key, sink in found.items() if sink is not None}
+            sinks[f"{feature.key}.{feature.name}"] = feature.tracker(section)
+    return {key: sink for key, sink in sinks.items() if sink is not None}
 
 
 def run_id() -> str:
@@ -330,7 +330,7 @@ def options(command: str, add: Callable[..., Any]) -> None:
 def before_command(command: str, args: Any) -> list[Callable[[Any], None]]:
     """Return what is to be called with the command's result. Raises UserError."""
     after = [feature.before_command(command, args) for feature in features().values()]
-    return [each for each in after if each is not None]
+    return [step for step in after if step is not None]
 
 
 def passes_on(command: str) -> bool:
@@ -340,8 +340,8 @@ def passes_on(command: str) -> bool:
 
 def before_launch(run: Any, words: Sequence[str], hosts: Sequence[Any], port: int) -> str | None:
     """Ask each feature, as its method says. Raises ConfigError."""
-    known = [feature.before_launch(run, words, hosts, port) for feature in features().values()]
-    return next(filter(None, known), None)
+    addresses = [feature.before_launch(run, words, hosts, port) for feature in features().values()]
+    return next(filter(None, addresses), None)
 
 
 def keeps(checkpoints: Path) -> list[Path]:
@@ -354,7 +354,7 @@ def renamed() -> dict[str, str]:
 
 def rules(config: Any) -> Rules:
     """Return the rules of all features that a run has, or whose section it changes."""
-    concerned = (each for each in features().values() if _changed(each, config) or each.asked(config))
+    concerned = (feature for feature in features().values() if _changed(feature, config) or feature.asked(config))
     return sum((feature.rules() for feature in concerned), Rules())
 
 

@@ -140,7 +140,7 @@ class Hall:
 
     def meet(self, member_id: str, words: Mapping[str, Any], limit_s: float) -> list[Member]:
         """All who have come."""
-        self._here[member_id] = Member(id=member_id, said=json.loads(json.dumps(words)))
+        self._here[member_id] = Member(id=member_id, message=json.loads(json.dumps(words)))
         self._barrier.wait(limit_s)
         met = sorted(self._here.values(), key=lambda each: each.id)
         self._barrier.wait(limit_s)  # nobody is at the next meeting before all have read

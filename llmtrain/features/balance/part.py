@@ -36,16 +36,16 @@ from llmtrain.training.step import Passes, Request
 SETTLE_STEPS = 2
 """After the start and after a change: kernels are chosen, memory is allocated, code is compiled for the new shapes."""
 WINDOW_STEPS = 8
-"""Whose medians are compared: a step that something else has held up does not count."""
+"""Steps whose medians are compared: a step that something else has delayed does not count."""
 LEAST_GAIN = 0.03
-"""Share of a step's computing that a change has to save, so that noise changes nothing."""
+"""A change must save at least this share of a step's computing, so that noise changes nothing."""
 
 
 def share_out(seconds: Sequence[float], total: int, *, least: int, most: int, unit: int) -> tuple[int, ...]:
     """Return shares of `total` sequences that minimise the slowest group's time: from `least` to `most`, in steps of
     `unit`. `seconds`: per sequence, by group."""
     shares = [least] * len(seconds)
-    ends = [(each * (least + unit), least, group) for group, each in enumerate(seconds) if least + unit <= most]
+    ends = [(time_s * (least + unit), least, group) for group, time_s in enumerate(seconds) if least + unit <= most]
     heapq.heapify(ends)
     for _ in range((total - sum(shares)) // unit):
         *_, group = heapq.heappop(ends)  # of two with the same end the one that has less
@@ -72,9 +72,9 @@ class Change:
     """If all speeds added up."""
 
     def __str__(self) -> str:
-        given = ", ".join(map(str, self.after[:16])) + (", ..." if len(self.after) > 16 else "")
+        shares = ", ".join(map(str, self.after[:16])) + (", ..." if len(self.after) > 16 else "")
         return (
-            f"ranks of unequal speed take {given} sequences of a step: computing one takes {self.after_s:.3g} s, "
+            f"ranks of unequal speed take {shares} sequences of a step: computing one takes {self.after_s:.3g} s, "
             f"before {self.before_s:.3g} s, with equal shares {self.equal_s:.3g} s; {self.ideal_s / self.after_s:.0%} "
             f"of the sum of their speeds, with equal shares {self.ideal_s / self.equal_s:.0%}"
         )
@@ -95,14 +95,14 @@ class Balance:
         """Sequences of a step, by group."""
         self._forget()
 
-    def restore(self, kept: Any) -> None:
+    def restore(self, saved: Any) -> None:
         """Take the shares of a checkpoint's entry; ignore shares that do not fit this launch."""
-        given = kept.get("sequences") if isinstance(kept, dict) else None
-        if not isinstance(given, list) or not all(type(each) is int for each in given):
+        shares = saved.get("sequences") if isinstance(saved, dict) else None
+        if not isinstance(shares, list) or not all(type(share) is int for share in shares):
             return
-        legal = all(self._least <= each <= self._most and each % self._unit == 0 for each in given)
-        if legal and (len(given), sum(given)) == (self._count, self._total):
-            self.sequences = tuple(given)
+        legal = all(self._least <= share <= self._most and share % self._unit == 0 for share in shares)
+        if legal and (len(shares), sum(shares)) == (self._count, self._total):
+            self.sequences = tuple(shares)
 
     def _forget(self) -> None:
         self._settles = SETTLE_STEPS
@@ -136,7 +136,7 @@ class Balance:
             before_s=before_s,
             after_s=after_s,
             equal_s=_slowest(seconds, self._equal),
-            ideal_s=self._total / sum(1 / each for each in seconds),
+            ideal_s=self._total / sum(1 / time_s for time_s in seconds),
         )
         self.sequences = after
         self._forget()
@@ -145,7 +145,7 @@ class Balance:
 
 def _slowest(seconds: Sequence[float], sequences: Sequence[int]) -> float:
     """Seconds until the slowest group finishes."""
-    return max(each * count for each, count in zip(seconds, sequences, strict=True))
+    return max(time_s * count for time_s, count in zip(seconds, sequences, strict=True))
 
 
 class Pace(Protocol):
@@ -178,8 +178,8 @@ class HostPace:
         self._found = max(1, round(own_s * 1e9 / rows))
 
     def take(self) -> int:
-        found, self._found = self._found, 0
-        return found
+        pace, self._found = self._found, 0
+        return pace
 
     def forget(self) -> None:
         self._found = 0
@@ -196,10 +196,10 @@ class DevicePace:
         self._pairs: list[tuple[Event, Event]] = []
         self._ahead: deque[tuple[int, list[tuple[Event, Event]]]] = deque()
         module.register_forward_pre_hook(self._enter)
-        timed = [each for each in module.modules() if any(True for _ in each.parameters(recurse=False))]
-        for each in timed if gathers else [module]:
-            each.register_forward_pre_hook(self._begin)
-            each.register_forward_hook(self._end, prepend=True)  # before parameters are given back
+        timed = [submodule for submodule in module.modules() if any(True for _ in submodule.parameters(recurse=False))]
+        for submodule in timed if gathers else [module]:
+            submodule.register_forward_pre_hook(self._begin)
+            submodule.register_forward_hook(self._end, prepend=True)  # before parameters are given back
         module.register_forward_hook(self._leave)
 
     @contextlib.contextmanager
@@ -212,11 +212,11 @@ class DevicePace:
         self._ahead.append((len(micros[0].sample_indices), self._pairs))
 
     def take(self) -> int:
-        found = 0
+        pace = 0
         while self._ahead and all(end.query() for _, end in self._ahead[0][1]):
             rows, pairs = self._ahead.popleft()
-            found = max(1, round(sum(begin.elapsed_time(end) for begin, end in pairs) * 1e6 / rows))
-        return found
+            pace = max(1, round(sum(begin.elapsed_time(end) for begin, end in pairs) * 1e6 / rows))
+        return pace
 
     def forget(self) -> None:
         self._ahead.clear()
@@ -266,8 +266,8 @@ class LoadBalance(Part):
         """Sequences of a step, by data-parallel group."""
         return self._balance.sequences
 
-    def restore(self, kept: Any, folder: Path) -> None:
-        self._balance.restore(kept)
+    def restore(self, saved: Any, folder: Path) -> None:
+        self._balance.restore(saved)
         self._loader.share(self.sequences)
 
     def to_json(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ _MEASURED = {"balance.mode": "measured"}
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule(("balance.mode",),
-         lambda r: any(each.sequence_length is not None or each.train != StageBatch() for each in r.data.stages),
+         lambda r: any(stage.sequence_length is not None or stage.train != StageBatch() for stage in r.data.stages),
          "the ranks' speeds are measured for one batch and length, and data.stages changes them", "set it to equal",
          {**_MEASURED, "data.stages": [{"from_step": 5, "sequence_length": 64}]}),
 )
@@ -33,8 +33,8 @@ OF_STEPS: tuple[Rule, ...] = (
          "others",
          "set it to false or null, or balance.mode to equal", {**_MEASURED, "model.compile_layers": True}),
     Rule(("train.deterministic",), lambda r: r.config.train.deterministic,
-         "balance.mode measured: who sums which sequences depends on the clock, and so do the last digits",
-         "set one of the two otherwise", {**_MEASURED, "train.deterministic": True}),
+         "balance.mode measured: the ranks' shares depend on the clock, and with them the order of the sums",
+         "set train.deterministic to false, or balance.mode to equal", {**_MEASURED, "train.deterministic": True}),
     Rule(("train.micro_batch",), lambda r: r.mix.degrees.data > 1 and r.config.train.micro_batch == 1,
          "balance.mode measured: every micro-batch of every rank has a sequence, so a slow rank would have none to "
          "give away",

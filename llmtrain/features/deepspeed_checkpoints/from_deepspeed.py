@@ -68,29 +68,29 @@ class Target:
         return cls(model, tensor_shapes(model), aliases, set(frozen_tensors(model)))
 
 
-def hf_names(theirs: Shapes, target: Target, given: dict[str, str], where: Path) -> dict[str, str]:
+def hf_names(theirs: Shapes, target: Target, listed: dict[str, str], where: Path) -> dict[str, str]:
     """Their name -> Hugging Face name of every parameter, by `given` (`read_names`) or else by the names themselves;
     shapes are compared. Raises CheckpointError: one is missing, left over, of another shape, or ambiguous."""
-    found = given
-    if given:
-        if unknown := [name for name in given if name not in theirs]:
+    names = listed
+    if listed:
+        if unknown := [name for name in listed if name not in theirs]:
             raise CheckpointError(
                 f"--names: {unknown[0]!r} is no parameter of {where}; it has {', '.join(list(theirs)[:5])}, ..."
             )
     elif all(_LAYER_NAME.fullmatch(name) or name.startswith(_TIED) for name in theirs):
-        found = _pipeline(theirs, target, where)
+        names = _pipeline(theirs, target, where)
     else:
-        found = _prefixed(theirs, target, where)
-    _check(found, theirs, target, where)
-    return found
+        names = _prefixed(theirs, target, where)
+    _check(names, theirs, target, where)
+    return names
 
 
-def _check(found: dict[str, str], theirs: Shapes, target: Target, where: Path) -> None:
+def _check(names: dict[str, str], theirs: Shapes, target: Target, where: Path) -> None:
     kind = type(target.model).__name__
-    missing = sorted(target.shapes.keys() - found.values())
-    if missing or len(set(found.values())) != len(found):
+    missing = sorted(target.shapes.keys() - names.values())
+    if missing or len(set(names.values())) != len(names):
         raise CheckpointError(f"{where}: {kind} needs {missing[:3] or 'each name once'}, which is not there. {_REMEDY}")
-    for name, hf in found.items():
+    for name, hf in names.items():
         if hf not in target.shapes:
             raise CheckpointError(f"{where}: {name} would be {hf}, which {kind} does not have. {_REMEDY}")
         if theirs[name] != target.shapes[hf]:
@@ -100,7 +100,7 @@ def _check(found: dict[str, str], theirs: Shapes, target: Target, where: Path) -
             )
 
 
-_REMEDY = "Is --model the configuration that it was trained with? If names differ: --names FILE, JSON {theirs: ours}."
+_REMEDY = "Is --model the configuration that it was trained with? If names differ: --names FILE, JSON {its name: ours}."
 
 
 def read_names(file: Path | None) -> dict[str, str]:
@@ -108,11 +108,11 @@ def read_names(file: Path | None) -> dict[str, str]:
     if file is None:
         return {}
     try:
-        found = untrusted.loads(read_file(file))
-        assert isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+        names = untrusted.loads(read_file(file))
+        assert isinstance(names, dict) and all(isinstance(value, str) for value in names.values())
     except (OSError, ValueError, AssertionError) as error:
         raise CheckpointError(f"{file}: it is no JSON object of names: {error}.") from error
-    return found
+    return names
 
 
 def _prefixed(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
@@ -125,14 +125,14 @@ def _prefixed(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
             f"{where}: its parameters ({', '.join(have)}, ...) are not those of {type(target.model).__name__} "
             f"({', '.join(list(target.shapes)[:3])}, ...), whatever prefix is taken off. {_REMEDY}"
         )
-    found = {fitting[0] + name: name for name in target.shapes}
-    known = found.keys() | {fitting[0] + alias for alias in target.aliases}
-    extra = [name for name in theirs if name not in known]
+    names = {fitting[0] + name: name for name in target.shapes}
+    expected = names.keys() | {fitting[0] + alias for alias in target.aliases}
+    extra = [name for name in theirs if name not in expected]
     if extra:
         raise CheckpointError(
             f"{where}: {extra[0]} belongs to no parameter of {type(target.model).__name__}. {_REMEDY}"
         )
-    return found
+    return names
 
 
 def _pipeline(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
@@ -149,19 +149,19 @@ def _pipeline(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
             f"{where}: {len(matched)} of its pipeline layers look like one of the {len(blocks)} decoder layers of "
             f"{type(target.model).__name__}. {_REMEDY}"
         )
-    found = {}
+    names = {}
     for index, (prefix, _) in zip(sorted(matched), blocks, strict=True):
-        found.update({f"{index}.{theirs_}": prefix + ours for theirs_, ours in matched[index].items()})
+        names.update({f"{index}.{theirs_}": prefix + suffix for theirs_, suffix in matched[index].items()})
     first, last = min(matched), max(matched)
     inside = next(i for i, name in enumerate(target.shapes) if name.startswith(blocks[0][0]))
     outer = [(i, name) for i, name in enumerate(target.shapes) if not any(name.startswith(p) for p, _ in blocks)]
-    rest = {name: shape for name, shape in theirs.items() if name not in found}
+    rest = {name: shape for name, shape in theirs.items() if name not in names}
     before = {n: s for n, s in rest.items() if n.startswith(_TIED) or int(n.split(".")[0]) < first}
     after = {n: s for n, s in rest.items() if not n.startswith(_TIED) and int(n.split(".")[0]) > last}
     if len(before) + len(after) != len(rest):
         raise CheckpointError(f"{where}: it has layers between the decoder layers. {_REMEDY}")
-    found |= _only_way(before, {name: target.shapes[name] for i, name in outer if i < inside}, where)
-    return found | _only_way(after, {name: target.shapes[name] for i, name in outer if i > inside}, where)
+    names |= _only_way(before, {name: target.shapes[name] for i, name in outer if i < inside}, where)
+    return names | _only_way(after, {name: target.shapes[name] for i, name in outer if i > inside}, where)
 
 
 def _blocks(target: Target) -> list[tuple[str, Shapes]]:
@@ -174,32 +174,32 @@ def _blocks(target: Target) -> list[tuple[str, Shapes]]:
 def _same(layer: Shapes, block: Shapes) -> dict[str, str]:
     """Suffix in a pipeline layer -> suffix in a decoder layer; empty if the two differ."""
     pairs = {}
-    for ours, shape in block.items():
-        ends = [name for name in layer if (name == ours or name.endswith(f".{ours}")) and layer[name] == shape]
+    for suffix, shape in block.items():
+        ends = [name for name in layer if (name == suffix or name.endswith(f".{suffix}")) and layer[name] == shape]
         if len(ends) != 1:
             return {}
-        pairs[ends[0]] = ours
+        pairs[ends[0]] = suffix
     return pairs if len(pairs) == len(layer) else {}
 
 
 def _only_way(theirs: Shapes, ours: Shapes, where: Path) -> dict[str, str]:
     """Pair names of equal shape and equal last component, if there is only one way."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     left = dict(ours)
     while left:
         for name, shape in left.items():
             last = name.rpartition(".")[2]
-            fitting = [t for t, s in theirs.items() if t not in found and s == shape and t.rpartition(".")[2] == last]
+            fitting = [t for t, s in theirs.items() if t not in names and s == shape and t.rpartition(".")[2] == last]
             if len(fitting) == 1:
-                found[fitting[0]] = name
+                names[fitting[0]] = name
                 del left[name]
                 break
         else:
             raise CheckpointError(f"{where}: which of {', '.join(theirs) or 'none'} is {next(iter(left))}? {_REMEDY}")
-    extra = [name for name in theirs if name not in found]
+    extra = [name for name in theirs if name not in names]
     if extra:
         raise CheckpointError(f"{where}: {extra[0]} belongs to no parameter of the model. {_REMEDY}")
-    return found
+    return names
 
 
 # Settings of a DeepSpeed checkpoint's optimizer, as YAML for a run that continues from it.
@@ -242,9 +242,9 @@ def _groups(files: Files) -> list[dict[str, Any]]:
     holders += [file.tree for file in files.shared]
     for holder in holders:
         while isinstance(holder, dict):
-            found = holder.get("param_groups")
-            if isinstance(found, list) and found and all(isinstance(group, dict) and group for group in found):
-                return found
+            groups = holder.get("param_groups")
+            if isinstance(groups, list) and groups and all(isinstance(group, dict) and group for group in groups):
+                return groups
             holder = holder.get("optimizer_state_dict") or holder.get("base_optimizer_state")
     return []
 
@@ -269,12 +269,12 @@ def _dimensions(files: Files, groups: list[dict[str, Any]]) -> list[list[int]]:
         return [[len(shape) for shape in group.values()] for group in named]
     optimizer = files.state.get("optimizer")
     inner = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else {}
-    found = []
+    dimensions = []
     for group in groups:
         entries = [(inner.get("state") or {}).get(number) for number in group.get("params") or []]
         moments = [entry.get("exp_avg") for entry in entries if isinstance(entry, dict)]
-        found.append([moment.dim() for moment in moments if isinstance(moment, Tensor)])
-    return found
+        dimensions.append([moment.dim() for moment in moments if isinstance(moment, Tensor)])
+    return dimensions
 
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -319,14 +319,16 @@ def import_deepspeed(
     default: by the file `latest`. `names`: JSON {their name: Hugging Face name}. Returns a report's lines. Raises
     CheckpointError, ModelError: in any doubt; then nothing is written."""
     chosen = find_tag(folder, tag)
-    own = [each for each in (folder, chosen, chosen.parent) if (each / "config.json").is_file()][:1]
-    config = _config(folder, own, model)
+    places = [place for place in (folder, chosen, chosen.parent) if (place / "config.json").is_file()][:1]
+    config = _config(folder, places, model)
     target = Target.of(config)
-    for place in own:  # Trainer writes one there
-        theirs, given = load_config(ModelConfig(config=str(place))).to_dict(), target.model.config.to_dict()
-        if found := other_meaning(theirs, given):
-            raise CheckpointError(f"--model {model}: config.json in {place} has other values: {'; '.join(found)}. The "
-                                  "weights would compute something else; leave --model out.")  # fmt: skip
+    for place in places:  # Trainer writes one there
+        recorded, chosen_model = load_config(ModelConfig(config=str(place))).to_dict(), target.model.config.to_dict()
+        if changes := other_meaning(recorded, chosen_model):
+            raise CheckpointError(
+                f"--model {model}: its values are not those of {place}/config.json: {'; '.join(changes)}. The weights "
+                "would compute something else; leave --model out."
+            )
     with _understood(chosen):
         files = open_files(chosen, weights_only=weights_only)
         with Progress(f"checking {chosen}", sum(file.bytes for file in files.all())) as bar:
@@ -372,9 +374,9 @@ def _understood(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _config(folder: Path, own: list[Path], model: Path | None) -> Path:
-    if model is not None or own:
-        return model or own[0]
+def _config(folder: Path, places: list[Path], model: Path | None) -> Path:
+    if model is not None or places:
+        return model or places[0]
     raise CheckpointError(
         f"{folder} has no config.json: which model is it? Give its Hugging Face folder or config.json with --model; "
         "every name and shape is checked against that."
@@ -383,14 +385,14 @@ def _config(folder: Path, own: list[Path], model: Path | None) -> Path:
 
 def _resolve(files: Files, target: Target, names: Path | None, *, weights_only: bool) -> _Import:
     state, kinds = State(), () if weights_only else MOMENTS
-    given = read_names(names)
-    add_copies(state, files, target.frozen | given.keys())
+    listed = read_names(names)
+    add_copies(state, files, target.frozen | listed.keys())
     if files.universal:
         add_universal(state, files, kinds)
     elif files.zero:
         add_zero(state, files, kinds)
         place_tied(state, files)
-    found = hf_names(state.shapes, target, given, files.folder)
+    found = hf_names(state.shapes, target, listed, files.folder)
     if not (files.universal or files.zero or weights_only):
         trained = [name for name in state.copies if name in found and found[name] not in target.frozen]
         add_unnamed(state, files, trained, kinds)
@@ -400,12 +402,12 @@ def _resolve(files: Files, target: Target, names: Path | None, *, weights_only: 
         raise CheckpointError(f"{files.folder}: no file holds the values of {absent[0]} ({len(absent)} in all).")
     add_copies_as_masters(state, lacking)
     state.check_gaps()
-    ours = {hf: name for name, hf in found.items()}
+    name_of = {hf: name for name, hf in found.items()}
     for alias, hf in target.aliases.items():
-        theirs = ours[hf].removesuffix(hf) + alias
-        if theirs in state.copies:
-            state.aliases.setdefault(ours[hf], []).append(state.copies[theirs])
-    return _Import(files, state, ours, target, kinds)
+        alias_name = name_of[hf].removesuffix(hf) + alias
+        if alias_name in state.copies:
+            state.aliases.setdefault(name_of[hf], []).append(state.copies[alias_name])
+    return _Import(files, state, name_of, target, kinds)
 
 
 class _Reader:
@@ -426,14 +428,14 @@ class _Reader:
             raise CheckpointError(f"{state.spans[kind, name][0].file.path.parent}: {kind} of {name} is not finite.")
         others = [state.twins[kind, name]] if (kind, name) in state.twins else []
         if kind == PARAM:
-            own = state.copies.get(name)
-            copies = [own] if own is not None and own.tensor is not state.spans[kind, name][0].tensor else []
+            copy = state.copies.get(name)
+            copies = [copy] if copy is not None and copy.tensor is not state.spans[kind, name][0].tensor else []
             others += [[copy] for copy in (*copies, *state.aliases.get(name, []))]
             self._refuse_constant(hf, values)
         for spans in others:
-            held = read_spans(spans, start, stop)
-            if not torch.equal(values.to(spans[0].tensor.dtype).float(), held):
-                at = start + int((values.to(spans[0].tensor.dtype).float() != held).nonzero()[0])
+            copied = read_spans(spans, start, stop)
+            if not torch.equal(values.to(spans[0].tensor.dtype).float(), copied):
+                at = start + int((values.to(spans[0].tensor.dtype).float() != copied).nonzero()[0])
                 first, second = state.spans[kind, name][0].file.path, spans[0].file.path
                 raise CheckpointError(
                     f"{first.parent}: element {at} of {kind} of {name} contradicts another copy of it ({first.name} "
@@ -516,8 +518,8 @@ def _loss_scale(source: _Import) -> dict[str, float]:
     if source.precision() != "fp16" or not source.kinds:
         return {}
     if source.files.zero:
-        held = source.files.zero[0][0].tree["optimizer_state_dict"].get("loss_scaler")
-        numbers = vars(held) if isinstance(held, Record) else {}
+        scaler = source.files.zero[0][0].tree["optimizer_state_dict"].get("loss_scaler")
+        numbers = vars(scaler) if isinstance(scaler, Record) else {}
     else:
         numbers = source.files.state.get("optimizer") or {}
     return {key: numbers[key] for key in _SCALER_KEYS if type(numbers.get(key)) in (int, float)}

@@ -80,8 +80,8 @@ def find_tag(folder: Path, tag: str | None) -> Path:
         raise CheckpointError(f"{folder}: the tag {tag!r} is no name of a folder in it. Give another one with --tag.")
     chosen = folder / tag
     if chosen.is_symlink() or not chosen.is_dir():
-        there = ", ".join(sorted(p.name for p in _list(folder) if p.is_dir())) or "none"
-        raise CheckpointError(f"{chosen} is no folder (folders there: {there}). Name one of them with --tag.")
+        names = ", ".join(sorted(p.name for p in _list(folder) if p.is_dir())) or "none"
+        raise CheckpointError(f"{chosen} is no folder (folders there: {names}). Name one of them with --tag.")
     return chosen
 
 
@@ -129,12 +129,12 @@ def _open_universal(files: Files) -> None:
         elif path.is_symlink() or not path.is_dir() or not path.name.isprintable():
             raise CheckpointError(f"{path} is no folder of a parameter; a universal checkpoint has nothing else there.")
         else:
-            found = {part.stem: PickleFile(part) for part in sorted(_list(path)) if part.suffix == ".pt"}
-            if "fp32" not in found:
+            parts = {part.stem: PickleFile(part) for part in sorted(_list(path)) if part.suffix == ".pt"}
+            if "fp32" not in parts:
                 raise CheckpointError(
                     f"{path} has no fp32.pt: the conversion to this universal checkpoint was cut short."
                 )
-            files.parameters[path.name] = found
+            files.parameters[path.name] = parts
 
 
 def _open_models(files: Files, names: list[str]) -> None:
@@ -163,11 +163,11 @@ def _same_step(files: Files) -> None:
     first = files.models[0]
     for file in files.models[1:]:
         for key in ("global_steps", "skipped_steps", "dp_world_size"):
-            ours, theirs = first.tree.get(key), file.tree.get(key)
-            if ours != theirs:
+            first_value, value = first.tree.get(key), file.tree.get(key)
+            if first_value != value:
                 raise CheckpointError(
-                    f"{files.folder} mixes files of two saves: {key} is {shown(ours)} in {first.path.name} and "
-                    f"{shown(theirs)} in {file.path.name}. Nothing can be taken from it."
+                    f"{files.folder} mixes files of two saves: {key} is {shown(first_value)} in {first.path.name} and "
+                    f"{shown(value)} in {file.path.name}. Nothing can be taken from it."
                 )
 
 
@@ -184,29 +184,29 @@ def _open_layers(files: Files, names: list[str]) -> None:
 
 
 def _open_zero(files: Files, names: list[str], weights_only: bool) -> None:
-    found = {(m[1], int(m[3]), int(m[2])): name for name in names if (m := _ZERO.fullmatch(name))}
+    names_of = {(m[1], int(m[3]), int(m[2])): name for name in names if (m := _ZERO.fullmatch(name))}
     uses_zero = files.state.get("optimizer") is None
-    if not found:
+    if not names_of:
         if uses_zero and not weights_only:
             raise CheckpointError(
                 f"{files.folder} has no optimizer files (*_optim_states.pt): the weights alone can be imported, with "
                 "--weights-only."
             )
         return
-    prefixes = {prefix for prefix, _, _ in found}
+    prefixes = {prefix for prefix, _, _ in names_of}
     if len(prefixes) > 1:
         raise CheckpointError(
-            f"{files.folder} holds optimizer files of two precisions ({', '.join(sorted(found.values())[:2])}, ...). "
+            f"{files.folder} holds optimizer files of two precisions ({', '.join(sorted(names_of.values())[:2])}, ..). "
             "Some are left over from another save; move them away."
         )
     (prefix,) = prefixes
     stages = len(files.models) if files.layers else 1
     ranks = _count(files, "dp_world_size")
-    if {stage for _, stage, _ in found} != set(range(stages)):
+    if {stage for _, stage, _ in names_of} != set(range(stages)):
         raise CheckpointError(f"{files.folder}: optimizer files are not those of {stages} pipeline stage(s).")
     for stage in range(stages):
-        _complete(files, f"optim_states of stage {stage}", {rank for _, s, rank in found if s == stage}, ranks)
-        files.zero.append([_open(files.folder / found[prefix, stage, rank]) for rank in range(ranks)])
+        _complete(files, f"optim_states of stage {stage}", {rank for _, s, rank in names_of if s == stage}, ranks)
+        files.zero.append([_open(files.folder / names_of[prefix, stage, rank]) for rank in range(ranks)])
 
 
 def _complete(files: Files, what: str, have: set[int], count: int) -> None:

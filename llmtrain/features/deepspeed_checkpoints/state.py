@@ -103,8 +103,8 @@ def add_copies(state: State, files: Files, frozen: Iterable[str] = ()) -> None:
             named += [(f"{index}.{suffix}", file, value) for suffix, value in file.tree.items()]
     else:
         file = files.models[0]
-        known = tuple(frozen)
-        buffers = {n for n in file.tree.get("buffer_names") or [] if not str(n).endswith(known)}
+        frozen_ends = tuple(frozen)
+        buffers = {n for n in file.tree.get("buffer_names") or [] if not str(n).endswith(frozen_ends)}
         named = [(n, file, value) for n, value in (file.tree.get("module") or {}).items() if n not in buffers]
     for name, file, value in named:
         if not isinstance(name, str) or not name.isprintable():
@@ -151,13 +151,13 @@ def add_zero(state: State, files: Files, kinds: tuple[str, ...]) -> None:
 def _shape_groups(file: PickleFile) -> list[dict[str, tuple[int, ...]]]:
     groups = file.tree.get("param_shapes") or []
     try:
-        found = [{name: tuple(int(size) for size in shape) for name, shape in group.items()} for group in groups]
+        shapes = [{name: tuple(int(size) for size in shape) for name, shape in group.items()} for group in groups]
     except (TypeError, AttributeError, ValueError):
         raise CheckpointError(f"{file.path}: param_shapes is not a list of names with shapes.") from None
-    for name in (name for group in found for name in group):
+    for name in (name for group in shapes for name in group):
         if not isinstance(name, str) or not name.isprintable():
             raise CheckpointError(f"{file.path}: {shown(name)} is no name of a parameter.")
-    return found
+    return shapes
 
 
 def _shapes_of_copies(state: State, ranks: list[PickleFile]) -> dict[str, tuple[int, ...]]:
@@ -167,12 +167,12 @@ def _shapes_of_copies(state: State, ranks: list[PickleFile]) -> dict[str, tuple[
         for mapping in (file.tree.get("optimizer_state_dict") or {}).get("param_slice_mappings") or []:
             for name, address in mapping.items():
                 counts[name] = counts.get(name, 0) + int(vars(address).get("numel", 0))
-    found = {}
+    shapes = {}
     for name, count in counts.items():
         homes = [name] if name in state.copies else _tied_homes(state, name, count, set(counts))
         if len(homes) == 1:
-            found[name] = state.shapes[homes[0]]
-    return found
+            shapes[name] = state.shapes[homes[0]]
+    return shapes
 
 
 def _tied_homes(state: State, name: str, count: int, owned: set[str]) -> list[str]:
@@ -245,12 +245,12 @@ def _flat_tensors(
     masters = saved.get("fp32_flat_groups") or saved.get("single_partition_of_fp32_groups")
     if not isinstance(masters, list) or group >= len(masters):
         _lacks(file, "fp32 master parameters")
-    found = {PARAM: file.tensor(masters[group])}  # type: ignore[index]
+    flat = {PARAM: file.tensor(masters[group])}  # type: ignore[index]
     if kinds:
         base = saved.get("optimizer_state_dict") or saved.get("base_optimizer_state")
         states = base.get("state") if isinstance(base, dict) else dict(enumerate(base or []))
-        found |= adam_moments(state, file, (states or {}).get(group), found[PARAM].numel(), kinds)
-    return found
+        flat |= adam_moments(state, file, (states or {}).get(group), flat[PARAM].numel(), kinds)
+    return flat
 
 
 def adam_moments(state: State, file: PickleFile, entry: Any, count: int, kinds: tuple[str, ...]) -> dict[str, Tensor]:
@@ -351,8 +351,8 @@ class _Group:
             return True
         count = min(_COMPARED, numel(shape))
         tensor, first = (self.masters[0], place) if self.flat else (self.masters[place], 0)
-        held = copy.read(0, count)
-        return torch.equal(file.read(tensor, first, first + count).to(held.dtype), held)
+        copied = copy.read(0, count)
+        return torch.equal(file.read(tensor, first, first + count).to(copied.dtype), copied)
 
 
 def add_unnamed(state: State, files: Files, order: list[str], kinds: tuple[str, ...]) -> None:
@@ -385,9 +385,9 @@ def _groups(state: State, file: PickleFile, kinds: tuple[str, ...]) -> list[_Gro
     try:
         for index, group in enumerate(inner["param_groups"]):
             entries = [inner["state"].get(number) for number in group["params"]]
-            own = [flat_masters[index]] if flat_masters else list(masters[index]) if masters else []
-            own = [file.tensor(tensor) for tensor in own]
-            groups.append(_Group(entries, own, bool(flat_masters)))
+            tensors = [flat_masters[index]] if flat_masters else list(masters[index]) if masters else []
+            tensors = [file.tensor(tensor) for tensor in tensors]
+            groups.append(_Group(entries, tensors, bool(flat_masters)))
     except (LookupError, TypeError, AttributeError):
         raise CheckpointError(f"{file.path}: its optimizer state is not what DeepSpeed 0.19.8 writes.") from None
     for one in groups:
@@ -441,11 +441,11 @@ def _deal(state: State, file: PickleFile, groups: list[_Group], names: list[str]
             'Save with ZeRO 1 ("zero_optimization": {"stage": 1}) and import that, or import the weights alone, with '
             "--weights-only."
         )
-    found = []
+    places_of = []
     while path:
         path, place = path
-        found.append(place)
-    return found[::-1]
+        places_of.append(place)
+    return places_of[::-1]
 
 
 def _add(

@@ -36,9 +36,9 @@ def add_universal(state: State, files: Files, kinds: tuple[str, ...]) -> None:
     for model in files.models:
         for group in model.tree.get("param_shapes") or []:
             shapes.update(group)
-    for name, held in files.parameters.items():
+    for name, files_of in files.parameters.items():
         for kind in (PARAM, *kinds):
-            file = held.get(_FILE_OF.get(kind, kind))
+            file = files_of.get(_FILE_OF.get(kind, kind))
             if file is None:
                 raise CheckpointError(
                     f"{files.folder / 'zero' / name} has no {kind}.pt. The weights alone can be imported, with "
@@ -48,8 +48,8 @@ def add_universal(state: State, files: Files, kinds: tuple[str, ...]) -> None:
             if kind == PARAM:
                 state.shapes[name] = tuple(int(size) for size in shapes.get(name, tensor.shape))
             state.add(kind, name, Span(file, tensor, 0, 0, tensor.numel()))
-        if kinds and "step" in held:
-            state.note_step(held["step"], held["step"].tree)
+        if kinds and "step" in files_of:
+            state.note_step(files_of["step"], files_of["step"].tree)
     for file in files.shared if kinds else []:
         inner = file.tree.get("optimizer_state_dict") or {}
         for entry in (inner.get("state") or {}).values():
@@ -68,8 +68,8 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
             f"{checkpoint} holds {', '.join(sorted(reader.kinds()))}; DeepSpeed's universal format is for Adam: "
             f"{', '.join(kinds)}."
         )
-    held = reader.tensors()
-    if lost := [name for name in reader.order() if (MOMENTS[0], name) not in held]:
+    saved = reader.tensors()
+    if lost := [name for name in reader.order() if (MOMENTS[0], name) not in saved]:
         raise CheckpointError(
             f"{checkpoint} holds {len(lost)} tensors that do not train, first {lost[0]}. DeepSpeed's universal format "
             "has what an optimizer trains, and they would be lost: nothing was written. Take to-hf."

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 class Doctor(Feature):
-    commands = (
-        ("doctor", "llmtrain.features.doctor.command",
-         "examine the hosts of a hostfile, and name a remedy for each fault"),
-    )  # fmt: skip
+    commands = (("doctor", "llmtrain.features.doctor.command", "examine hosts, with a remedy for each fault"),)
     passes_on = True
 
     def before_launch(self, run: Run, words: Sequence[str], hosts: Sequence[Host], port: int) -> str | None:

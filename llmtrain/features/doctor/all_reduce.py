@@ -43,13 +43,13 @@ def main(argv: list[str]) -> int:
 def _each_of(ask: dict[str, Any]) -> dict[str, Any]:
     """Start a process for each rank of this host; returns the first rank's answer, or the first error."""
     alone = [{**ask, "here": [one], "local_size": len(ask["here"])} for one in ask["here"]]
-    words = [[sys.executable, "-m", "llmtrain.features.doctor.all_reduce", json.dumps(each)] for each in alone]
-    started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in words]
+    words = [[sys.executable, "-m", "llmtrain.features.doctor.all_reduce", json.dumps(part)] for part in alone]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in words]
     answers = []
     for (rank, _), process in zip(ask["here"], started, strict=True):
-        said = read_marked(process.communicate()[0], ask["mark"])
+        answer = read_marked(process.communicate()[0], ask["mark"])
         silent = {"error": f"{ask['ranks'][rank]} ended with code {process.returncode} and printed nothing"}
-        answers.append(silent if said is None else said)
+        answers.append(silent if answer is None else answer)
     return next((answer for answer in answers if "error" in answer), answers[0])
 
 
@@ -69,10 +69,8 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
     """Measure as one rank of `ask["ranks"]`; returns the answer. Raises RuntimeError: ranks are missing, or sums are
     wrong."""
     (rank, number), world_size = ask["here"][0], len(ask["ranks"])
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(ask.get("local_size", 1)),
-        MASTER_ADDR=ask["address"], MASTER_PORT=str(ask["port"]),
-    )  # fmt: skip
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=ask["address"])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(ask.get("local_size", 1)), MASTER_PORT=str(ask["port"]))
     choose_interfaces(ask["backend"])
     device = torch.device("cuda", number) if ask["backend"] == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -85,7 +83,7 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     if rank != 0:
         return {}
-    shares = [json.loads(store.get(f"pairs/{each}")) for each in range(world_size)]
+    shares = [json.loads(store.get(f"pairs/{number}")) for number in range(world_size)]
     return {"steps": steps, "pairs": [pair for share in shares for pair in share]}
 
 
@@ -97,39 +95,39 @@ def _all_reduces(ask: dict[str, Any], rank: int, device: torch.device) -> list[d
         first_s = _once(values, rank, ask)
         times = [first_s]
         # Rank 0 alone decides how often: clocks differ.
-        again = torch.tensor(
+        repeats = torch.tensor(
             [0 if first_s > BUDGET_S else min(8, 1 + int(BUDGET_S / max(1e-6, first_s)))], device=device
         )
-        dist.broadcast(again, 0)
-        for _ in range(int(again)):
+        dist.broadcast(repeats, 0)
+        for _ in range(int(repeats)):
             times.append(_once(values, rank, ask))
         steps.append({"bytes": size, "seconds": min(times)})
-        if int(again) == 0:
+        if int(repeats) == 0:
             break
     return steps
 
 
 def _pairs(ask: dict[str, Any], rank: int, device: torch.device) -> list[list[float]]:
     """Return [this rank, peer, bytes a second each way] for the pairs with a higher peer."""
-    found = []
-    mine, theirs = (torch.zeros(PAIR_BYTES[ask["backend"]] // 4, device=device) for _ in range(2))
-    for each in ask["rounds"]:
+    pairs = []
+    mine, received = (torch.zeros(PAIR_BYTES[ask["backend"]] // 4, device=device) for _ in range(2))
+    for round_ in ask["rounds"]:
         dist.barrier()  # pairs of two rounds are never measured at the same time
-        peer = next((sum(pair) - rank for pair in each if rank in pair), None)
+        peer = next((sum(pair) - rank for pair in round_ if rank in pair), None)
         if peer is None:
             continue
         times = []
         for _ in range(4):  # the first one makes the connection
             _wait_for(device)
             started = time.perf_counter()
-            both = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
+            both = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, received, peer)]
             for work in dist.batch_isend_irecv(both):
                 work.wait()
             _wait_for(device)
             times.append(time.perf_counter() - started)
         if rank < peer:
-            found.append([rank, peer, mine.nbytes / min(times)])
-    return found
+            pairs.append([rank, peer, mine.nbytes / min(times)])
+    return pairs
 
 
 def _store(ask: dict[str, Any], rank: int, world_size: int) -> dist.TCPStore:

@@ -21,7 +21,7 @@ CHECKS = (
 Level = Literal["red", "yellow"]
 RANK_MEMORY_BYTES = GIB
 SHM_A_RANK_BYTES = 128 << 20
-"""Shared memory for NCCL, DeepSpeed's own all-reduce (69 MB) and the loader's workers; docker gives 64 MiB in all."""
+"""Shared memory for NCCL, DeepSpeed's own all-reduce (69 MB) and the loader's workers; docker's default is 64 MiB."""
 SKEW_S = 5.0
 """Least clock difference with which logs and events of hosts cannot be put in order."""
 STALE_S = 600.0
@@ -116,14 +116,14 @@ class Survey:
 
 
 def each_host(survey: Survey) -> list[Finding]:
-    found = []
+    findings = []
     for host in survey.hosts:
-        found += list(_reached(host, survey))
+        findings += list(_reached(host, survey))
         facts = survey.facts.get(host.name)
         if facts is not None:
             for check in _OF_ONE_HOST:
-                found += list(check(host, facts, survey))
-    return found
+                findings += list(check(host, facts, survey))
+    return findings
 
 
 def _reached(host: Host, survey: Survey) -> Iterator[Finding]:
@@ -156,9 +156,9 @@ def _unanswered(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[F
 
 
 def _python(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
-    found = facts.get("python", {}).get("executable")
-    if found and found != survey.python:
-        what = f"no Python at {survey.python} (there is {found}), and DeepSpeed starts the ranks with it"
+    executable = facts.get("python", {}).get("executable")
+    if executable and executable != survey.python:
+        what = f"no Python at {survey.python} (there is {executable}), and DeepSpeed starts the ranks with it"
         fix = f"on {host.name}: make the virtual environment at the same path, or mount it there"
         yield Finding(host=host.name, check="python", level="red", what=what, fix=fix)
 
@@ -244,9 +244,9 @@ def _shm(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]
     need = host.slots * SHM_A_RANK_BYTES
     left = sum(shm["left"].values())
     if left > GIB or (left and shm["free"] < need):
-        what = f"{size(left)} of /dev/shm are left from DeepSpeed runs that ended"
+        what = f"{size(left)} of /dev/shm are taken by DeepSpeed runs that have ended"
         # Processes of other containers that share /dev/shm are not seen from here.
-        fix = "when no run is there, in no container either: " + survey.on(host.name, shlex.join(["rm", *shm["left"]]))
+        fix = "when no run is there, nor in a container: " + survey.on(host.name, shlex.join(["rm", *shm["left"]]))
         yield Finding(host=host.name, check="shm", level="yellow", what=what, fix=fix)
     if shm["free"] < need:
         what = f"/dev/shm has {size(shm['free'])} free of {size(shm['total'])}; slots={host.slots} needs {size(need)}"
@@ -258,7 +258,7 @@ def _limits(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Findi
     limits = facts.get("limits")
     if not limits:
         return
-    ranks = sum(each.slots for each in survey.hosts)
+    ranks = sum(other.slots for other in survey.hosts)
     files = max(1024, 4 * ranks)
     wanted = [("nofile", "open files", files, "-n")]
     if limits["infiniband"]:
@@ -329,22 +329,22 @@ _IDLE_BYTES = GIB
 
 def all_gpus(survey: Survey) -> list[Finding]:
     """Return findings about the chosen GPUs and the InfiniBand ports of each host."""
-    found = []
+    findings = []
     for host in survey.hosts:
         facts = survey.facts.get(host.name, {})
         if not survey.on_cpu:
-            found += list(_driver(host, survey, facts.get("devices") or {}, facts.get("packages") or {}))
+            findings += list(_driver(host, survey, facts.get("devices") or {}, facts.get("packages") or {}))
         gpus = facts.get("gpus") or {}
         if gpus and not gpus["report"] and facts.get("devices", {}).get("nodes"):
             what = "nvidia-smi gives no report: a GPU may have failed, or the driver does not match its kernel module"
             fix = survey.on(host.name, "nvidia-smi; dmesg | grep -i nvrm")
-            found.append(Finding(host=host.name, check="gpus", level="red", what=what, fix=fix))
+            findings.append(Finding(host=host.name, check="gpus", level="red", what=what, fix=fix))
         for index, gpu in _chosen(host, gpus.get("report", ())):
-            found += list(_of_one_gpu(host, index, gpu, survey))
-        found += list(_links(host, gpus.get("links", ())))
-        found += list(_kernel_log(host, gpus.get("xids", ()), survey))
-        found += list(_ports(host, facts.get("infiniband") or {}, survey))
-    return found
+            findings += list(_of_one_gpu(host, index, gpu, survey))
+        findings += list(_links(host, gpus.get("links", ())))
+        findings += list(_kernel_log(host, gpus.get("xids", ()), survey))
+        findings += list(_ports(host, facts.get("infiniband") or {}, survey))
+    return findings
 
 
 def _driver(host: Host, survey: Survey, devices: Mapping[str, Any], packages: Mapping[str, Any]) -> Iterator[Finding]:
@@ -438,7 +438,7 @@ def _ports(host: Host, ports: Mapping[str, Mapping[str, Any]], survey: Survey) -
         what = f"none of its {len(ports)} InfiniBand ports is up, and other hosts' are: NCCL would not reach them"
         yield Finding(host=host.name, check="interface", level="red", what=what, fix=f"cable, switch, opensm: {look}")
     for name, port in ports.items():
-        rates = Counter(each["rate_gbit"] for each in up.values() if each["layer"] == port["layer"])
+        rates = Counter(active["rate_gbit"] for active in up.values() if active["layer"] == port["layer"])
         usual = max(rates, default=0.0)
         what = ""
         if up and port["state"] != "ACTIVE" and port["physical"] == "LinkUp":

@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
         words = run_words(words)
         run = load(words, sum(host.slots for host in hosts), "the hostfile", epoch=sequences_of_epoch)
         needed = needs(words, run)
-        known = expected(run, on_gpu=True) or expected(run, on_gpu=False)
-        sent = 0.0 if known is None else known.sent_to_other_hosts * max(host.slots for host in hosts)
+        estimate = expected(run, on_gpu=True) or expected(run, on_gpu=False)
+        sent = 0.0 if estimate is None else estimate.sent_to_other_hosts * max(host.slots for host in hosts)
         needed = replace(needed, sent_bytes=sent or None, patience_s=run.config.fault.stall_timeout_s)
     report = preflight(hosts, needed, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:

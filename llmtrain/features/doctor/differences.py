@@ -110,30 +110,30 @@ def _config(survey: Survey) -> Iterator[Finding]:
 def _folders(survey: Survey) -> Iterator[Finding]:
     looked = _look(survey, "folders")
     for folder in survey.folders:
-        facts = {host: found[folder.path] for host, found in looked.items() if folder.path in found}
+        facts = {host: by_path[folder.path] for host, by_path in looked.items() if folder.path in by_path}
         # Only hosts with all files are compared; missing files are reported below.
-        whole = {host: tuple(found["marks"]) for host, found in facts.items() if not found["lacks"]}
-        common, odd = odd_ones(whole)
+        complete = {host: tuple(about["marks"]) for host, about in facts.items() if not about["lacks"]}
+        common, odd = odd_ones(complete)
         what = f"{folder.key}: {folder.path}"
-        for host, found in facts.items():
+        for host, about in facts.items():
             fix = f"copy it: rsync -aL {folder.path}/ {host}:{folder.path}/     (or mount there what holds it)"
             fix = "put back what is missing, or make the folder again" if survey.alone else fix
             if folder.on_hub:
                 problem = "is a folder there, which wins over the repository of that name on the Hub"
-                if found["there"]:
+                if about["there"]:
                     fix = f"on {host}: give the folder another name, or name it by its full path"
                     yield Finding(host=host, check="files", level="red", what=f"{what} {problem}", fix=fix)
-            elif not found["there"]:
+            elif not about["there"]:
                 yield Finding(host=host, check="files", level="red", what=f"{what} is not there", fix=fix)
-            elif found["lacks"]:
-                lacks = f"{what} lacks {_some(found['missing'], found['lacks'])}"
+            elif about["lacks"]:
+                lacks = f"{what} lacks {_some(about['missing'], about['lacks'])}"
                 yield Finding(host=host, check="files", level="red", what=lacks, fix=fix)
-            elif found["locked"]:
-                problem = f"{what}: {_some(found['locked'])} cannot be read"
+            elif about["locked"]:
+                problem = f"{what}: {_some(about['locked'])} cannot be read"
                 fix = f"on {host}: chmod -R a+rX {folder.path}"
                 yield Finding(host=host, check="files", level="red", what=problem, fix=fix)
             elif host in odd:
-                groups = [at for at, mark in enumerate(found["marks"]) if mark != common[at]]
+                groups = [at for at, mark in enumerate(about["marks"]) if mark != common[at]]
                 names = [folder.files[-(-at * len(folder.files) // len(common))] for at in groups]
                 problem = f"{what} differs from the others': {_some(names)}"
                 yield Finding(host=host, check="files", level="red", what=problem, fix=fix)
@@ -168,7 +168,7 @@ def _shared(survey: Survey) -> Iterator[Finding]:
     first = survey.hosts[0].name
     for host in missing:
         if seen:
-            what = f"a file of {first} in {survey.run_dir} is not there, but {len(seen)} others see it: not mounted?"
+            what = f"a file of {first} in {survey.run_dir} is not there, though {len(seen)} others see it: not mounted?"
             fix = f"on {host}: mount the shared file system; findmnt -T {survey.run_dir}"
         else:
             what = f"a file of {first} in {survey.run_dir} is not there: the ranks could not save a checkpoint"
@@ -178,7 +178,7 @@ def _shared(survey: Survey) -> Iterator[Finding]:
         yield Finding(host=host, check="shared", level="red", what=what, fix=fix)
 
 
-def held(facts: Mapping[str, Any]) -> dict[str, list[str]]:
+def addresses_by_interface(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     return {name: about["addresses"] for name, about in facts.get("interfaces", {}).items()}
 
 
@@ -189,8 +189,9 @@ def _is_loopback(address: str) -> bool:
 def _names(survey: Survey) -> Iterator[Finding]:
     if survey.alone:
         return  # its ranks meet at 127.0.0.1
-    own = {
-        host.name: {a for each in held(survey.facts.get(host.name, {})).values() for a in each} for host in survey.hosts
+    addresses_of = {
+        host.name: set().union(*addresses_by_interface(survey.facts.get(host.name, {})).values())
+        for host in survey.hosts
     }
     for viewer, names in _look(survey, "names").items():
         unknown = [name for name, address in names["addresses"].items() if address is None]
@@ -200,13 +201,13 @@ def _names(survey: Survey) -> Iterator[Finding]:
             fix = f"on {viewer}: add to /etc/hosts what `getent hosts {unknown[0]}` says on the others"
             yield Finding(host=viewer, check="name", level="red", what=what, fix=fix)
         for target, address in names["addresses"].items():
-            if address is None or not own.get(target):
+            if address is None or not addresses_of.get(target):
                 continue
             # A host's own name on loopback, as Debian writes it, is right here; `_interfaces` looks at it.
-            right = viewer == target if _is_loopback(address) else address in own[target]
+            right = viewer == target if _is_loopback(address) else address in addresses_of[target]
             if right:
                 continue
-            has = sorted(a for a in own[target] if not _is_loopback(a))
+            has = sorted(a for a in addresses_of[target] if not _is_loopback(a))
             what = f"it resolves {target} to {address}, but {target} has {', '.join(has) or 'no address'}"
             fix = f"on {viewer}: correct the line of {target} in /etc/hosts, or the name server"
             yield Finding(host=viewer, check="name", level="red", what=what, fix=fix)
@@ -215,7 +216,8 @@ def _names(survey: Survey) -> Iterator[Finding]:
 def _same_machine(survey: Survey) -> Iterator[Finding]:
     seen: dict[tuple[str, ...], str] = {}
     for host in survey.hosts:
-        addresses = [a for each in held(survey.facts.get(host.name, {})).values() for a in each if not _is_loopback(a)]
+        by_interface = addresses_by_interface(survey.facts.get(host.name, {}))
+        addresses = [a for addresses in by_interface.values() for a in addresses if not _is_loopback(a)]
         if not addresses:
             continue
         first = seen.setdefault(tuple(sorted(addresses)), host.name)
@@ -235,35 +237,37 @@ def right_interfaces(survey: Survey) -> dict[str, str]:
         for target, address in names["addresses"].items():
             if address is not None and (alone or target != viewer):
                 votes[target][address] += 1
-    found = {}
+    interfaces = {}
     for host, counted in votes.items():
-        interface_of = {a: name for name, each in held(survey.facts.get(host, {})).items() for a in each}
+        interface_of = {
+            a: name for name, addresses in addresses_by_interface(survey.facts.get(host, {})).items() for a in addresses
+        }
         right = [a for a, _ in counted.most_common() if a in interface_of and (alone or not _is_loopback(a))]
         if right:
-            found[host] = interface_of[right[0]]
-    return found
+            interfaces[host] = interface_of[right[0]]
+    return interfaces
 
 
 def gloo_choice(facts: Mapping[str, Any]) -> str | None:
     """Return gloo's interface: GLOO_SOCKET_IFNAME, else the one with the host name's address, else loopback."""
-    interfaces = {name: addresses for name, addresses in held(facts).items() if addresses}
+    interfaces = {name: addresses for name, addresses in addresses_by_interface(facts).items() if addresses}
     if setting := facts.get("environment", {}).get(GLOO):
         return next(iter(named_interfaces(GLOO, setting, interfaces) or ()), None)
-    own = facts.get("names", {}).get("own")
+    address = facts.get("names", {}).get("own")
     for name, addresses in interfaces.items():
-        if own in addresses or (own and _is_loopback(own) and any(map(_is_loopback, addresses))):
+        if address in addresses or (address and _is_loopback(address) and any(map(_is_loopback, addresses))):
             return name
     return next((name for name, addresses in interfaces.items() if any(map(_is_loopback, addresses))), None)
 
 
 def nccl_choice(facts: Mapping[str, Any]) -> str | None:
     """Return the interface of NCCL's sockets: by NCCL_SOCKET_IFNAME, else ib*, else any but docker*, lo and virbr*."""
-    here = [n for n, about in facts.get("interfaces", {}).items() if about["addresses"] and about.get("up")]
+    names = [n for n, about in facts.get("interfaces", {}).items() if about["addresses"] and about.get("up")]
     if setting := facts.get("environment", {}).get(NCCL):
-        return next(iter(named_interfaces(NCCL, setting, here) or ()), None)
+        return next(iter(named_interfaces(NCCL, setting, names) or ()), None)
     last = ("docker", "lo", "virbr")
-    order = [n for n in here if n.startswith("ib")] + [n for n in here if not n.startswith(last)]
-    order += [name for word in last for name in here if name.startswith(word)]
+    order = [n for n in names if n.startswith("ib")] + [n for n in names if not n.startswith(last)]
+    order += [name for word in last for name in names if name.startswith(word)]
     return order[0] if order else None
 
 

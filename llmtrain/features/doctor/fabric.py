@@ -19,7 +19,7 @@ from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
 from llmtrain.features.doctor import tcp_rates
 from llmtrain.features.doctor.checks import Finding, Level, Needs, Survey
-from llmtrain.features.doctor.differences import held, right_interfaces
+from llmtrain.features.doctor.differences import addresses_by_interface, right_interfaces
 from llmtrain.features.doctor.preflight import Report, in_order
 from llmtrain.features.doctor.survey import ask_python, in_parallel, program
 
@@ -30,12 +30,12 @@ SAMPLE = 6
 SLOW = 0.5
 """A rate below this fraction of the usual one is slow."""
 LATE = 4.0
-"""A round trip above LATE usual ones, and a millisecond, is late."""
+"""A round trip is late above 1 ms and above LATE times the median."""
 HALF = 0.65
 """A link is half duplex if both directions at once carry at most this fraction of the two alone: half duplex has 0.5,
 full duplex 1."""
 IDLE = 0.2
-"""Least fraction of idle processor time with which a slightly lower rate is the network's."""
+"""With at least this fraction of idle processor time a slightly lower rate is the network's fault."""
 LONG_STEP_S = 10.0
 """Seconds of sending in an optimizer step from which on the processors mostly wait."""
 SLOW_LINK = 1e8
@@ -91,7 +91,7 @@ def groups(hosts: Sequence[str], seed: int = 0) -> list[list[str]]:
     names = list(hosts)
     random.Random(seed).shuffle(names)
     count = -(-len(names) // ALL_PAIRS_TO)
-    return [names[each::count] for each in range(count)]
+    return [names[start::count] for start in range(count)]
 
 
 def rounds(hosts: Sequence[str], most: int | None = None) -> list[list[tuple[str, str]]]:
@@ -99,18 +99,18 @@ def rounds(hosts: Sequence[str], most: int | None = None) -> list[list[tuple[str
     names: list[str | None] = list(hosts)
     if len(names) % 2:
         names.append(None)
-    found = []
+    plan = []
     for _ in range(min(most or len(names), len(names) - 1)):
         half = len(names) // 2
         opposite = zip(names[:half], reversed(names[half:]), strict=True)
-        found.append([(a, b) for a, b in opposite if a is not None and b is not None])
+        plan.append([(a, b) for a, b in opposite if a is not None and b is not None])
         names = [names[0], names[-1], *names[1:-1]]
-    return found
+    return plan
 
 
 def measure_pairs(survey: Survey, plan: Sequence[Sequence[tuple[str, str]]], window_s: float) -> list[Pair]:
     """Measure the rounds with all their hosts at once: about a second a round, bounded if a host is absent."""
-    names = list(dict.fromkeys(name for each in plan for pair in each for name in pair))
+    names = list(dict.fromkeys(name for round_ in plan for pair in round_ for name in pair))
     base = random.randint(30001, 31990)  # above the ports that launches choose: one may be about to start
     limit_s = _START_S + len(plan) * (_PAIR_S + 8 * window_s)
     questions = {
@@ -124,44 +124,44 @@ def measure_pairs(survey: Survey, plan: Sequence[Sequence[tuple[str, str]]], win
     }
 
     def one(name: str) -> Answer:
-        own = [pair for each in plan for pair in each if name in pair]
-        text = program(Path(tcp_rates.__file__), {**questions, "host": name, "pairs": own})
+        pairs = [pair for round_ in plan for pair in round_ if name in pair]
+        text = program(Path(tcp_rates.__file__), {**questions, "host": name, "pairs": pairs})
         return ask_python(name, text, survey, timeout_s=limit_s + 10.0)
 
     # All hosts at once: they wait for each other.
     answers = in_parallel(names, one, fan_out=len(names))
-    found = []
-    for first, second in (pair for each in plan for pair in each):
+    pairs = []
+    for first, second in (pair for round_ in plan for pair in round_):
         answer = answers[first]
         measured = read_marked(answer.stdout, tcp_rates.MARK) or {}
         why = answer.trouble.text if answer.trouble and answer.code is None else "the measurement did not end in time"
         about = measured.get(second) or {"error": measured.get("", {}).get("error", why)}
-        found.append(Pair(first=first, second=second, **about))
-    return found
+        pairs.append(Pair(first=first, second=second, **about))
+    return pairs
 
 
 def addresses(survey: Survey, names: Sequence[str]) -> dict[str, str]:
     """Return the address of each host by which the others know it."""
     rights = right_interfaces(survey)
-    found = {name: held(survey.facts[name]).get(rights.get(name, ""), []) for name in names}
-    return {name: addresses[0] if addresses else name for name, addresses in found.items()}
+    by_host = {name: addresses_by_interface(survey.facts[name]).get(rights.get(name, ""), []) for name in names}
+    return {name: addresses[0] if addresses else name for name, addresses in by_host.items()}
 
 
-def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
+def better(first: Sequence[Pair], second_try: Sequence[Pair]) -> list[Pair]:
     """Return the better of two measurements of each pair: one that was slow only once was busy, not slow."""
-    repeated = {(pair.first, pair.second): pair for pair in again}
-    found = []
+    repeated = {(pair.first, pair.second): pair for pair in second_try}
+    best = []
     for pair in first:
         other = repeated.get((pair.first, pair.second), pair)
         if pair.error or other.error:
-            found.append(other if pair.error else pair)
+            best.append(other if pair.error else pair)
             continue
-        rate = max((pair, other), key=lambda each: each.rate)
+        rate = max((pair, other), key=lambda candidate: candidate.rate)
         # The mean of the two duplex fractions: either may be of a busy moment.
         scale = (pair.duplex + other.duplex) / 2 / max(1e-9, rate.duplex)
         trip_s = min(pair.trip_s, other.trip_s)
-        found.append(replace(rate, trip_s=trip_s, both_up=rate.both_up * scale, both_down=rate.both_down * scale))
-    return found
+        best.append(replace(rate, trip_s=trip_s, both_up=rate.both_up * scale, both_down=rate.both_down * scale))
+    return best
 
 
 def examine(survey: Survey) -> tuple[Fabric, list[Finding]]:
@@ -185,7 +185,7 @@ def _packed(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     """Pack pairs into rounds with each host at most once."""
     packed: list[list[tuple[str, str]]] = []
     for pair in pairs:
-        fits = (each for each in packed if not any(set(pair) & set(other) for other in each))
+        fits = (round_ for round_ in packed if not any(set(pair) & set(other) for other in round_))
         place = next(fits, None)
         if place is None:
             packed.append([pair])
@@ -210,14 +210,14 @@ def _broken(pairs: Sequence[Pair]) -> Iterator[Finding]:
 def without_doubt(findings: Sequence[Finding], hosts: Collection[str]) -> list[Finding]:
     """Turn the findings with an unmeasured pair yellow if the all-reduce of its hosts worked: ranks connect in one
     direction, at other ports, through a firewall that lets them out."""
-    found = []
-    for each in findings:
-        pair = each.what.removeprefix(_UNMEASURED).partition(":")[0].split(" and ")
-        if each.what.startswith(_UNMEASURED) and {*pair} <= {*hosts}:
-            what = f"{each.what}; the all-reduce worked: its ranks connect another way, at other ports"
-            each = replace(each, level="yellow", what=what)
-        found.append(each)
-    return found
+    judged = []
+    for finding in findings:
+        pair = finding.what.removeprefix(_UNMEASURED).partition(":")[0].split(" and ")
+        if finding.what.startswith(_UNMEASURED) and {*pair} <= {*hosts}:
+            what = f"{finding.what}; the all-reduce worked: its ranks connect another way, at other ports"
+            finding = replace(finding, level="yellow", what=what)
+        judged.append(finding)
+    return judged
 
 
 def too_slow(pairs: Sequence[Pair], sent_bytes: float | None, patience_s: float) -> list[Finding]:
@@ -226,7 +226,7 @@ def too_slow(pairs: Sequence[Pair], sent_bytes: float | None, patience_s: float)
     good = [pair for pair in pairs if pair.error is None and pair.rate > 0]
     if not good:
         return []
-    slowest = min(good, key=lambda each: each.rate)
+    slowest = min(good, key=lambda pair: pair.rate)
     what = f"{bits(slowest.rate)} between {slowest.first} and {slowest.second}: "
     fix = "a faster network, fewer hosts, a larger batch by train.accumulation, or a site a host"
     if sent_bytes is None:
@@ -251,18 +251,18 @@ def _odd(pairs: Sequence[Pair]) -> Iterator[Finding]:
         by_host.setdefault(pair.first, []).append(pair)
         by_host.setdefault(pair.second, []).append(pair)
     if len(by_host) < 3:
-        return  # a single pair has nothing to be compared with
-    best = {host: max(pair.rate for pair in own) for host, own in by_host.items()}
-    trip = {host: min(pair.trip_s for pair in own) for host, own in by_host.items()}
-    duplex = {host: max(pair.duplex for pair in own) for host, own in by_host.items()}
-    middle = {host: median(pair.duplex for pair in own) for host, own in by_host.items()}
-    usual, usual_trip, usual_duplex = (median(each.values()) for each in (best, trip, duplex))
+        return  # a single pair cannot be compared with others
+    best = {host: max(pair.rate for pair in pairs) for host, pairs in by_host.items()}
+    trip = {host: min(pair.trip_s for pair in pairs) for host, pairs in by_host.items()}
+    duplex = {host: max(pair.duplex for pair in pairs) for host, pairs in by_host.items()}
+    middle = {host: median(pair.duplex for pair in pairs) for host, pairs in by_host.items()}
+    usual, usual_trip, usual_duplex = (median(figures.values()) for figures in (best, trip, duplex))
     slow = {host for host in by_host if best[host] < SLOW * usual}
     late = {host for host in by_host if trip[host] > LATE * usual_trip + 1e-3}
-    free = {host: max(pair.idle for pair in own) >= IDLE for host, own in by_host.items()}
+    free = {host: max(pair.idle for pair in pairs) >= IDLE for host, pairs in by_host.items()}
     halves = {h for h in by_host if middle[h] < HALF and (best[h] < SLOW * usual or (usual_duplex > 0.8 and free[h]))}
     for host in (host for host in by_host if host in slow | late | halves):
-        pair = max(by_host[host], key=lambda each: each.rate)
+        pair = max(by_host[host], key=lambda candidate: candidate.rate)
         words = []
         if host in halves:
             words.append(f"a half-duplex link: {_both(pair)}")
@@ -335,7 +335,7 @@ _IN_FOLDER = 'cd "$1" && shift && PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" e
 
 def has_peers(survey: Survey) -> bool:
     names = [host.name for host in survey.hosts if host.name in survey.facts]
-    return len(names) > 1 or any(len(each) > 1 for each in _here(survey, names).values())
+    return len(names) > 1 or any(len(ranks) > 1 for ranks in _here(survey, names).values())
 
 
 _ALL_REDUCE = "llmtrain.features.doctor.all_reduce"
@@ -351,9 +351,9 @@ def measure_all_reduce(survey: Survey) -> dict[str, Any]:
     """
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     names = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
-    here = _here(survey, names)
+    by_host = _here(survey, names)
     backend = _backend(survey, names)
-    labels = {r: f"{name} GPU {at}" if backend == "nccl" else name for name, own in here.items() for r, at in own}
+    labels = {r: f"{name} GPU {at}" if backend == "nccl" else name for name, own in by_host.items() for r, at in own}
     port = survey.port if survey.facts[names[0]].get("port", {}).get("free") else random.randint(32001, 32700)
     questions = {
         "mark": _MARK,
@@ -361,12 +361,12 @@ def measure_all_reduce(survey: Survey) -> dict[str, Any]:
         "ranks": [labels[rank] for rank in sorted(labels)],
         "address": "127.0.0.1" if survey.alone else addresses(survey, names[:1])[names[0]],
         "port": port,
-        "rounds": _rounds(here),
+        "rounds": _rounds(by_host),
         "limit_s": _WITHIN_S[backend] / 2,
     }
 
     def one(name: str) -> Answer:
-        worker = [sys.executable, "-m", _ALL_REDUCE, json.dumps({**questions, "here": here[name]})]
+        worker = [sys.executable, "-m", _ALL_REDUCE, json.dumps({**questions, "here": by_host[name]})]
         command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
         return on_hosts([name], command, timeout_s=_WITHIN_S[backend], port=survey.ssh_port, here=survey.alone)[name]
 
@@ -391,41 +391,41 @@ def _backend(survey: Survey, names: Sequence[str]) -> str:
 def _here(survey: Survey, names: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
     by_name: dict[str, Host] = {host.name: host for host in survey.hosts}
     every = _backend(survey, names) == "nccl"
-    found, rank = {}, 0
+    ranks, rank = {}, 0
     for name in names:
         devices = by_name[name].devices if every else by_name[name].devices[:1]
-        found[name] = list(enumerate(devices, start=rank))
+        ranks[name] = list(enumerate(devices, start=rank))
         rank += len(devices)
-    return found
+    return ranks
 
 
-def _rounds(here: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+def _rounds(ranks_of: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
     """Return every pair of a host's ranks once, on all hosts at once."""
-    of_hosts = [rounds([str(rank) for rank, _ in own]) for own in here.values() if len(own) > 1]
+    of_hosts = [rounds([str(rank) for rank, _ in ranks]) for ranks in ranks_of.values() if len(ranks) > 1]
     together = zip_longest(*of_hosts, fillvalue=())
-    return [[(int(a), int(b)) for own in each for a, b in own] for each in together]
+    return [[(int(a), int(b)) for pairs in parallel for a, b in pairs] for parallel in together]
 
 
 def _read(answer: Answer) -> tuple[dict[str, Any], str]:
     """Return (the program's answer on a host, the reason of its failure there or "")."""
-    found = read_marked(answer.stdout, _MARK)
-    result = found or {}
-    if answer.code == 0 and found is not None and not result.get("error"):
+    program_answer = read_marked(answer.stdout, _MARK)
+    result = program_answer or {}
+    if answer.code == 0 and program_answer is not None and not result.get("error"):
         return result, ""
     last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
     trouble = answer.trouble.text if answer.trouble and answer.code is None else None
     return result, result.get("error") or trouble or "".join(last) or "it printed nothing"
 
 
-def judge_all_reduce(found: Mapping[str, Any]) -> list[Finding]:
+def judge_all_reduce(measured: Mapping[str, Any]) -> list[Finding]:
     """Red for hosts on which it failed, and for a GPU without a fast link to any other of its host."""
     findings = []
-    for host, why in found["errors"].items():
-        what = f"an all-reduce of {found['ranks']} ranks with {found['backend']} failed: {why[:300]}"
-        fix = f"fix what else is marked FAIL; then on {host}: is every TCP port open to the other hosts?"
+    for host, why in measured["errors"].items():
+        what = f"an all-reduce of {measured['ranks']} ranks with {measured['backend']} failed: {why[:300]}"
+        fix = f"fix the other cells marked FAIL; then on {host}: is every TCP port open to the other hosts?"
         findings.append(Finding(host=host, check="fabric", level="red", what=what, fix=fix))
     best: dict[str, float] = {}
-    for first, second, rate in found["pairs"]:
+    for first, second, rate in measured["pairs"]:
         best[first], best[second] = max(best.get(first, 0.0), rate), max(best.get(second, 0.0), rate)
     usual = median(best.values()) if len(best) > 2 else 0.0
     for gpu in (gpu for gpu in best if best[gpu] < SLOW * usual):
@@ -437,12 +437,12 @@ def judge_all_reduce(found: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
-def all_reduce_summary(found: Mapping[str, Any]) -> list[str]:
+def all_reduce_summary(measured: Mapping[str, Any]) -> list[str]:
     lines = []
-    if steps := found["steps"]:
+    if steps := measured["steps"]:
         shown = ", ".join(f"{_bytes(step['bytes'])} {1e3 * step['seconds']:.3g} ms" for step in steps)
-        lines.append(f"all-reduce of {found['ranks']} ranks ({found['backend']}): {shown}")
-    if rates := sorted(rate for _, _, rate in found["pairs"]):
+        lines.append(f"all-reduce of {measured['ranks']} ranks ({measured['backend']}): {shown}")
+    if rates := sorted(rate for _, _, rate in measured["pairs"]):
         lines.append(
             f"{units.counted(len(rates), 'pair')} of GPUs of a host: {_rate(rates[0])} to {_rate(rates[-1])} each way "
             f"(median {_rate(median(rates))})"

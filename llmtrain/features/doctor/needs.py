@@ -35,9 +35,9 @@ def needs(words: Sequence[str], run: Run) -> Needs:
 def _read_by(config: RunConfig) -> Iterator[Folder]:
     """Yield the folders and files that the ranks on each host read."""
     data: dict[tuple[str, str], set[int]] = {}
-    for each in data_of(config.data):
-        for path in each.folders:
-            data.setdefault(("data.path" if each.path else "data.mixture", path), set()).add(each.sequence_length)
+    for stage in data_of(config.data):
+        for path in stage.folders:
+            data.setdefault(("data.path" if stage.path else "data.mixture", path), set()).add(stage.sequence_length)
     for section, folders in {"sets": config.eval.sets, "choices": config.eval.choices}.items():
         data |= {(f"eval.{section}.{name}", path): {config.data.sequence_length} for name, path in folders.items()}
     for (key, path), lengths in data.items():
@@ -49,22 +49,20 @@ def _read_by(config: RunConfig) -> Iterator[Folder]:
         ("model.config", config.model.config, False),
         ("objective.teacher", config.objective.teacher, True),
     ]
-    for key, given, weights_too in models:
-        if isinstance(given, str) and is_url(given):
+    for key, model, weights_too in models:
+        if isinstance(model, str) and is_url(model):
             continue  # each host fetches it
-        if isinstance(given, str) and is_name(given):
-            yield Folder(key=key, path=os.path.abspath(given), on_hub=True)
-        elif isinstance(given, str):
-            file = Path(given) if os.path.isfile(given) else Path(given) / "config.json"
+        if isinstance(model, str) and is_name(model):
+            yield Folder(key=key, path=os.path.abspath(model), on_hub=True)
+        elif isinstance(model, str):
+            file = Path(model) if os.path.isfile(model) else Path(model) / "config.json"
             names = [file.name, *(_weights(file.parent) if weights_too else ())]
             yield Folder(key=key, path=os.path.abspath(file.parent), files=tuple(names))
     if config.adapter.start:
         names = ["adapter_config.json", "adapter_model.safetensors"]
         yield Folder(key="adapter.start", path=os.path.abspath(config.adapter.start), files=tuple(names))
     if config.resume not in ("auto", "none") and not is_url(config.resume) and not has_checkpoints(config):
-        yield Folder(
-            key="resume", path=os.path.abspath(config.resume)
-        )  # with files of its own on each host, or the same
+        yield Folder(key="resume", path=os.path.abspath(config.resume))  # each host may have other files
 
 
 def _of_data(config: RunConfig, folder: Path, lengths: set[int]) -> tuple[str, ...]:

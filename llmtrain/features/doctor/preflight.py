@@ -54,18 +54,22 @@ def preflight(
     Raises: ConfigError: there is no ssh program.
     """
     started = time.monotonic()
-    found = survey.look(hosts, run, port, ssh_port)
+    answers = survey.look(hosts, run, port, ssh_port)
     asked = set(CHECKS) - {"fabric"}
     asked -= set() if run is not None else {"config", "files"}
-    asked -= set() if found.nonce else {"shared"}
+    asked -= set() if answers.nonce else {"shared"}
     asked -= set() if port else {"port"}
-    asked -= {"name", "ssh"} if found.alone else set()
-    asked -= set() if any(facts.get("gpus") for facts in found.facts.values()) else {"gpus"}
-    every = [*checks.each_host(found), *checks.all_gpus(found), *differences.all_hosts(found)]
+    asked -= {"name", "ssh"} if answers.alone else set()
+    asked -= set() if any(facts.get("gpus") for facts in answers.facts.values()) else {"gpus"}
+    every = [*checks.each_host(answers), *checks.all_gpus(answers), *differences.all_hosts(answers)]
     findings = in_order(every, hosts)
-    notes = (_OWN_FOLDERS.format(folder=found.run_dir),) if found.own_folders and not all(found.nonce.values()) else ()
+    notes = (
+        (_OWN_FOLDERS.format(folder=answers.run_dir),)
+        if answers.own_folders and not all(answers.nonce.values())
+        else ()
+    )
     elapsed_s = time.monotonic() - started
-    return Report(survey=found, findings=findings, checked=frozenset(asked), elapsed_s=elapsed_s, notes=notes)
+    return Report(survey=answers, findings=findings, checked=frozenset(asked), elapsed_s=elapsed_s, notes=notes)
 
 
 def examine(hosts: Sequence[Host], run: Needs, port: int) -> str | None:
@@ -81,7 +85,7 @@ def examine(hosts: Sequence[Host], run: Needs, port: int) -> str | None:
 
 def in_order(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:
     order = {host.name: index for index, host in enumerate(hosts)}
-    key = lambda each: (each.level != "red", order.get(each.host, 0), CHECKS.index(each.check))  # noqa: E731
+    key = lambda f: (f.level != "red", order.get(f.host, 0), CHECKS.index(f.check))  # noqa: E731
     return tuple(sorted(findings, key=key))
 
 
@@ -119,9 +123,9 @@ class Report:
         """IPv4 address of the first host as the others know it: rank 0 listens on it."""
         first = self.survey.hosts[0].name
         for host in reversed(self.survey.hosts):
-            known = self.survey.facts.get(host.name, {}).get("names", {}).get("addresses", {}).get(first)
-            if known is not None:
-                return str(known)
+            address = self.survey.facts.get(host.name, {}).get("names", {}).get("addresses", {}).get(first)
+            if address is not None:
+                return str(address)
         return None
 
     @cached_property
@@ -136,8 +140,8 @@ class Report:
         if check not in self.checked:
             return ""
         if check in ("name", "ssh", "python"):
-            known = host in self.survey.facts or (check == "ssh" and host in self.survey.failures)
-            return "ok" if known else ""
+            answered = host in self.survey.facts or (check == "ssh" and host in self.survey.failures)
+            return "ok" if answered else ""
         if check == "port" and host != self.survey.hosts[0].name:
             return ""
         return "ok" if host in self.survey.facts else ""
@@ -205,10 +209,10 @@ def _table(report: Report, checks: Sequence[str]) -> Table:
 def explained(findings: Iterable[Finding]) -> list[Text]:
     """Return two lines for each finding; hosts with equal findings share them."""
     alike: dict[tuple[str, str, str, str], list[str]] = {}
-    for each in findings:
+    for finding in findings:
         # A fix names its host: without the name, equal fixes compare equal.
-        key = (each.level, each.check, _without(each.host, each.what), _without(each.host, each.fix))
-        alike.setdefault(key, []).append(each.host)
+        key = (finding.level, finding.check, _without(finding.host, finding.what), _without(finding.host, finding.fix))
+        alike.setdefault(key, []).append(finding.host)
     lines = []
     for (level, check, what, fix), hosts in sorted(alike.items(), key=lambda item: item[0][0] != "red"):
         shown = compressed(hosts)
@@ -258,14 +262,14 @@ def of_this_host(survey: Survey) -> list[Finding]:
     first = survey.hosts[0].name
     # A launch by hand reads the file for other hosts, `llmtrain launch` does not.
     parts = (problem.rpartition(": ") for problem in deepspeed_env_problems())
-    found = [Finding(host=first, check="env", level="red", what=what, fix=fix) for what, _, fix in parts]
+    findings = [Finding(host=first, check="env", level="red", what=what, fix=fix) for what, _, fix in parts]
     if shutil.which("pdsh") is None:
         what, fix = NO_PDSH
         level: Level = "red"
         if "SLURM_JOB_ID" in os.environ:  # srun may start them
             level, fix = "yellow", f"{fix}, or start with `llmtrain launch --launcher slurm`"
-        found.append(Finding(host=first, check="ssh", level=level, what=f"here: {what}", fix=fix))
-    return found
+        findings.append(Finding(host=first, check="ssh", level=level, what=f"here: {what}", fix=fix))
+    return findings
 
 
 _BUILD_LIMIT_S = 600.0
@@ -295,9 +299,9 @@ def _build_ops(survey: Survey) -> tuple[list[str], list[Finding]]:
     # Hosts with equal needs share one call of on_hosts, which bounds the number of hosts at a time.
     alike: dict[str, list[str]] = {}
     for host, facts in survey.facts.items():
-        if (known := facts.get("ops")) is None:
+        if (state := facts.get("ops")) is None:
             continue
-        ops, locks = [name for name in survey.ops if name not in known["built"]], known["locks"]
+        ops, locks = [name for name in survey.ops if name not in state["built"]], state["locks"]
         if ops or any(age > STALE_S for age in locks.values()):
             asked = {"ops": ops, "locks": sorted(locks), "stale_s": STALE_S, "lock": BUILD_LOCK, "variables": ranks}
             alike.setdefault(json.dumps(asked), []).append(host)
@@ -325,6 +329,6 @@ def with_ops(report: Report, run: Needs | None) -> Report:
     lines, failed = _build_ops(asked)
     if not lines and not failed:
         return replace(report, notes=(*report.notes, "ops: all that this run needs are built"))
-    again = preflight(asked.hosts, run, port=asked.port, ssh_port=asked.ssh_port)
-    findings = in_order([*again.findings, *failed], asked.hosts)
-    return replace(again, findings=findings, notes=tuple(lines))
+    report_now = preflight(asked.hosts, run, port=asked.port, ssh_port=asked.ssh_port)
+    findings = in_order([*report_now.findings, *failed], asked.hosts)
+    return replace(report_now, findings=findings, notes=tuple(lines))

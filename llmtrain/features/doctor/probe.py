@@ -67,22 +67,22 @@ def look_packages(ask: Facts) -> Facts:
     from importlib import metadata
     from importlib.util import find_spec
 
-    found: Facts = {}
+    versions: Facts = {}
     for name in ask["packages"]:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
+            versions[name] = None
     spec = find_spec("torch")
     where = os.path.dirname(spec.origin) if spec and spec.origin else ""
     cuda = re.search(r"^cuda\b.*= '([\d.]+)'", read(os.path.join(where, "version.py")), re.M) if where else None
-    found["cuda"] = cuda.group(1) if cuda else None
-    found["nccl"] = None
-    for each in metadata.distributions():
-        name = each.metadata["Name"] or ""
+    versions["cuda"] = cuda.group(1) if cuda else None
+    versions["nccl"] = None
+    for package in metadata.distributions():
+        name = package.metadata["Name"] or ""
         if name.startswith("nvidia-nccl"):
-            found["nccl"] = each.version
-    return found
+            versions["nccl"] = package.version
+    return versions
 
 
 def look_devices(ask: Facts) -> Facts:
@@ -118,19 +118,19 @@ def look_code(ask: Facts) -> Facts:
 
 
 def look_config(ask: Facts) -> Facts:
-    found = {}
+    checksums = {}
     for path in ask["files"]:
         try:
             with open(path, "rb") as file:
-                found[path] = hashlib.sha256(file.read()).hexdigest()
+                checksums[path] = hashlib.sha256(file.read()).hexdigest()
         except OSError as error:
-            found[path] = f"cannot be read ({error.strerror})"
-    return found
+            checksums[path] = f"cannot be read ({error.strerror})"
+    return checksums
 
 
 def look_folders(ask: Facts) -> Facts:
     """Return facts of each folder that the run reads, with samples of its files."""
-    found = {}
+    folders = {}
     for path, names in ask.get("folders_read", {}).items():
         paths = [os.path.join(path, name) for name in names]
         few = range(0, len(names), max(1, len(names) // SAMPLED))
@@ -142,14 +142,14 @@ def look_folders(ask: Facts) -> Facts:
         marks = [hashlib.sha256() for _ in range(min(SAMPLED, len(names)))]
         for at, size in enumerate(sizes):
             marks[at * len(marks) // len(names)].update(f"{size} {contents.get(at, '')}\n".encode())
-        found[path] = {
+        folders[path] = {
             "there": os.path.lexists(path),
             "lacks": sizes.count(None),
             "missing": [names[at] for at, size in enumerate(sizes) if size is None][:SAMPLED],
             "locked": [names[at] for at, content in contents.items() if not content],
-            "marks": [each.hexdigest()[:8] for each in marks],
+            "marks": [mark.hexdigest()[:8] for mark in marks],
         }
-    return found
+    return folders
 
 
 def size_of(path: str) -> int | None:
@@ -176,13 +176,13 @@ def sample(path: str) -> str:
 
 def look_environment(ask: Facts) -> Facts:
     """Return the environment that ssh's shell gives to a command. Of secrets only a hash leaves the host."""
-    found = {}
+    variables = {}
     for name, value in os.environ.items():
         if name.startswith(tuple(ask["variables"])):
             hidden = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL"))
             mark = hashlib.sha256(value.encode(errors="replace")).hexdigest()[:8]
-            found[name] = f"secret {mark}" if hidden else value
-    return found
+            variables[name] = f"secret {mark}" if hidden else value
+    return variables
 
 
 def nearest(path: str) -> str:
@@ -194,17 +194,17 @@ def nearest(path: str) -> str:
 
 
 def look_disk(ask: Facts) -> Facts:
-    found = {}
+    disks = {}
     for name, path in ask["folders"].items():
-        there = nearest(path)
-        space = os.statvfs(there)
-        found[name] = {
+        folder = nearest(path)
+        space = os.statvfs(folder)
+        disks[name] = {
             "path": path,
             "free": space.f_bavail * space.f_frsize,
             "inodes": space.f_favail if space.f_files else None,
-            "error": try_to_write(there),
+            "error": try_to_write(folder),
         }
-    return found
+    return disks
 
 
 def try_to_write(folder: str) -> str | None:
@@ -232,43 +232,43 @@ def look_memory(ask: Facts) -> Facts:
 
 def look_shm(ask: Facts) -> Facts:
     space = os.statvfs("/dev/shm")
-    own = [path for path in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*") if os.stat(path).st_uid == os.getuid()]
-    used = "".join(read(path) for path in glob.glob("/proc/[0-9]*/maps")).split("\n") if own else []
+    buffers = [p for p in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*") if os.stat(p).st_uid == os.getuid()]
+    used = "".join(read(path) for path in glob.glob("/proc/[0-9]*/maps")).split("\n") if buffers else []
     mapped = {line.split(None, 5)[-1] for line in used if "/dev/shm/" in line}
     return {
         "mounted": os.path.ismount("/dev/shm"),
         "total": space.f_blocks * space.f_frsize,
         "free": space.f_bavail * space.f_frsize,
-        "left": {path: os.stat(path).st_size for path in own if path not in mapped},
+        "left": {path: os.stat(path).st_size for path in buffers if path not in mapped},
     }
 
 
 def look_limits(ask: Facts) -> Facts:
     """Return soft limits; None: no limit."""
-    found = {}
+    limits = {}
     for name in ("NOFILE", "MEMLOCK", "NPROC"):
         soft = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[0]
-        found[name.lower()] = None if soft == resource.RLIM_INFINITY else soft
-    found["root"] = os.geteuid() == 0
-    found["infiniband"] = bool(glob.glob(INFINIBAND + "/*"))
-    return found
+        limits[name.lower()] = None if soft == resource.RLIM_INFINITY else soft
+    limits["root"] = os.geteuid() == 0
+    limits["infiniband"] = bool(glob.glob(INFINIBAND + "/*"))
+    return limits
 
 
 def look_infiniband(ask: Facts) -> Facts:
     """Return the ports of the host's cards, RoCE too: {"mlx5_0/1": {"state": "ACTIVE", ...}}."""
-    found = {}
+    ports = {}
     for folder in sorted(glob.glob(INFINIBAND + "/*/ports/*")):
         names = ("state", "phys_state", "rate", "link_layer")
         words = {name: read(os.path.join(folder, name)).strip() for name in names}
         rate = re.match(r"[\d.]+", words["rate"])
         card, _, port = folder.split("/")[-3:]
-        found[card + "/" + port] = {
+        ports[card + "/" + port] = {
             "state": words["state"].rpartition(": ")[2],
             "physical": words["phys_state"].rpartition(": ")[2],
             "rate_gbit": float(rate.group()) if rate else 0.0,
             "layer": words["link_layer"],
         }
-    return found
+    return ports
 
 
 def look_nonce(ask: Facts) -> Facts:
@@ -329,20 +329,20 @@ def look_port(ask: Facts) -> Facts:
 
 def look_interfaces(ask: Facts) -> Facts:
     """Return each interface's IPv4 addresses, state (up or not), and speed in Mbit/s from its driver."""
-    found: Facts = {name: {"addresses": []} for _, name in socket.if_nameindex()}
+    cards: Facts = {name: {"addresses": []} for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         space = array.array("B", bytes(40 * 256))
         filled = fcntl.ioctl(asking, 0x8912, struct.pack("iL", len(space), space.buffer_info()[0]))  # SIOCGIFCONF
         used = struct.unpack("iL", filled)[0]
         for at in range(0, used, 40):
             name = space[at : at + 16].tobytes().split(b"\0")[0].decode().split(":")[0]
-            found.setdefault(name, {"addresses": []})["addresses"].append(socket.inet_ntoa(space[at + 20 : at + 24]))
-        for name, about in found.items():
+            cards.setdefault(name, {"addresses": []})["addresses"].append(socket.inet_ntoa(space[at + 20 : at + 24]))
+        for name, about in cards.items():
             flags = fcntl.ioctl(asking, 0x8913, struct.pack("16sH14x", name.encode()[:15], 0))  # SIOCGIFFLAGS
             about["up"] = bool(struct.unpack("16sH14x", flags)[1] & 1)
             speed = read(f"/sys/class/net/{name}/speed").strip()
             about["speed"] = int(speed) if speed.isdigit() else None
-    return found
+    return cards
 
 
 def address(name: str) -> str | None:
@@ -354,7 +354,7 @@ def address(name: str) -> str | None:
 
 def look_names(ask: Facts) -> Facts:
     """Return the IPv4 address of each host's name on this host. In parallel: a name server may take seconds to fail."""
-    found, waiting = {}, list(ask["hosts"])
+    addresses, waiting = {}, list(ask["hosts"])
 
     def work() -> None:
         while waiting:
@@ -362,16 +362,17 @@ def look_names(ask: Facts) -> Facts:
                 name = waiting.pop()
             except IndexError:
                 return
-            found[name] = address(name)
+            addresses[name] = address(name)
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(min(32, len(waiting)))]
-    for each in workers:
-        each.start()
+    for worker in workers:
+        worker.start()
     until = time.monotonic() + LIMIT_S - 3
-    for each in workers:
-        each.join(max(0.0, until - time.monotonic()))
-    own = socket.gethostname()
-    return {"addresses": {name: found.get(name) for name in ask["hosts"]}, "hostname": own, "own": address(own)}
+    for worker in workers:
+        worker.join(max(0.0, until - time.monotonic()))
+    hostname = socket.gethostname()
+    by_name = {name: addresses.get(name) for name in ask["hosts"]}
+    return {"addresses": by_name, "hostname": hostname, "own": address(hostname)}
 
 
 def main(ask: Facts) -> None:
@@ -388,14 +389,14 @@ def main(ask: Facts) -> None:
             errors[name] = f"{type(error).__name__}: {error}"
 
     threads = {name: threading.Thread(target=one, args=(name, look), daemon=True) for name, look in looks.items()}
-    for each in threads.values():
-        each.start()
+    for thread in threads.values():
+        thread.start()
     until = time.monotonic() + LIMIT_S
-    for name, each in threads.items():
-        each.join(max(0.0, until - time.monotonic()))
-        if each.is_alive():
+    for name, thread in threads.items():
+        thread.join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():
             errors.setdefault(name, f"no answer within {LIMIT_S:g} s: does a file server or a name server hang?")
-    whole = {**out, "errors": dict(errors), "began": began, "ended": time.time()}
-    sys.stdout.write("\n" + MARK + json.dumps(whole) + "\n")
+    answer = {**out, "errors": dict(errors), "began": began, "ended": time.time()}
+    sys.stdout.write("\n" + MARK + json.dumps(answer) + "\n")
     sys.stdout.flush()
     os._exit(0)  # a thread may hang in a dead file system

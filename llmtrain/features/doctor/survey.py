@@ -54,8 +54,8 @@ def program(module: Path, questions: Mapping[str, Any], *before: Path) -> str:
     # ssh starts it in the home folder, where a json.py or random.py would be imported instead of the library's.
     head = 'import sys\nif sys.path[:1] == [""]:\n    del sys.path[0]\n'
     future = "from __future__ import annotations\n"
-    plain = (each.read_text().replace(future, "", 1) for each in (*before, module))
-    text = head + "\n".join(re.sub(r"^from llmtrain\..*\n", "", each, flags=re.MULTILINE) for each in plain)
+    plain = (file.read_text().replace(future, "", 1) for file in (*before, module))
+    text = head + "\n".join(re.sub(r"^from llmtrain\..*\n", "", source, flags=re.MULTILINE) for source in plain)
     return f"from __future__ import annotations\n{text}\nmain(json.loads({json.dumps(questions)!r}))\n"
 
 
@@ -82,7 +82,7 @@ def look(hosts: Sequence[Host], run: Needs | None, port: int, ssh_port: int | No
         "files": [] if run is None else [os.path.abspath(file) for file in run.files],
         "variables": VARIABLES,
         "extensions": os.environ.get("TORCH_EXTENSIONS_DIR"),  # a launch passes it to its hosts
-        "folders_read": {each.path: each.files for each in folders},
+        "folders_read": {read.path: read.files for read in folders},
         "folders": {name: os.path.abspath(path) for name, path in written.items()},
         "hosts": names,
         "first": names[0],
@@ -133,11 +133,11 @@ def _facts(survey: Survey, questions: Mapping[str, Any]) -> Survey:
             troubles[name] = trouble
         if answer.code is None:
             continue
-        found = read_marked(answer.stdout, probe.MARK)
-        if found is not None:
-            facts[name] = found
+        report = read_marked(answer.stdout, probe.MARK)
+        if report is not None:
+            facts[name] = report
             # The host read its clock between our two readings of ours.
-            skew_s[name] = (found["ended"] - ended, found["began"] - began)
+            skew_s[name] = (report["ended"] - ended, report["began"] - began)
         elif answer.code == NO_PYTHON:
             failures[name] = f"no Python at {survey.python}, and no python3 on PATH"
         else:

@@ -126,39 +126,39 @@ class Host:
 
     def measure(self, peer: str) -> Facts:
         """Return a peer's round trip in seconds and its `rates`. Raises OSError, ValueError."""
-        with self.connect(peer, self.ask["patience_s"], "pair") as held:
-            held.settimeout(self.ask["pair_limit_s"])
-            if read_line(held) != "go":
+        with self.connect(peer, self.ask["patience_s"], "pair") as turn:
+            turn.settimeout(self.ask["pair_limit_s"])
+            if read_line(turn) != "go":
                 raise OSError("the other host did not come to this pair in time")
-            found: Facts = {"trip_s": self.ping(peer)}
-            window_s = min(1.5, max(self.ask["window_s"], 12 * found["trip_s"]))
-            return {**found, **self.rates(peer, window_s)}
+            trip: Facts = {"trip_s": self.ping(peer)}
+            window_s = min(1.5, max(self.ask["window_s"], 12 * trip["trip_s"]))
+            return {**trip, **self.rates(peer, window_s)}
 
     def rates(self, peer: str, window_s: float) -> Facts:
         """Return bit/s up (to the peer) and down, each alone, then both at once. Raises OSError, ValueError."""
         with self.rising(peer, window_s) as up:
-            found: Facts = {"up": sent(up, window_s)}
+            rate: Facts = {"up": sent(up, window_s)}
         with self.connect(peer, 1.0, "down", window_s=window_s) as down:
-            found["down"] = fetched(down, window_s)
-        return {**found, **self.both(peer, window_s)}
+            rate["down"] = fetched(down, window_s)
+        return {**rate, **self.both(peer, window_s)}
 
     def both(self, peer: str, window_s: float) -> Facts:
         """Measure both directions at once, with both connections open before the first byte."""
-        found: Facts = {"both_up": 0.0}
+        rates: Facts = {"both_up": 0.0}
         with self.rising(peer, window_s) as up, self.connect(peer, 1.0, "down", window_s=window_s) as down:
 
             def upwards() -> None:
                 with contextlib.suppress(OSError, ValueError):
-                    found["both_up"] = sent(up, window_s)
+                    rates["both_up"] = sent(up, window_s)
 
             other = threading.Thread(target=upwards, daemon=True)
             before = processor_times()
             other.start()
-            found["both_down"] = fetched(down, window_s)
+            rates["both_down"] = fetched(down, window_s)
             other.join(5.0 + window_s)
             after = processor_times()
-        found["idle"] = (after[0] - before[0]) / max(1, after[1] - before[1])
-        return found
+        rates["idle"] = (after[0] - before[0]) / max(1, after[1] - before[1])
+        return rates
 
     def rising(self, peer: str, window_s: float) -> socket.socket:
         """Return a connection on which the peer is ready to receive. Raises OSError."""

@@ -87,10 +87,10 @@ class Ema(Part):
         for piece, mean in zip(self._pieces, self._means, strict=True):
             with piece.open() as live:
                 for low in range(0, mean.numel(), _CHUNK):
-                    ours, theirs = mean[low : low + _CHUNK], live[low : low + _CHUNK]
-                    kept = theirs.clone()
-                    theirs.copy_(ours)
-                    ours.copy_(kept)
+                    average, current = mean[low : low + _CHUNK], live[low : low + _CHUNK]
+                    former = current.clone()
+                    current.copy_(average)
+                    average.copy_(former)
         self._engine.refresh()
 
     def state(self) -> list[StateTensor]:
@@ -104,7 +104,7 @@ class Ema(Part):
         return {"decay": self._settings.decay, "every": self._settings.every}
 
     @torch.no_grad()
-    def restore(self, kept: Any, folder: Path) -> None:
+    def restore(self, saved: Any, folder: Path) -> None:
         """Raises AgreedError: a mean is missing or damaged."""
         mine: dict[str, int] = {}
         with self._ranks.together(), contextlib.closing(CheckpointReader(folder)) as reader:
@@ -115,8 +115,8 @@ class Ema(Part):
                 )
             for piece, mean in zip(self._pieces, self._means, strict=True):
                 values = reader.read_kind_region(EMA, piece.name, piece.region)
-                own = checksum_part(values[piece.own], piece.own_region)
-                mine[piece.name] = (mine.get(piece.name, 0) + own) % 2**64
+                value = checksum_part(values[piece.own], piece.own_region)
+                mine[piece.name] = (mine.get(piece.name, 0) + value) % 2**64
                 mean.copy_(values)
             expected = {name: value for (kind, name), value in reader.manifest.checksums().items() if kind == EMA}
         self._restored = True

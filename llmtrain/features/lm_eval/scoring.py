@@ -45,15 +45,15 @@ def target_of(path: str, step: int | None, *, best: bool = False) -> Target:
         if step is not None or best:
             option = "--best" if best else f"--checkpoint {step}"
             raise UserError(f"{option}: {path} is no run folder. Leave it out.")
-        found = [] if not place.parent.is_dir() or is_model(place) else _named(place)
-        return Target(path) if not found else Target(str(found[0]), _run_of(found[0]), found[0])
+        checkpoints = [] if not place.parent.is_dir() or is_model(place) else _named(place)
+        return Target(path) if not checkpoints else Target(str(checkpoints[0]), _run_of(checkpoints[0]), checkpoints[0])
     if best:
         chosen = best_checkpoints(place)[0]
         return Target(str(chosen), _run_of(chosen, place), chosen)
-    found = find_checkpoints(place if step is None else place / f"step-{step}")
-    newest = step is None and found[0] in complete_checkpoints(place / "checkpoints")
+    checkpoints = find_checkpoints(place if step is None else place / f"step-{step}")
+    newest = step is None and checkpoints[0] in complete_checkpoints(place / "checkpoints")
     # The run's export serves if it is of the newest checkpoint.
-    return Target(path if newest else str(found[0]), _run_of(found[0], place), found[0])
+    return Target(path if newest else str(checkpoints[0]), _run_of(checkpoints[0], place), checkpoints[0])
 
 
 def _named(place: Path) -> list[Path]:
@@ -134,13 +134,13 @@ def score(
 def _scores_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return task or group -> metric -> value. lm-eval names a metric with its filter: `acc,none`,
     `exact_match,strict`."""
-    found: dict[str, dict[str, float]] = {}
-    for task, given in {**results["results"], **results.get("groups", {})}.items():
-        for key, value in given.items():
+    scores: dict[str, dict[str, float]] = {}
+    for task, measured in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in measured.items():
             metric, _, kind = key.partition(",")
             if isinstance(value, (int, float)) and not isinstance(value, bool) and kind:
-                found.setdefault(task, {})[metric if kind == "none" else f"{metric}_{kind}"] = float(value)
-    return found
+                scores.setdefault(task, {})[metric if kind == "none" else f"{metric}_{kind}"] = float(value)
+    return scores
 
 
 def record(target: Target, scores: dict[str, dict[str, float]], about: dict[str, Any]) -> str:

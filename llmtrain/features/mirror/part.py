@@ -44,8 +44,8 @@ def look(config: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
         if config.resume != "auto" or complete_checkpoints(folder.path):
             refuse_other(url, folder.path, continues=config.resume != "none")
         else:
-            found = fetch_newest(url, folder.path, str(config.train.run_dir), heart.beat)
-            what = "holds no checkpoint yet" if found is None else f"{found.name} is fetched from there"
+            fetched = fetch_newest(url, folder.path, str(config.train.run_dir), heart.beat)
+            what = "holds no checkpoint yet" if fetched is None else f"{fetched.name} is fetched from there"
             log.info(f"mirror.url {redact_text(url)}: {what}")
 
     with ranks.together():
@@ -57,7 +57,7 @@ class Mirror(Part):
 
     def __init__(self, launch: Launch) -> None:
         self._ranks, config = launch.setup.ranks, launch.setup.run.config
-        self._idle_s = 0.5 * config.fault.longest_s  # the end of the mirror's process is no end of the run
+        self._idle_s = 0.5 * config.fault.longest_s  # the run goes on when the mirror's process ends
         self._process: Uploader | None = None
         if launch.checkpoints.leads:
             self._process = Uploader(config, launch.checkpoints.path, launch.tracker)

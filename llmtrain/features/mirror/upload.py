@@ -57,8 +57,8 @@ class Mirrored:
         sizes: dict[int, dict[str, int]] = {}
         for step, name, size in self._files():
             sizes.setdefault(step, {})[name] = size
-        found = {step: self._manifest(step, sizes[step]) for step in sorted(sizes, reverse=True)}
-        return {step: manifest for step, manifest in found.items() if manifest is not None}
+        manifests = {step: self._manifest(step, sizes[step]) for step in sorted(sizes, reverse=True)}
+        return {step: manifest for step, manifest in manifests.items() if manifest is not None}
 
     def _files(self) -> Iterator[tuple[int, str, int]]:
         """(step, name, bytes) of each file of a checkpoint; files in deeper folders belong to other runs."""
@@ -104,21 +104,21 @@ class Mirrored:
             self.store.put(folder / name, name_of(step, name))
         return sum((folder / name).stat().st_size for name in names)
 
-    def prune(self, found: Sequence[int], keep: int, best: Best | None) -> None:
+    def prune(self, steps: Sequence[int], keep: int, best: Best | None) -> None:
         """Delete all but the `keep` newest checkpoints and the best, and older remains of uploads. `found`: the steps
         of the complete ones, newest first."""
-        stays = set(found[: max(1, keep)])
-        if best is not None and len(found) > keep:
-            figures = [(step, figure) for step in found if (figure := best.figure(self._trainer(step))) is not None]
+        stays = set(steps[: max(1, keep)])
+        if best is not None and len(steps) > keep:
+            figures = [(step, figure) for step in steps if (figure := best.figure(self._trainer(step))) is not None]
             stays |= {step for step, _ in best.first(figures)}
-        self.drop(lambda step: step not in stays and (step < min(stays, default=0) or step in found))
+        self.drop(lambda step: step not in stays and (step < min(stays, default=0) or step in steps))
 
     def drop(self, chosen: Callable[[int], bool]) -> None:
-        there: dict[int, list[str]] = {}
+        names_of: dict[int, list[str]] = {}
         for step, name, _ in self._files():
             if chosen(step):
-                there.setdefault(step, []).append(name)
-        for step, names in there.items():
+                names_of.setdefault(step, []).append(name)
+        for step, names in names_of.items():
             # The manifest first: a deletion that ends early leaves nothing that seems complete.
             self.store.remove([name_of(step, MANIFEST)])
             self.store.remove([name_of(step, name) for name in names if name != MANIFEST])
@@ -127,25 +127,25 @@ class Mirrored:
 def refuse_other(url: str, checkpoints: Path, *, continues: bool) -> None:
     """Refuse a store with checkpoints of another run, or newer ones of this run (unless it `continues` from its
     folder). The mirror's process reports a store that cannot be read. Raises CheckpointError."""
-    here = complete_checkpoints(checkpoints) if continues else []
+    local = complete_checkpoints(checkpoints) if continues else []
     try:
         store = Mirrored(url)
         newest = next(iter(store.complete()), None)
-        theirs = None if newest is None else store.run(newest)
-        ours = [TrainerState.read(folder).run_id for folder in here[:1]]
+        stored_run = None if newest is None else store.run(newest)
+        own_runs = [TrainerState.read(folder).run_id for folder in local[:1]]
     except (OSError, ValueError):  # a resume reports a damaged checkpoint
         return
     if newest is None:
         return
-    where, held = f"mirror.url {redact_text(url)}", f"step-{newest:08d}"
-    if theirs not in ours:
+    where, name = f"mirror.url {redact_text(url)}", f"step-{newest:08d}"
+    if stored_run not in own_runs:
         raise CheckpointError(
-            f"{where}: it holds {held}, which this run has not written. Give each run an address of its own, or "
+            f"{where}: it holds {name}, which this run has not written. Give each run an address of its own, or "
             f"continue from there: --resume auto in a folder without checkpoints"
         )
-    if newest > (step_of(here[0]) or 0):
+    if newest > (step_of(local[0]) or 0):
         raise CheckpointError(
-            f"{where}: it holds {held} of this run, newer than {here[0]}. Remove the folder's checkpoints to continue "
+            f"{where}: it holds {name} of this run, newer than {local[0]}. Remove the folder's checkpoints to continue "
             "from there, or the newer ones there to continue from here"
         )
 
@@ -165,14 +165,14 @@ def fetch_newest(url: str, checkpoints: Path, run_dir: str, beat: Callable[[], N
             shutil.rmtree(partial, ignore_errors=True)
             download(store.store, step, partial, beat)
             beat()
-            whole = not verify(partial)
-            written_for = TrainerState.read(partial).section("train").get("run_dir") if whole else None
-            if whole and Path(str(written_for or run_dir)).name == Path(run_dir).name:
+            intact = not verify(partial)
+            written_for = TrainerState.read(partial).section("train").get("run_dir") if intact else None
+            if intact and Path(str(written_for or run_dir)).name == Path(run_dir).name:
                 if damaged and damaged[-1] > f"step-{step:08d}":
                     log.warn(f"mirror.url {redact_text(url)}: {damaged[-1]} is damaged there; step {step} is taken")
                 return partial.rename(step_folder(checkpoints, step))
             shutil.rmtree(partial)
-            if whole:
+            if intact:
                 break
     except Exception as error:  # each driver has its own
         raise CheckpointError(
@@ -221,8 +221,8 @@ class _Mirroring:
 
     def newest(self) -> Path | None:
         """None: it is mirrored."""
-        found = complete_checkpoints(self._checkpoints)
-        return found[0] if found and step_of(found[0]) != self._done else None
+        complete = complete_checkpoints(self._checkpoints)
+        return complete[0] if complete and step_of(complete[0]) != self._done else None
 
     def go_on(self, *, now: bool = False) -> None:
         """Mirror the newest checkpoint if it is due, or `now`; after a fault of the store, try later."""
@@ -233,22 +233,23 @@ class _Mirroring:
         # Links: retention may delete the checkpoint in the meantime.
         links = folder.with_name(f"{folder.name}.mirror-{os.getpid()}.tmp")
         try:
-            size, there = 0, self._store.complete()
+            size, stored = 0, self._store.complete()
             manifest, run = (folder / MANIFEST).read_bytes(), TrainerState.read(folder).run_id
-            if there and self._store.run(next(iter(there))) != run:
+            if stored and self._store.run(next(iter(stored))) != run:
                 raise CheckpointError("it holds checkpoints of another run; give each run an address of its own")
             # Newer steps than the newest here, and another checkpoint of this step, belong to an abandoned course.
-            given_up = {other for other, held in there.items() if other > step or (other == step and held != manifest)}
+            given_up = {other for other in stored if other > step}
+            given_up |= {step} if stored.get(step, manifest) != manifest else set()
             if given_up:
                 self._store.drop(given_up.__contains__)
-            if there.get(step) != manifest:  # equal after another launch, or a deletion that failed
+            if stored.get(step) != manifest:  # equal after another launch, or a deletion that failed
                 shutil.copytree(folder, links, copy_function=os.link)
                 if remains := self._begun - {step}:
                     self._store.drop(remains.__contains__)
                 self._begun = {step}
                 size = self._store.put(links, step)
                 self._begun = set()
-            older = [other for other in there if other != step and other not in given_up]
+            older = [other for other in stored if other != step and other not in given_up]
             self._store.prune([step, *older], self._keep, self._best)
         except Exception as error:  # each driver has its own
             if folder.exists():  # else retention was faster than the links

@@ -105,10 +105,10 @@ def _count(data: TrainData, before: np.ndarray, after: np.ndarray) -> _Counts:
     unique, times = np.unique(keys, return_counts=True)
     contexts, tokens = unique // vocab_size, unique % vocab_size
     wanted = before * vocab_size + after
-    found = np.minimum(np.searchsorted(unique, wanted), len(unique) - 1)
+    places = np.minimum(np.searchsorted(unique, wanted), len(unique) - 1)
     return _Counts(
         unigram=np.bincount(tokens, weights=times, minlength=vocab_size),
-        pair=np.where(unique[found] == wanted, times[found], 0),
+        pair=np.where(unique[places] == wanted, times[places], 0),
         context=np.bincount(contexts, weights=times, minlength=vocab_size)[before],
         followers=np.bincount(contexts, minlength=vocab_size)[before],
     )

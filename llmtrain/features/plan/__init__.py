@@ -38,10 +38,7 @@ class PlanFeature(Feature):
     observes = True
     renamed = (("train.memory_margin", "plan.memory_margin"),)
     decides = ("train.micro_batch", "model.recompute.layers")
-    commands = (
-        ("plan", "llmtrain.features.plan.command",
-         "rehearse a run here: its memory on each kind of rank, and whether it fits"),
-    )  # fmt: skip
+    commands = (("plan", "llmtrain.features.plan.command", "rehearse a run: its memory, and if it fits"),)
 
     def asked(self, config: RunConfig) -> bool:
         return config.section(PlanConfig).memory_margin is not None or bool(autos(config))

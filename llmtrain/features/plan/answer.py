@@ -75,12 +75,12 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         kinds = []
         for kind in self.kinds:
-            flops = sum(each.flops * count for each, count in kind.rehearsed.step.items() if isinstance(each, Operator))
+            flops = sum(op.flops * count for op, count in kind.rehearsed.step.items() if isinstance(op, Operator))
             everywhere, elsewhere = sent(kind.rehearsed.step, self.machines.slots)
             step = {"flops": flops, "sent": everywhere, "sent_to_other_hosts": elsewhere}
             kinds.append(vars(kind) | {"rehearsed": vars(kind.rehearsed) | {"step": step}})
         more = {"kinds": kinds, "machines": vars(self.machines), "time": self.time and vars(self.time)}
-        others = [vars(each) for each in self.others]
+        others = [vars(other) for other in self.others]
         return vars(self) | more | {"fits": self.fits, "peak": self.fullest.peak, "other": others}
 
     def text(self) -> str:
@@ -88,14 +88,16 @@ class Plan:
         width = max(len(kind.name) for kind in self.kinds)
         for kind in self.kinds:
             when = _PHASES.get(kind.rehearsed.at, kind.rehearsed.at)
-            lines.append(f"{kind.name:<{width}}  {counted(kind.ranks, 'rank'):>9}  peak {size(kind.peak):>10}  {when}; "
-                         f"{size(kind.rehearsed.kept)} between steps")  # fmt: skip
+            lines.append(
+                f"{kind.name:<{width}}  {counted(kind.ranks, 'rank'):>9}  peak {size(kind.peak):>10}  {when}; "
+                f"{size(kind.rehearsed.kept)} between steps"
+            )
         lines += ["", f"the peak of {self.fullest.name}, {size(self.fullest.peak)}:"]
         lines += bars(dict(sorted(self.parts().items(), key=lambda part: -part[1])), size)
         unmeasured = " (estimates, not measured on a GPU)" if self.machines.on_gpu else ""
         lines += ["", f"a rank takes more than tensors{unmeasured}:"]
-        lines += lines_of([(f"  {each.what}", f"{size(each.low)} to {size(each.high)}", f"({each.source})")
-                           for each in self.others])  # fmt: skip
+        cells = [(f"  {o.what}", f"{size(o.low)} to {size(o.high)}", f"({o.source})") for o in self.others]
+        lines += lines_of(cells)
         lines += ["", *self._verdict(), *self._on_host(), f"disk: {size(self.checkpoint)} for each checkpoint"]
         lines += ["", *self.time.text(), ""] if self.time else []
         lines.append(
@@ -105,11 +107,11 @@ class Plan:
 
     def parts(self) -> dict[str, int]:
         parts, few = self.fullest.rehearsed.parts, self.fullest.peak // 200
-        parts = {label: held for label, held in parts.items() if self.on_device(label)}
-        rest = sum(held for held in parts.values() if held < few)
-        parts = {label: held for label, held in parts.items() if held >= few}
+        parts = {label: bytes_ for label, bytes_ in parts.items() if self.on_device(label)}
+        rest = sum(bytes_ for bytes_ in parts.values() if bytes_ < few)
+        parts = {label: bytes_ for label, bytes_ in parts.items() if bytes_ >= few}
         more = {"gathered ahead (CUDA)": self.fullest.rehearsed.ahead, "other": rest}
-        return parts | {label: held for label, held in more.items() if held >= few}
+        return parts | {label: bytes_ for label, bytes_ in more.items() if bytes_ >= few}
 
     def on_device(self, label: str) -> bool:
         return not (self.machines.on_gpu and label.endswith(HOST))
@@ -127,9 +129,9 @@ class Plan:
         if memory is None and not self.machines.on_gpu:
             return []
         if memory is None:
-            said = {name: self.machines.room(self.fullest.peak, mib * MIB) for name, mib in DEVICES.items()}
-            fitting = ", ".join(name for name, (least, _) in said.items() if least >= 0)
-            maybe = ", ".join(name for name, (least, most) in said.items() if least < 0 <= most)
+            rooms = {name: self.machines.room(self.fullest.peak, mib * MIB) for name, mib in DEVICES.items()}
+            fitting = ", ".join(name for name, (least, _) in rooms.items() if least >= 0)
+            maybe = ", ".join(name for name, (least, most) in rooms.items() if least < 0 <= most)
             perhaps = f"; perhaps {maybe}" if maybe else ""
             return [f"fits {fitting or 'none of the devices that are known here'}{perhaps} (--device asks about one)"]
         least, most = self.machines.room(self.fullest.peak, memory)
@@ -151,7 +153,7 @@ class Plan:
         figure = Figure(figsize=(9, 3 + 0.35 * len(self.kinds)), layout="constrained")
         peaks, step = figure.subplots(2, 1, height_ratios=[1 + len(self.kinds), 4])
         names, left = [kind.name for kind in self.kinds], [0.0] * len(self.kinds)
-        peaks.set_prop_cycle(color=[colormaps["tab20"](each) for each in (*range(0, 20, 2), *range(1, 20, 2))])
+        peaks.set_prop_cycle(color=[colormaps["tab20"](color) for color in (*range(0, 20, 2), *range(1, 20, 2))])
         for label in dict.fromkeys(label for kind in self.kinds for label in kind.rehearsed.parts):
             if self.on_device(label):
                 wide = [kind.rehearsed.parts.get(label, 0) / 2**30 for kind in self.kinds]
@@ -161,7 +163,7 @@ class Plan:
         peaks.set_xlabel("GiB at the peak")
         figure.legend(fontsize=7, loc="outside right upper")
         for kind in self.kinds:
-            step.plot([held / 2**30 for _, held in kind.rehearsed.curve], label=kind.name, linewidth=1)
+            step.plot([bytes_ / 2**30 for _, bytes_ in kind.rehearsed.curve], label=kind.name, linewidth=1)
         if self.machines.memory is not None:
             for line in (peaks.axvline, step.axhline):
                 line(self.machines.memory / 2**30, color="black", linestyle=":")

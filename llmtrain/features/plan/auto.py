@@ -39,7 +39,7 @@ def decided(run: Run, ranks: Ranks) -> Run:
     on_gpu = ranks.device.type == "cuda"
     if not autos(run.config):
         return run
-    least, free = (min(ranks.gather(held)) for held in (memory_of(ranks.device), free_bytes(ranks.device)))
+    least, free = (min(ranks.gather(memory)) for memory in (memory_of(ranks.device), free_bytes(ranks.device)))
     planned = ranks.first(lambda: stored(run, on_gpu=on_gpu))
     # A driver takes up to 2 % of the memory that a device's name promises.
     if planned is not None and planned.chosen and planned.memory and least >= 0.98 * planned.memory:
@@ -85,21 +85,21 @@ def _rehearsed(run: Run, free: int, ranks: Ranks) -> tuple[dict[str, Any], str]:
             child = Child(of_module("llmtrain", "plan", str(file), *words, "--json"), preexec_fn=ending_with_parent())
             stack.callback(child.close)
         answer = ranks.at_length(lambda: None if child is None else _answer(child))
-    found = ranks.first(lambda: answer)
-    if isinstance(found, dict):
-        return found["chosen"], f"for {size(free)}: {size(found['peak'])} of tensors on the fullest rank"
+    answer_here = ranks.first(lambda: answer)
+    if isinstance(answer_here, dict):
+        return answer_here["chosen"], f"for {size(free)}: {size(answer_here['peak'])} of tensors on the fullest rank"
     command = shlex.join(["llmtrain", "plan", "RUN.yaml", *words])
     least = {"micro_batch": 1, "recompute": {"layers": "all", "keep": config.model.recompute.keep}}
-    return least, f"the choice that takes least memory: {found}; `{command}` decides it before a start"
+    return least, f"the choice that takes least memory: {answer_here}; `{command}` decides it before a start"
 
 
 def _answer(child: Child) -> dict[str, Any] | str:
     """Wait for the plan, or return a reason against it."""
-    until_s, found = time.monotonic() + LIMIT_S, list[dict[str, Any]]()
+    until_s, answers = time.monotonic() + LIMIT_S, list[dict[str, Any]]()
     while not child.is_closed and time.monotonic() < until_s:
         time.sleep(0.1)
-        found += child.received()
-    if found:
-        return found[0]
+        answers += child.received()
+    if answers:
+        return answers[0]
     child.close()
     return f"the rehearsal ended with exit code {child.code}" if child.is_closed else f"no plan after {LIMIT_S:.0f} s"

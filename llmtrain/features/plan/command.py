@@ -46,13 +46,17 @@ def main(argv: list[str]) -> int:
         disk=None if args.disk is None else parse_size("--disk", args.disk),
     )
     where = f"{units.counted(hosts, 'host')} of {units.counted(slots, 'rank')}{source}"
-    for flag, given, with_fit in (("--out", args.out, True), ("--png", args.png, False),
-                                  ("--imbalance", args.imbalance if args.imbalance != 1 else None, False)):  # fmt: skip
-        if given is not None and bool(args.fit) is not with_fit:
-            raise stop(flag, given, f"says nothing {'with' if args.fit else 'without'} --fit",
-                       f"remove {flag}, or {'--fit' if args.fit else 'add --fit'}", COMMAND_LINE)  # fmt: skip
-        if flag != "--imbalance" and given is not None and not Path(given).absolute().parent.is_dir():
-            raise stop(flag, given, "is in no folder", "name a file in a folder that exists", COMMAND_LINE)
+    imbalance = args.imbalance if args.imbalance != 1 else None
+    for flag, value, with_fit in (
+        ("--out", args.out, True),
+        ("--png", args.png, False),
+        ("--imbalance", imbalance, False),
+    ):
+        if value is not None and bool(args.fit) is not with_fit:
+            remedy = f"remove {flag}, or {'--fit' if args.fit else 'add --fit'}"
+            raise stop(flag, value, f"has no effect {'with' if args.fit else 'without'} --fit", remedy, COMMAND_LINE)
+        if flag != "--imbalance" and value is not None and not Path(value).absolute().parent.is_dir():
+            raise stop(flag, value, "is in no folder", "name a file in a folder that exists", COMMAND_LINE)
     with ending_on_sigterm():
         run = resolved(words, machines.ranks)  # a mistake needs no torch
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -77,8 +81,9 @@ def _write(flag: str, path: str, content: bytes) -> None:
     try:
         replace_file(Path(path), content)
     except OSError as error:
-        raise stop(flag, path, f"cannot be written: {error.strerror}", "name a file in a folder that exists",
-                   COMMAND_LINE) from error  # fmt: skip
+        raise stop(
+            flag, path, f"cannot be written: {error.strerror}", "name a file in a folder that exists", COMMAND_LINE
+        ) from error
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -95,17 +100,20 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--slots", type=int, metavar="N", help="ranks of a host (default 1)")
     parser.add_argument("--device", metavar="NAME", help="cpu, or a GPU such as h100-80; default: any GPU")
     parser.add_argument("--memory", metavar="SIZE", help="memory of a device, such as 80GiB")
-    parser.add_argument("--begun", action="store_true",
-                        help="--memory is what a run finds free at its start, as auto takes it")  # fmt: skip
+    parser.add_argument(
+        "--begun", action="store_true", help="--memory is what a run finds free at its start, as auto takes it"
+    )
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of a host, such as 1TiB")
-    parser.add_argument("--link", metavar="NAME",
-                        help="network between hosts: ib400, eth100, 40Gbit, or a file of doctor's --json")  # fmt: skip
+    parser.add_argument(
+        "--link", metavar="NAME", help="network between hosts: ib400, eth100, 40Gbit, or a file of doctor's --json"
+    )
     parser.add_argument("--price", type=float, metavar="X", help="price of a device for an hour: what the run costs")
     parser.add_argument("--disk", metavar="SIZE", help="bytes that are written in a second, for saves that wait")
-    parser.add_argument("--imbalance", type=float, default=1.0, metavar="X",
-                        help="tokens of the fullest rank's experts over the mean (default 1)")  # fmt: skip
-    parser.add_argument("--fit", action="store_true",
-                        help="rehearse other mixes: the five fastest that fit, with the same global batch")  # fmt: skip
+    text = "tokens of the fullest rank's experts over the mean (default 1)"
+    parser.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=text)
+    parser.add_argument(
+        "--fit", action="store_true", help="rehearse other mixes: the five fastest that fit, with the same global batch"
+    )
     parser.add_argument("--out", metavar="FILE", help="with --fit: write the DeepSpeed JSON of the fastest")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--png", metavar="FILE", help="draw the ranks' memory, and its course over a step")
@@ -125,8 +133,8 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
         hosts = read_hostfile(args.hostfile)
         slots = {host.slots for host in hosts}
         if len(slots) > 1:
-            raise stop("--hostfile", args.hostfile, "its hosts must have the same number of slots",
-                       "give --hosts and --slots", COMMAND_LINE)  # fmt: skip
+            rule = "its hosts must have the same number of slots"
+            raise stop("--hostfile", args.hostfile, rule, "give --hosts and --slots", COMMAND_LINE)
         return len(hosts), slots.pop(), ""
     assumed = "" if args.hosts or args.slots else " (--hosts and --slots, or --hostfile, ask about more)"
     return args.hosts or 1, args.slots or 1, assumed
@@ -141,14 +149,15 @@ def _fit(run: Run, words: list[str], machines: Machines, args: argparse.Namespac
 
     speeds = speeds_for(run, machines)
     if speeds is None:
-        raise stop("--device", args.device, "has no speeds in the table of devices", "write --device h100-80",
-                   COMMAND_LINE)  # fmt: skip
-    found = fit(run, words, machines, speeds)
-    first = found.best[0]
+        raise stop(
+            "--device", args.device, "has no speeds in the table of devices", "write --device h100-80", COMMAND_LINE
+        )
+    fitted = fit(run, words, machines, speeds)
+    first = fitted.best[0]
     values = {"deepspeed": args.out or "FILE of --out", "train.global_batch": run.batch.global_batch}
     lines = [f"  {key}: {json.dumps(value)}" for key, value in (values | first.choice.values).items()]
-    text = "\n".join([*found.text(), "", "in the YAML of the first:", *lines])
-    print(json.dumps(found.as_json()) if args.json else text)
+    text = "\n".join([*fitted.text(), "", "in the YAML of the first:", *lines])
+    print(json.dumps(fitted.as_json()) if args.json else text)
     if args.out:
         made = first.choice.form.json(read_json(run.config.deepspeed))
         _write("--out", args.out, (json.dumps(made, indent=2) + "\n").encode())

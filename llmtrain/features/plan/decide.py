@@ -32,43 +32,43 @@ def decide(asked: Run, machines: Machines, rehearsed: Callable[[Run], Found]) ->
     room = math.inf if machines.memory is None else (1 - margin) * machines.memory
     tried: dict[tuple[int, RecomputeConfig], Found] = {}
 
-    def peak(count: int, again: RecomputeConfig) -> float:
-        if (count, again) not in tried:
-            tried[count, again] = rehearsed(with_chosen(asked, count, again))
-        return -machines.room(needs(tried[count, again].values()), 0)[0]  # what no tensor holds included, at most
+    def peak(count: int, recompute: RecomputeConfig) -> float:
+        if (count, recompute) not in tried:
+            tried[count, recompute] = rehearsed(with_chosen(asked, count, recompute))
+        return -machines.room(needs(tried[count, recompute].values()), 0)[0]  # what no tensor holds included, at most
 
-    counts, again = micro_batches(asked), asked.config.model.recompute
-    if again.layers == "auto":
+    counts, recompute = micro_batches(asked), asked.config.model.recompute
+    if recompute.layers == "auto":
         layers = ModelSpec.of(asked.config.model).facts.layers
-        again = fewest_layers(lambda given: peak(counts[0], given), layers, room, keeps(asked))
-        counts = counts if again.layers is None else counts[:1]
-    fitting = bisect_right(counts, room, key=lambda count: peak(count, again))
+        recompute = fewest_layers(lambda layers_again: peak(counts[0], layers_again), layers, room, keeps(asked))
+        counts = counts if recompute.layers is None else counts[:1]
+    fitting = bisect_right(counts, room, key=lambda count: peak(count, recompute))
     count = counts[max(0, fitting - 1)]
-    peak(count, again)
-    return with_chosen(asked, count, again), tried[count, again]
+    peak(count, recompute)
+    return with_chosen(asked, count, recompute), tried[count, recompute]
 
 
 def needs(ranks: Iterable[Rehearsed]) -> int:
     """Bytes of the fullest rank's device."""
-    return max(each.peak + each.ahead for each in ranks)
+    return max(rank.peak + rank.ahead for rank in ranks)
 
 
 def on_host(machines: Machines, ranks: Iterable[Rehearsed]) -> int:
     """Bytes of tensors in a host's memory: of its fullest ranks."""
-    return machines.slots * max(each.host if machines.on_gpu else each.peak for each in ranks)
+    return machines.slots * max(rank.host if machines.on_gpu else rank.peak for rank in ranks)
 
 
 def micro_batches(asked: Run) -> list[int]:
     """Micro-batches that divide each stage's batch and that no rule refuses; the first is 1."""
     if asked.config.train.micro_batch != "auto":
         return [asked.batch.micro_batch]
-    sequences, found = asked.batch.accumulation, []
+    sequences, counts = asked.batch.accumulation, []
     for count in range(1, sequences + 1):
         if sequences % count == 0:
             with contextlib.suppress(ConfigError):
                 with_chosen(asked, count, RecomputeConfig())
-                found.append(count)
-    return found
+                counts.append(count)
+    return counts
 
 
 def keeps(run: Run) -> tuple[Keep, ...]:
@@ -80,7 +80,7 @@ def keeps(run: Run) -> tuple[Keep, ...]:
     return ("attention", None) if model.attention in ("auto", "sdpa", "varlen") else (None,)
 
 
-def fewest_layers(peak: Peak, layers: int, room: float, kept: tuple[Keep, ...]) -> RecomputeConfig:
+def fewest_layers(peak: Peak, layers: int, room: float, keeps_: tuple[Keep, ...]) -> RecomputeConfig:
     """Return the fewest of `layers` whose recomputation lets the peak fit into `room` bytes. `kept`: choices for kept
     results; if none fits, the last one is used with all layers.
 
@@ -89,8 +89,8 @@ def fewest_layers(peak: Peak, layers: int, room: float, kept: tuple[Keep, ...]) 
     plain = peak(RecomputeConfig())
     if plain <= room:
         return RecomputeConfig()
-    for keep in kept:
+    for keep in keeps_:
         every = peak(RecomputeConfig(layers="all", keep=keep))
         if every <= room:
             return RecomputeConfig(layers=math.ceil(layers * (plain - room) / (plain - every)), keep=keep)
-    return RecomputeConfig(layers="all", keep=kept[-1])
+    return RecomputeConfig(layers="all", keep=keeps_[-1])

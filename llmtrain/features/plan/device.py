@@ -64,8 +64,9 @@ class Machines:
         """Further memory of a rank's device: estimates from the sources named. Those of a GPU have not been measured.
         `peak`: bytes of tensors."""
         if not self.on_gpu:
-            process = Held("the process before the run", 160 * MIB, 300 * MIB,
-                           "Python, torch, DeepSpeed and transformers")  # fmt: skip
+            process = Held(
+                "the process before the run", 160 * MIB, 300 * MIB, "Python, torch, DeepSpeed and transformers"
+            )
             return [
                 *([] if self.begun else [process]),
                 # It keeps them between long-lived tensors (docs/developers/benchmarks.md).
@@ -87,7 +88,7 @@ class Machines:
     def room(self, peak: int, memory: int) -> tuple[int, int]:
         """Bytes that are left of a device's memory: at least, at most. Negative: they are missing."""
         left, others = memory - peak, self.others(peak)
-        return left - sum(each.high for each in others), left - sum(each.low for each in others)
+        return left - sum(held.high for held in others), left - sum(held.low for held in others)
 
 
 def memory_of(device: str | None, memory: str | None) -> int | None:
@@ -105,13 +106,13 @@ def memory_of(device: str | None, memory: str | None) -> int | None:
 def parse_size(key: str, text: str) -> int:
     """Bytes of a text such as 80GiB or 1.5TB. Raises ConfigError."""
     units = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text.lower())
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text.lower())
+    if match is None or float(match[1]) == 0:
         raise stop(key, text, "is not a size", f"write {key} 80GiB", COMMAND_LINE)
-    if not found[2] and float(found[1]) < 1 << 20:
-        raise stop(key, text, "is a number of bytes without a unit", f"write {key} {found[1]}GiB", COMMAND_LINE)
-    power = units[found[2]] if found[2] else 0
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if not match[2] and float(match[1]) < 1 << 20:
+        raise stop(key, text, "is a number of bytes without a unit", f"write {key} {match[1]}GiB", COMMAND_LINE)
+    power = units[match[2]] if match[2] else 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def on_gpu(config: RunConfig) -> RunConfig:

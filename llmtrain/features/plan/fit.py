@@ -90,8 +90,8 @@ class Choice:
     def values(self) -> dict[str, Any]:
         """Keys of the run's YAML."""
         tiled = {} if self.tile is None else {"model.mlp_tile_tokens": self.tile}
-        return {"train.micro_batch": self.micro_batch, "train.accumulation": None,
-                "model.recompute.layers": self.recomputed, **tiled}  # fmt: skip
+        batch = {"train.micro_batch": self.micro_batch, "train.accumulation": None}
+        return {**batch, "model.recompute.layers": self.recomputed, **tiled}
 
     @property
     def again(self) -> str:
@@ -120,17 +120,18 @@ class Fit:
     """Choices that were rehearsed as they are."""
 
     def as_json(self) -> dict[str, Any]:
-        best = [{**asdict(each), "mix": str(each.choice.form)} for each in self.best]
+        best = [{**asdict(fitted), "mix": str(fitted.choice.form)} for fitted in self.best]
         return {"best": best, "counted": self.counted, "rehearsed": self.rehearsed}
 
     def text(self) -> list[str]:
         rows = [("", "mix", "micro-batch", "recomputed", "peak", "left", "step", "tokens/s")]
-        for number, each in enumerate(self.best, 1):
-            rows.append((str(number), str(each.choice.form), f"{each.choice.micro_batch} x {each.accumulation}",
-                         each.choice.again, size(each.peak), size(each.left),
-                         f"{each.time.seconds:.3g} s", count(each.time.tokens_per_s)))  # fmt: skip
-        told = f"{self.counted} choices counted, {self.rehearsed} rehearsed completely; each of these fits"
-        return [*lines_of(rows), "", told, *(f"  assumed: {note}" for note in self.best[0].time.assumed)]
+        for number, fitted in enumerate(self.best, 1):
+            choice, time = fitted.choice, fitted.time
+            way = (str(number), str(choice.form), f"{choice.micro_batch} x {fitted.accumulation}", choice.again)
+            speed = (f"{time.seconds:.3g} s", count(time.tokens_per_s))
+            rows.append((*way, size(fitted.peak), size(fitted.left), *speed))
+        searched = f"{self.counted} choices counted, {self.rehearsed} rehearsed completely; each of these fits"
+        return [*lines_of(rows), "", searched, *(f"  assumed: {note}" for note in self.best[0].time.assumed)]
 
 
 class _Point(NamedTuple):
@@ -170,20 +171,21 @@ class Fitter:
     def fit(self) -> Fit:
         """Raises UserError: nothing fits."""
         legal, forms = list(self._legal()), list[Form]()
-        for some in ([each for each in legal if not each.offload], [each for each in legal if each.offload]):
+        for group in ([form for form in legal if not form.offload], [form for form in legal if form.offload]):
             if len(forms) < 2:  # offload is slow: for what fits in no other form
-                least = [[Choice(form, 1, *again) for again in self._again[1:]] for form in some]
+                least = [[Choice(form, 1, *recomputed) for recomputed in self._again[1:]] for form in group]
                 self._estimate(choice for choices in least for choice in choices)
-                known = {each[0].form: [self._point(choice) for choice in each] for each in least}
-                fitting = [form for form in some if any(self._left(point.peak) >= 0 for point in known[form])]
-                forms += sorted(fitting, key=lambda form: known[form][0].floor)
+                points = {choices[0].form: [self._point(choice) for choice in choices] for choices in least}
+                fitting = [form for form in group if any(self._left(point.peak) >= 0 for point in points[form])]
+                forms += sorted(fitting, key=lambda form: points[form][0].floor)
         del forms[_EXPLORED:]
-        estimated = [Choice(form, rows, *again) for form in forms for rows in self._rows(form)
-                     for again in (*self._again, (self._facts.layers // (2 * form.pipeline), None))
-                     if again[0] != 0]  # fmt: skip
-        self._estimate(each for each in estimated if each.micro_batch <= 2 and not isinstance(each.recomputed, int))
-        likely = [each for each in estimated if self._left(_CLOSE * self._point(each).peak) >= 0]
-        likely.sort(key=lambda each: self._point(each).seconds)
+        estimated = []
+        for form in forms:
+            ways = [way for way in (*self._again, (self._facts.layers // (2 * form.pipeline), None)) if way[0] != 0]
+            estimated += [Choice(form, rows, *way) for rows in self._rows(form) for way in ways]
+        self._estimate(c for c in estimated if c.micro_batch <= 2 and not isinstance(c.recomputed, int))
+        likely = [choice for choice in estimated if self._left(_CLOSE * self._point(choice).peak) >= 0]
+        likely.sort(key=lambda choice: self._point(choice).seconds)
         best: list[Fitted] = []
         tried = 0
         while len(best) < BEST and tried < len(likely) and (tried < _TRIED or not best):
@@ -191,19 +193,21 @@ class Fitter:
             tried += len(chosen)
             best += self._complete(chosen)
         if not best:
-            raise UserError(f"--memory {size(self._memory)}: no form of the run fits, of {len(legal)} legal ones. Give "
-                            "more --slots or --hosts, or a larger device")  # fmt: skip
-        best.sort(key=lambda each: each.time.seconds)
+            raise UserError(
+                f"--memory {size(self._memory)}: no form of the run fits, of {len(legal)} legal ones. Give "
+                "more --slots or --hosts, or a larger device"
+            )
+        best.sort(key=lambda fitted: fitted.time.seconds)
         return Fit(best=best, counted=len(legal) + len(estimated), rehearsed=tried)
 
     def _legal(self) -> Iterator[Form]:
         """Forms that the configuration takes and whose states fit."""
         machines = self._machines
-        experts = next((each for key in _EXPERTS if (each := getattr(self._config, key, None))), 1)
+        experts = next((number for key in _EXPERTS if (number := getattr(self._config, key, None))), 1)
         powers = [1 << power for power in range(10)]
-        within = [each for each in powers if machines.slots % each == 0]
-        between = [each for each in powers if machines.hosts % each == 0]
-        among = [each for each in within if experts % each == 0]
+        within = [degree for degree in powers if machines.slots % degree == 0]
+        between = [degree for degree in powers if machines.hosts % degree == 0]
+        among = [degree for degree in within if experts % degree == 0]
         offloads = [(), ("optimizer",), ("optimizer", "param")]
         for form in starmap(Form, product(range(4), within, between, within if self._long else [1], among, offloads)):
             shares = form.tensor * form.pipeline
@@ -232,14 +236,14 @@ class Fitter:
     def _depths(self, form: Form) -> tuple[int, int]:
         """Depths for two shallow models: complete periods of unlike layers, as many for each stage."""
         types = getattr(self._config.get_text_config(), "layer_types", None) or [None]
-        period = next(each for each in range(1, len(types) + 1) if types == (types[:each] * len(types))[: len(types)])
+        period = next(size for size in range(1, len(types) + 1) if types == (types[:size] * len(types))[: len(types)])
         depth = max(2, period * form.pipeline)
         return min(depth, self._facts.layers), min(2 * depth, self._facts.layers)
 
     def _estimate(self, choices: Iterable[Choice]) -> None:
         """Rehearse shallow models."""
         wanted = [(choice, depth) for choice in choices for depth in self._depths(choice.form)]
-        for key, run, ranks in self._rehearse(each for each in wanted if each not in self._points):
+        for key, run, ranks in self._rehearse(key for key in wanted if key not in self._points):
             time = step_time(run, self._machines, self._speeds, ranks)
             floor = time.seconds - time.parts.get("recomputing", 0.0)
             self._points[key] = _Point(peak=needs(ranks.values()), seconds=time.seconds, floor=floor)
@@ -259,26 +263,26 @@ class Fitter:
                 examined, runs[key] = prepared(run, on_gpu=on_gpu), run
                 jobs += [(examined, rank) for rank in kinds(run.mix.degrees)]
                 owners += [key] * len(kinds(run.mix.degrees))
-        found: dict[Any, dict[int, Rehearsed]] = {key: {} for key in owners}
+        of_key: dict[Any, dict[int, Rehearsed]] = {key: {} for key in owners}
         for number, rehearsed in rehearse_each(jobs, self._machines.slots, on_gpu=on_gpu):
             if isinstance(rehearsed, Rehearsed):
-                found[owners[number]][rehearsed.rank] = rehearsed
-        for key, ranks in found.items():
+                of_key[owners[number]][rehearsed.rank] = rehearsed
+        for key, ranks in of_key.items():
             if len(ranks) == len(kinds(runs[key].mix.degrees)):
                 yield key, runs[key], ranks
 
     def _shallow(self, run: Run, layers: int) -> Run:
         config, model = self._config, run.config.model
         key = (getattr(config, "attribute_map", None) or {}).get("num_hidden_layers", "num_hidden_layers")
-        given = model.config
-        if not isinstance(given, dict):
-            path = model.folder or Path(str(model.pretrained or given))
-            given = untrusted.loads((path / "config.json" if path.is_dir() else path).read_bytes(), infinite=True)
-        fields = {**given, key: layers}
+        fields_ = model.config
+        if not isinstance(fields_, dict):
+            path = model.folder or Path(str(model.pretrained or fields_))
+            fields_ = untrusted.loads((path / "config.json" if path.is_dir() else path).read_bytes(), infinite=True)
+        fields = {**fields_, key: layers}
         if isinstance(fields.get("layer_types"), list):
             fields["layer_types"] = fields["layer_types"][:layers]
-        again = model.recompute if model.recompute.layers in (None, "all") else replace(model.recompute, layers="all")
-        model = replace(model, config=fields, pretrained=None, recompute=again)
+        everything = model.recompute if model.recompute.layers is None else replace(model.recompute, layers="all")
+        model = replace(model, config=fields, pretrained=None, recompute=everything)
         return replace(run, config=replace(run.config, model=model))
 
     def _point(self, choice: Choice) -> _Point:
@@ -288,12 +292,12 @@ class Fitter:
             share = choice.recomputed * form.pipeline / self._facts.layers
             none, everything = (self._point(replace(choice, recomputed=layers)) for layers in (None, "all"))
             refused = math.inf in (none.peak, everything.peak)
-            return max(none, everything, key=lambda each: each.peak) if refused else none.between(everything, share)
+            return max(none, everything, key=lambda point: point.peak) if refused else none.between(everything, share)
         nothing = _Point(peak=math.inf, seconds=math.inf, floor=math.inf)
         shallow, deep = self._depths(form)
         few, many = (
-            [self._points.get((replace(choice, micro_batch=each), depth), nothing) for depth in (shallow, deep)]
-            for each in (1, min(2, rows))
+            [self._points.get((replace(choice, micro_batch=micro_batch), depth), nothing) for depth in (shallow, deep)]
+            for micro_batch in (1, min(2, rows))
         )
         if nothing in (*few, *many):
             return nothing

@@ -156,10 +156,10 @@ class Ledger(OperatorMode):
 
     def watch(self, module: nn.Module) -> Iterator[Any]:
         """Name activations by a model's modules, and gradients by their parameters. Yields the handles of the hooks."""
-        kinds = {each: _kind(name) for name, each in module.named_modules()}
+        kinds = {submodule: _kind(name) for name, submodule in module.named_modules()}
 
-        def begin(each: nn.Module, _: Any) -> None:
-            self._running.append(kinds.get(each, "other layers"))
+        def begin(submodule: nn.Module, _: Any) -> None:
+            self._running.append(kinds.get(submodule, "other layers"))
 
         def end(*_: Any) -> None:
             self._running.pop()
@@ -178,11 +178,11 @@ class Ledger(OperatorMode):
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage_of(tensor), storage.nbytes()
-        held = self._held.get(key)
-        if held is not None and held[0]() is not None:
-            if held[2] != size:
-                self._change(held[1], size - held[2])
-                self._held[key] = (held[0], held[1], size)
+        entry = self._held.get(key)
+        if entry is not None and entry[0]() is not None:
+            if entry[2] != size:
+                self._change(entry[1], size - entry[2])
+                self._held[key] = (entry[0], entry[1], size)
             return
         self._add(tensor, self._label() if size > _SMALL else "small tensors")
 
@@ -197,13 +197,13 @@ class Ledger(OperatorMode):
         self._change(label, -size)
 
     def _mark(self, tensor: Tensor, label: str) -> None:
-        held = self._held.get(storage_of(tensor))
-        if held is None:  # made outside
+        entry = self._held.get(storage_of(tensor))
+        if entry is None:  # made outside
             self._add(tensor, label)
-        elif held[1] != label:
-            self._held[storage_of(tensor)] = (held[0], label, held[2])
-            self._change(held[1], -held[2])
-            self._change(label, held[2])
+        elif entry[1] != label:
+            self._held[storage_of(tensor)] = (entry[0], label, entry[2])
+            self._change(entry[1], -entry[2])
+            self._change(label, entry[2])
 
     def _change(self, label: str, size: int) -> None:
         self.bytes[label] += size
@@ -263,6 +263,6 @@ def _kind(name: str) -> str:
 
 def have_values(args: Sequence[Any]) -> bool:
     """True if all tensors have elements: a batch, and the results that operators make from a batch alone."""
-    each = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    tensors = [item for item in each if isinstance(item, Tensor)]
+    items = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    tensors = [item for item in items if isinstance(item, Tensor)]
     return bool(tensors) and not any(map(is_without_memory, tensors))

@@ -39,7 +39,7 @@ def make_plan(asked: Run, words: list[str], machines: Machines, imbalance: float
     degrees, chosen = asked.mix.degrees, kinds(asked.mix.degrees)
     run, ranks = decide(asked, machines, lambda run: rehearsed(run, chosen))
     alike = degrees.world_size // degrees.pipeline
-    micro_batch, again = run.batch.micro_batch, run.config.model.recompute
+    micro_batch, recompute = run.batch.micro_batch, run.config.model.recompute
     plan = Plan(
         title=f"{title}: {_summary(run)}",
         machines=machines,
@@ -54,7 +54,7 @@ def make_plan(asked: Run, words: list[str], machines: Machines, imbalance: float
         checkpoint=sum(ranks[rank].saved * stages for rank, stages in chosen.items()) * alike,
         seconds=sum(rank.cpu_s for rank in ranks.values()),
         time=None if speeds is None else step_time(run, machines, speeds, ranks),
-        chosen={"micro_batch": micro_batch, "recompute": asdict(again)} if autos(asked.config) else None,
+        chosen={"micro_batch": micro_batch, "recompute": asdict(recompute)} if autos(asked.config) else None,
     )
     if machines.memory is not None and machines.room(plan.fullest.peak, machines.memory)[0] < 0:
         fullest = plan.fullest.rehearsed.rank
@@ -62,7 +62,7 @@ def make_plan(asked: Run, words: list[str], machines: Machines, imbalance: float
             for change, more_words in changes(run, folder):
                 try:
                     with contextlib.suppress(UserError):  # the change goes with another value of the run
-                        other = with_chosen(resolved([*words, *more_words], machines.ranks), micro_batch, again)
+                        other = with_chosen(resolved([*words, *more_words], machines.ranks), micro_batch, recompute)
                         plan.changes[change] = needs(rehearsed(other, [fullest]).values())
                 except RuntimeError as error:  # a bug there takes nothing from the answer
                     log.warn(f"{change} could not be rehearsed: {str(error).splitlines()[-1]}")
@@ -82,7 +82,7 @@ def keep(plan: Plan, run: Run) -> None:
         more_at_least=sum(other.low for other in others),
         more_at_most=sum(other.high for other in others),
         phases={
-            phase: {label: held for label, held in parts.items() if plan.on_device(label)}
+            phase: {label: bytes_ for label, bytes_ in parts.items() if plan.on_device(label)}
             for phase, parts in plan.fullest.rehearsed.phases.items()
         },
         changes=plan.changes,

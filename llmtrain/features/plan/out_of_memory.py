@@ -22,9 +22,9 @@ def explain(error: Exception, run: Run, device: torch.device) -> str:
     planned = stored(run, on_gpu=on_gpu)
     if on_gpu:
         free, _ = torch.cuda.mem_get_info(device)
-        held, kept = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        alive = f"{size(held)} of tensors and {size(kept - held)} of unused blocks; {size(free)} of {total} are free"
-        others = memory_of(device) - free - kept
+        used, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        alive = f"{size(used)} of tensors, {size(reserved - used)} of unused blocks; {size(free)} of {total} are free"
+        others = memory_of(device) - free - reserved
         alive += f", and {size(others)} belong to CUDA, NCCL and other processes"
         most = torch.cuda.max_memory_allocated(device)
     else:

@@ -62,17 +62,17 @@ class Planned:
 
     def told(self, phase: str) -> str:
         """The plan's words about this phase."""
-        stays, here = Counter(self.phases.get("data")), Counter(self.phases.get(phase))
+        stays, now = Counter(self.phases.get("data")), Counter(self.phases.get(phase))
         contents = [
-            f"{size(held.total())} {what} ({', '.join(f'{label} {size(part)}' for label, part in held.most_common(4))})"
-            for what, held in (("stay between steps", stays), ("come in this phase", here - stays))
-            if held
+            f"{size(part.total())} {what} ({', '.join(f'{label} {size(n)}' for label, n in part.most_common(4))})"
+            for what, part in (("stay between steps", stays), ("come in this phase", now - stays))
+            if part
         ]
         return f"The plan was {self.text()}: {', '.join(contents)}. {self.remedy}."
 
     def expected(self) -> Expected:
-        return Expected(tensors=self.of_rank_0, sent_to_other_hosts=self.sent_to_other_hosts, step_s=self.step_s,
-                        memory={phase: self.told(phase) for phase in self.phases})  # fmt: skip
+        memory, sent = {phase: self.told(phase) for phase in self.phases}, self.sent_to_other_hosts
+        return Expected(tensors=self.of_rank_0, sent_to_other_hosts=sent, step_s=self.step_s, memory=memory)
 
 
 def store(run: Run, planned: Planned, *, on_gpu: bool) -> None:
@@ -133,7 +133,7 @@ def _path(run: Run, on_gpu: bool) -> Path:
     decides |= {"json": run.deepspeed, "degrees": asdict(run.mix.degrees), "gpu": on_gpu}
     decides |= {"pipeline": run.pipeline_partition, "experts": run.expert_parallel}
     decides |= {"eval": run.config.train.eval, "versions": versions(), "model files": _model_files(run)}
-    batches = [(each.batch, each.data.isolate_documents) for each in run.stages]
+    batches = [(stage.batch, stage.data.isolate_documents) for stage in run.stages]
     decides["batches"] = [(b.micro_batch, b.accumulation, b.sequence_length, apart) for b, apart in batches]
     key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return cache_folder() / "plans" / f"{key}.json"
@@ -142,8 +142,8 @@ def _path(run: Run, on_gpu: bool) -> Path:
 def _model_files(run: Run) -> list[str]:
     """Contents of the files that name the sizes of the run's models: a folder may get another model."""
     objective = run.config.objective
-    given = [run.config.model.pretrained, run.config.model.config, objective.teacher]
-    paths = [Path(each) for each in given if isinstance(each, str)]
+    names = [run.config.model.pretrained, run.config.model.config, objective.teacher]
+    paths = [Path(name) for name in names if isinstance(name, str)]
     files = [path / "config.json" if path.is_dir() else path for path in paths]
     return [file.read_text(errors="replace") for file in files if file.is_file()]
 

@@ -119,8 +119,10 @@ class _FullAnswers(Answers):
 
 def prepared(run: Run, *, on_gpu: bool) -> Examined:
     """The run's largest stage over full rows. Raises UserError: the model cannot be built, or not in this form."""
-    largest = max(run.stages, key=lambda stage: (stage.batch.micro_batch * stage.batch.sequence_length,
-                                                      stage.batch.sequence_length))  # fmt: skip
+    largest = max(
+        run.stages,
+        key=lambda stage: (stage.batch.micro_batch * stage.batch.sequence_length, stage.batch.sequence_length),
+    )
     config = choices_on_gpu(run.config) if on_gpu else run.config
     config = replace(config, model=replace(config.model, compile_layers=False))  # eager layers keep more
     data = replace(largest.data, isolate_documents=config.data.isolate_documents)
@@ -149,10 +151,10 @@ def rehearse(
     examined: Examined, ranks: Sequence[int], slots: int, *, imbalance: float = 1.0, on_gpu: bool = False
 ) -> Iterator[Rehearsed]:
     """Rehearse these ranks. Yields each when it is done. Raises UserError of a rank; see `rehearse_each`."""
-    for _, found in rehearse_each([(examined, rank) for rank in ranks], slots, imbalance=imbalance, on_gpu=on_gpu):
-        if isinstance(found, UserError):
-            raise found
-        yield found
+    for _, answer in rehearse_each([(examined, rank) for rank in ranks], slots, imbalance=imbalance, on_gpu=on_gpu):
+        if isinstance(answer, UserError):
+            raise answer
+        yield answer
 
 
 def rehearse_each(
@@ -169,23 +171,23 @@ def rehearse_each(
         while waiting or running:
             while waiting and len(running) < _AT_ONCE:
                 number, (examined, rank) = waiting.pop(0)
-                ours, theirs = fork.Pipe(duplex=False)
-                args = (theirs, examined, rank, slots, imbalance, on_gpu)
+                receiving, sending = fork.Pipe(duplex=False)
+                args = (sending, examined, rank, slots, imbalance, on_gpu)
                 child = fork.Process(target=_in_child, args=args, daemon=True)
                 child.start()
-                theirs.close()
-                running[ours] = number, child
+                sending.close()
+                running[receiving] = number, child
             for pipe in wait(list(running)):
                 assert isinstance(pipe, Connection)
                 number, child = running.pop(pipe)
                 try:
-                    found = pipe.recv()
+                    answer = pipe.recv()
                 except EOFError:
                     child.join()
-                    found = f"its process ended with exit code {child.exitcode}"
-                if isinstance(found, str):
-                    raise RuntimeError(found)
-                yield number, found
+                    answer = f"its process ended with exit code {child.exitcode}"
+                if isinstance(answer, str):
+                    raise RuntimeError(answer)
+                yield number, answer
     finally:
         for _, child in running.values():
             child.kill()
@@ -205,9 +207,11 @@ def _in_child(pipe: Connection, examined: Examined, rank: int, slots: int, imbal
             ledger, step, saved = walk(examined, ranks, on_gpu=on_gpu)
         except Exception as error:
             if needs_values(error):
-                error = ModelError(f"the model cannot be planned: {error} decides shapes by values, such as a loop "
-                                   "over experts whose widths are no multiples of 16 bytes. Measure it in a short "
-                                   "run")  # fmt: skip
+                error = ModelError(
+                    f"the model cannot be planned: {error} decides shapes by values, such as a loop "
+                    "over experts whose widths are no multiples of 16 bytes. Measure it in a short "
+                    "run"
+                )
             pipe.send(UserError(str(error)) if isinstance(error, UserError) else traceback.format_exc())
             raise SystemExit(1) from None
     pipe.send(
@@ -215,7 +219,7 @@ def _in_child(pipe: Connection, examined: Examined, rank: int, slots: int, imbal
             rank=rank,
             peak=ledger.most,
             at=ledger.at,
-            phases={phase: dict(+Counter(held)) for phase, (_, held) in ledger.peaks.items()},
+            phases={phase: dict(+Counter(bytes_)) for phase, (_, bytes_) in ledger.peaks.items()},
             ahead=_ahead(run, spec) if on_gpu else 0,
             kept=ledger.kept,
             highest=dict(+ledger.highest),
@@ -286,7 +290,7 @@ def walk(
             heart.phase("evaluate")
             micros = batch.micro_batches[:_EVALUATED]
             # The parameters themselves take no more than the values of a part.
-            for in_place in [each for part in parts for each in part.variants().values()] or [contextlib.nullcontext]:
+            for in_place in [swap for part in parts for swap in part.variants().values()] or [contextlib.nullcontext]:
                 with in_place():
                     if isinstance(setup.objective, LooksAhead):
                         setup.objective.look(micros, setup.engine.evaluate)

@@ -37,10 +37,10 @@ PRIVATE = (
 
 
 class RehearsedRanks(Ranks):
-    """The other ranks of a job do not exist: each is taken to say what this one says."""
+    """The other ranks of a job do not exist: collectives assume that they send the same values as this one."""
 
     def agree(self, weight: int, asks: Sequence[int]) -> Callable[[], tuple[int, list[int]]]:
-        total = max(1, weight * self.world_size)  # the rank that counts for this one has a weight
+        total = max(1, weight * self.world_size)  # a rank with weight stands for all
         return lambda: (total, [ask * self.world_size for ask in asks])
 
 
@@ -79,15 +79,15 @@ _sent = TravellingTokens.exchanged
 def _exchanged(experts: TravellingTokens, imbalance: float, counts_E: Tensor, choices: int) -> tuple[Tensor, Tensor]:
     """The counts of routers that choose nothing: this rank's experts get `imbalance` times the mean."""
     _sent(experts, counts_E, choices)
-    own, ranks = experts.num_local_experts, experts.ep_size
-    here, share = slice(experts.ep_rank * own, (experts.ep_rank + 1) * own), min(1.0, imbalance / ranks)
+    local, ranks = experts.num_local_experts, experts.ep_size
+    mine, share = slice(experts.ep_rank * local, (experts.ep_rank + 1) * local), min(1.0, imbalance / ranks)
     count = counts_E.numel()
     with with_values():
-        shares_E = torch.full((count,), (1 - share) / max(1, count - own), dtype=torch.float64)
-        shares_E[here] = share / own
+        shares_E = torch.full((count,), (1 - share) / max(1, count - local), dtype=torch.float64)
+        shares_E[mine] = share / local
         ends_E = (shares_E.cumsum(0) * choices).round().long()
         counts_E = ends_E.diff(prepend=torch.zeros(1, dtype=torch.int64)).int()
-        return counts_E, counts_E[here].repeat(ranks)
+        return counts_E, counts_E[mine].repeat(ranks)
 
 
 _pinned: list[weakref.ref[torch.UntypedStorage]] = []
@@ -101,7 +101,7 @@ def _pin(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
 def beyond_pinned() -> int:
     """Bytes of host memory that a GPU's rank takes beyond its tensors: torch gives the page-locked ones, which
     DeepSpeed asks for, blocks of powers of two."""
-    sizes = [storage.nbytes() for each in _pinned if (storage := each()) is not None]
+    sizes = [storage.nbytes() for reference in _pinned if (storage := reference()) is not None]
     return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
 
 
@@ -150,8 +150,8 @@ def _wait(gathered: AllGatherCoalescedHandle, handle_dependency: bool = True) ->
         return
     gathered.allgather_handle.wait()
     for parameter in gathered.params:
-        whole = gathered.partitions[0].as_strided((parameter.ds_numel,), (1,), 0)
-        parameter.data = torch.cat([whole]).view(parameter.ds_shape).to(parameter.ds_tensor.dtype)
+        gathered_values = gathered.partitions[0].as_strided((parameter.ds_numel,), (1,), 0)
+        parameter.data = torch.cat([gathered_values]).view(parameter.ds_shape).to(parameter.ds_tensor.dtype)
         parameter.ds_status = ZeroParamStatus.AVAILABLE
     gathered.complete = True
 
@@ -161,12 +161,12 @@ def _reduce_scatter(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Ten
     ranks, rank = group.size(), group.rank()
     parts = [-(-tensor.numel() // ranks) for tensor in tensors]
     padding = sum(parts) * ranks - sum(tensor.numel() for tensor in tensors)
-    whole = tensors[0].view(-1)
+    joined = tensors[0].view(-1)
     if len(tensors) > 1 or padding:
-        more = torch.empty(padding, dtype=whole.dtype, device=whole.device)
-        whole = torch.cat([*(tensor.view(-1) for tensor in tensors), more])
-    whole.div_(ranks)
-    mine = whole.narrow(0, rank * sum(parts), sum(parts))
-    dist.reduce_scatter_tensor(mine, whole, group=group)
+        more = torch.empty(padding, dtype=joined.dtype, device=joined.device)
+        joined = torch.cat([*(tensor.view(-1) for tensor in tensors), more])
+    joined.div_(ranks)
+    mine = joined.narrow(0, rank * sum(parts), sum(parts))
+    dist.reduce_scatter_tensor(mine, joined, group=group)
     sizes = [max(0, min(part, tensor.numel() - rank * part)) for part, tensor in zip(parts, tensors, strict=True)]
-    return [each[:size] for each, size in zip(mine.split(parts), sizes, strict=True)]
+    return [piece[:size] for piece, size in zip(mine.split(parts), sizes, strict=True)]

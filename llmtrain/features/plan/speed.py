@@ -99,7 +99,7 @@ class StepTime:
         lines = [f"a step: {self.seconds:.3g} s, {count(self.tokens_per_s)} tokens/s of all ranks{mfu} (an estimate)"]
         lines += bars(self.parts, lambda took: f"{took:.3g} s")
         if self.hidden_messages:
-            lines.append(f"  {self.hidden_messages:.3g} s of messages travel while the ranks compute")
+            lines.append(f"  {self.hidden_messages:.3g} s of messages are sent while the ranks compute")
         if self.days is not None:
             cost = "" if self.cost is None else f", {self.cost:,.0f} at {self.price:g} for a device's hour"
             lines.append(f"the run: {self.steps:,} steps, {self.days:.3g} days{cost}")
@@ -127,17 +127,17 @@ def _link(machines: Machines) -> tuple[float, float, list[str]]:
             good = [pair for pair in pairs if pair["error"] is None]
             rate, trip_s = (median(pair[key] for pair in good) for key in ("up", "trip_s"))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise stop("--link", link, "has no rates between hosts", "write `llmtrain doctor --json > fabric.json`",
-                       COMMAND_LINE) from error  # fmt: skip
+            remedy = "write `llmtrain doctor --json > fabric.json`"
+            raise stop("--link", link, "has no rates between hosts", remedy, COMMAND_LINE) from error
         return rate / 8, trip_s / 2, [f"a host sends {rate / 1e9:.3g} Gbit/s, the median of doctor's pairs"]
     if link not in _LINKS:
-        raise stop("--link", link, "is no link", f"write {either([*_LINKS])}, 40Gbit, or a file of `llmtrain doctor "
-                   "--json`", COMMAND_LINE)  # fmt: skip
-    each, own = _LINKS[link]
-    said = f"{_CARRIED:.0%} of {each} Gbit/s for each {'rank' if own else 'host'}"
+        remedy = f"write {either([*_LINKS])}, 40Gbit, or a file of `llmtrain doctor --json`"
+        raise stop("--link", link, "is no link", remedy, COMMAND_LINE)
+    gbits, for_rank = _LINKS[link]
+    rates = f"{_CARRIED:.0%} of {gbits} Gbit/s for each {'rank' if for_rank else 'host'}"
     guess = "" if machines.link else "; --link says another network"
-    rate = _CARRIED * each * _GB / 8 * (machines.slots if own else 1)
-    return rate, 10e-6, [f"hosts send {said} (a guess{guess})"] * several
+    rate = _CARRIED * gbits * _GB / 8 * (machines.slots if for_rank else 1)
+    return rate, 10e-6, [f"hosts send {rates} (a guess{guess})"] * several
 
 
 def speeds_for(run: Run, machines: Machines) -> Speeds | None:
@@ -171,34 +171,34 @@ def speeds_for(run: Run, machines: Machines) -> Speeds | None:
     )
 
 
-def step_time(run: Run, machines: Machines, speeds: Speeds, found: Mapping[int, Rehearsed]) -> StepTime:
+def step_time(run: Run, machines: Machines, speeds: Speeds, rehearsed: Mapping[int, Rehearsed]) -> StepTime:
     """Estimate a step of the slowest rank. `found`: one rank of each kind."""
     slots = machines.slots
     degrees, mix, batch = run.mix.degrees, run.mix, run.batch
     zero = run.deepspeed.get("zero_optimization") or {}
     shared = degrees.data * degrees.sequence
 
-    def operator_s(each: Operator) -> float:
-        if mix.offload_optimizer and each.phase == "step":
-            return each.bytes / (_HOST_MEMORY / slots)
-        rate = speeds.attention if "attention" in each.name else speeds.products
-        return max(each.flops / rate, each.bytes / speeds.memory) + speeds.overhead_s
+    def operator_s(operator: Operator) -> float:
+        if mix.offload_optimizer and operator.phase == "step":
+            return operator.bytes / (_HOST_MEMORY / slots)
+        rate = speeds.attention if "attention" in operator.name else speeds.products
+        return max(operator.flops / rate, operator.bytes / speeds.memory) + speeds.overhead_s
 
-    def of_a_layer(each: Message) -> bool:
+    def of_a_layer(message: Message) -> bool:
         """Ranks that share a layer's matrices wait for it."""
-        return degrees.tensor > 1 and each.group[0] // degrees.tensor == each.group[-1] // degrees.tensor
+        return degrees.tensor > 1 and message.group[0] // degrees.tensor == message.group[-1] // degrees.tensor
 
-    def hides(each: Message) -> bool:
+    def hides(message: Message) -> bool:
         """It is ZeRO's, and travels while the rank computes."""
-        if not speeds.overlaps or degrees.pipeline > 1 or len(each.group) < shared or of_a_layer(each):
+        if not speeds.overlaps or degrees.pipeline > 1 or len(message.group) < shared or of_a_layer(message):
             return False
-        if each.phase not in ("forward", "backward", "recompute") or each.kind == "alltoall":
+        if message.phase not in ("forward", "backward", "recompute") or message.kind == "alltoall":
             return False
         return mix.zero_stage == 3 or bool(mix.zero_stage and zero.get("overlap_comm"))
 
     saves_s, saving = 0.0, run.config.checkpoint
     if machines.disk is not None and saving.mode == "sync" and saving.every_steps is not None:
-        written = sum(found[rank].saved * number for rank, number in kinds(degrees).items())
+        written = sum(rehearsed[rank].saved * number for rank, number in kinds(degrees).items())
         saves_s = written * degrees.world_size / degrees.pipeline / machines.disk / saving.every_steps
     longest: dict[str, float] = {}
     hidden_s = useful = 0.0
@@ -206,22 +206,22 @@ def step_time(run: Run, machines: Machines, speeds: Speeds, found: Mapping[int, 
         computing, hidden = defaultdict[str, float](float), defaultdict[str, float](float)
         parts = dict.fromkeys(("computing", "recomputing", "messages", "update", "offload"), 0.0)
         passing = 0.0  # messages without which the next stage cannot begin
-        for each, times in found[rank].step.items():
-            if isinstance(each, Message):
-                took = times * message_s(each, slots, speeds)
-                if hides(each):
-                    hidden[each.phase] += took
+        for operation, times in rehearsed[rank].step.items():
+            if isinstance(operation, Message):
+                took = times * message_s(operation, slots, speeds)
+                if hides(operation):
+                    hidden[operation.phase] += took
                 else:
                     parts["messages"] += took
-                passing += took if each.kind in ("send", "recv") or of_a_layer(each) else 0.0
+                passing += took if operation.kind in ("send", "recv") or of_a_layer(operation) else 0.0
             else:
-                took = times * operator_s(each)
-                parts[{"recompute": "recomputing", "step": "update"}.get(each.phase, "computing")] += took
-                computing[each.phase] += took
-                useful += each.flops * times * number if each.phase != "recompute" else 0
+                took = times * operator_s(operation)
+                parts[{"recompute": "recomputing", "step": "update"}.get(operation.phase, "computing")] += took
+                computing[operation.phase] += took
+                useful += operation.flops * times * number if operation.phase != "recompute" else 0
         parts["messages"] += sum(max(0.0, took - computing[phase]) for phase, took in hidden.items())
         # Weights or gradients, once: 2 bytes a parameter for 12 of masters and moments; 4 in fp32.
-        part_s = found[rank].saved / (3 if mix.precision == "fp32" else 6) / speeds.to_host
+        part_s = rehearsed[rank].saved / (3 if mix.precision == "fp32" else 6) / speeds.to_host
         parts["offload"] = 2 * part_s * mix.offload_optimizer + 2 * part_s * batch.accumulation * mix.offload_param
         passes = parts["computing"] + parts["recomputing"] + passing
         parts["bubble"] = passes / batch.accumulation * (degrees.pipeline - 1)
@@ -244,22 +244,22 @@ def step_time(run: Run, machines: Machines, speeds: Speeds, found: Mapping[int, 
     )
 
 
-def message_s(each: Message, slots: int, speeds: Speeds) -> float:
+def message_s(message: Message, slots: int, speeds: Speeds) -> float:
     """Seconds of a message in rings: one of each host's ranks at most sends to another host, once around."""
-    ranks = len(each.group)
-    hosts = len({rank // slots for rank in each.group})
-    if ranks == 1 or each.kind == "barrier":
+    ranks = len(message.group)
+    hosts = len({rank // slots for rank in message.group})
+    if ranks == 1 or message.kind == "barrier":
         return 0.0
-    trips_s = speeds.trip_s * math.ceil(math.log2(ranks)) * (2 if each.kind == "allreduce" else 1)
+    trips_s = speeds.trip_s * math.ceil(math.log2(ranks)) * (2 if message.kind == "allreduce" else 1)
     # A stage waits for what it receives as long as the other sends it.
-    sent = each.bytes if each.kind == "recv" else each.sent
+    sent = message.bytes if message.kind == "recv" else message.sent
     if not speeds.overlaps:
-        sent *= _OF_GLOO.get(each.kind, 1)
+        sent *= _OF_GLOO.get(message.kind, 1)
     if hosts == 1:
         return sent / speeds.inside + trips_s
-    here = ranks / hosts  # a host's other ranks are in other groups, which send at the same time
-    leaving = here * each.bytes * (1 - here / ranks) if each.kind == "alltoall" else sent
-    return max(sent / speeds.inside, leaving / (speeds.across * here / slots)) + trips_s
+    per_host = ranks / hosts  # a host's other ranks are in other groups, which send at the same time
+    leaving = per_host * message.bytes * (1 - per_host / ranks) if message.kind == "alltoall" else sent
+    return max(sent / speeds.inside, leaving / (speeds.across * per_host / slots)) + trips_s
 
 
 def _measured_cpu(precision: str, ranks: int) -> Speeds:
@@ -268,9 +268,9 @@ def _measured_cpu(precision: str, ranks: int) -> Speeds:
     # At its end the pool sends SIGTERM, for which the command has a handler.
     default = (signal.SIGTERM, signal.SIG_DFL)
     with multiprocessing.get_context("fork").Pool(at_once, signal.signal, default) as pool:
-        found = pool.map(_measured, [precision] * at_once, chunksize=1)
-    products, memory, operators = (median(column) * at_once / ranks for column in zip(*found, strict=True))
-    said = f"{products / 1e9:.3g} GFLOP/s, {memory / 1e9:.3g} GB/s and {1e6 / operators:.3g} us for an operator"
+        measured = pool.map(_measured, [precision] * at_once, chunksize=1)
+    products, memory, operators = (median(column) * at_once / ranks for column in zip(*measured, strict=True))
+    rates = f"{products / 1e9:.3g} GFLOP/s, {memory / 1e9:.3g} GB/s and {1e6 / operators:.3g} us for an operator"
     return Speeds(
         products=products,
         attention=products,
@@ -280,7 +280,7 @@ def _measured_cpu(precision: str, ranks: int) -> Speeds:
         trip_s=100e-6,
         overhead_s=1 / operators,
         overlaps=False,
-        notes=(f"{said}, measured here with {at_once} at once",),
+        notes=(f"{rates}, measured here with {at_once} at once",),
     )
 
 

@@ -32,7 +32,7 @@ def needs_values(error: BaseException) -> bool:
 
 def arguments_by_name(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by the names in torch._ops.OpOverload._schema."""
-    return dict(zip((each.name for each in operator._schema.arguments), args, strict=False)) | kwargs
+    return dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
 
 
 def in_backward() -> bool:

@@ -55,11 +55,11 @@ Counts = Counter[Operator | Message]
 def sent(step: Counts, slots: int) -> tuple[float, float]:
     """Bytes that a rank sends in a step, and how many leave its host: a ring leaves each host once."""
     everywhere = elsewhere = 0.0
-    for each, count in step.items():
-        if isinstance(each, Message):
-            hosts = len({rank // slots for rank in each.group})
-            everywhere += each.sent * count
-            elsewhere += each.sent * count * (hosts / len(each.group) if hosts > 1 else 0)
+    for operation, count in step.items():
+        if isinstance(operation, Message):
+            hosts = len({rank // slots for rank in operation.group})
+            everywhere += operation.sent * count
+            elsewhere += operation.sent * count * (hosts / len(operation.group) if hosts > 1 else 0)
     return everywhere, elsewhere
 
 
@@ -100,7 +100,7 @@ class Work:
         """The last step's counts, if it had `micro_batches` instead of the `walked` ones. `walked_before`: those of the
         step before it."""
         data, *pieces = self._pieces
-        total = Counter({each: count * micro_batches // walked for each, count in data.items()})
+        total = Counter({operation: count * micro_batches // walked for operation, count in data.items()})
         for piece in pieces:
             total.update(piece)
         if micro_batches == walked:
@@ -109,10 +109,10 @@ class Work:
         if walked != walked_before:
             for piece in self._before[1:]:
                 total.subtract(piece)
-            one = Counter({each: count // (walked - walked_before) for each, count in (+total).items()})
+            one = Counter({operation: count // (walked - walked_before) for operation, count in (+total).items()})
             total = sum(pieces, Counter[Operator | Message]())
-        for each, count in one.items():
-            total[each] += count * (micro_batches - walked)
+        for operation, count in one.items():
+            total[operation] += count * (micro_batches - walked)
         return total
 
     def _message(self, phase: str, function: Any, args: Any) -> Message | None:
@@ -120,7 +120,7 @@ class Work:
         if group.group_name == self._agreements:
             return None
         kind = function.overloadpacket.__name__.strip("_")
-        kind = next((known for known in _KINDS if kind.startswith(known)), kind)
+        kind = next((name for name in _KINDS if kind.startswith(name)), kind)
         # The larger side: a gathered result, a scattered operand.
         sides = [sum(_bytes(arg)) for arg in args if isinstance(arg, (Tensor, list))]
         return Message(phase, kind, tuple(dist.get_process_group_ranks(group)), max(sides, default=0))
@@ -129,22 +129,22 @@ class Work:
 _KINDS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "reduce", "gather", "scatter")
 
 
-def _bytes(given: Any) -> Iterator[int]:
+def _bytes(argument: Any) -> Iterator[int]:
     """Bytes of all tensors in lists; an expanded tensor counts as its storage."""
-    if isinstance(given, Tensor):
-        yield min(given.nbytes, given.untyped_storage().nbytes())
-    elif isinstance(given, Iterable) and not isinstance(given, str):
-        for each in given:
-            yield from _bytes(each)
+    if isinstance(argument, Tensor):
+        yield min(argument.nbytes, argument.untyped_storage().nbytes())
+    elif isinstance(argument, Iterable) and not isinstance(argument, str):
+        for element in argument:
+            yield from _bytes(element)
 
 
 def _flops(function: Any, args: Any, kwargs: Any, made: Any) -> int:
     """FLOPs of a product; 0 for other operators. Causal attention computes half of its square."""
     name = function.overloadpacket.__name__
     if "attention" in name:
-        given = arguments_by_name(function, args, kwargs)
-        query, key = given["query"], given["key"]
-        square = query.numel() * key.shape[-2] // (2 if given.get("is_causal") else 1)
+        by_name = arguments_by_name(function, args, kwargs)
+        query, key = by_name["query"], by_name["key"]
+        square = query.numel() * key.shape[-2] // (2 if by_name.get("is_causal") else 1)
         return int(2 * square * (5 if name.endswith("backward") else 2))  # products of the gradient, of the values
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if name in _PRODUCTS or function is GROUPED:

@@ -47,11 +47,8 @@ def places_on(where: str, processes: int | None) -> list[Place]:
         ssh = ["ssh", *options(_REACHED_S)]
         named = [(host.name, [] if is_here(host.name) else [*ssh, "--", host.name]) for host in hosts]
     words = _command(processes)
-    return [
-        Place(partial(Link, name, [*before, *(words if before[:1] != ["ssh"] else [shlex.join(words)])]),
-              workers=None, starts=_STARTS)
-        for name, before in named
-    ]  # fmt: skip
+    commands = {name: [*way, *(words if way[:1] != ["ssh"] else [shlex.join(words)])] for name, way in named}
+    return [Place(partial(Link, name, command), workers=None, starts=_STARTS) for name, command in commands.items()]
 
 
 def _command(processes: int | None) -> list[str]:
@@ -83,19 +80,21 @@ def main() -> None:
         try:
             with contextlib.suppress(*([OSError] if stored else [])):  # another host may not have the folder
                 os.chdir(folder)
-            here = stack.enter_context(out_folder.seen(settings["out"]))
-            found = (here / PLAN).read_text()
+            local = stack.enter_context(out_folder.seen(settings["out"]))
+            plan_seen = (local / PLAN).read_text()
         except (OSError, DataError) as error:
-            found = str(error)
-        if found != plan and stored:
-            answer({"error": f"--on: {host} does not see the preparation in {settings['out']} ({found[:200]}); give "
-                     "that host the store's credentials and a way to it"})  # fmt: skip
-        elif found != plan:
-            answer({"error": f"--on: {host} does not see {settings['out']} (looked from {folder}); --out, the sources "
-                    "and this program must be in a folder that all hosts share"})  # fmt: skip
+            plan_seen = str(error)
+        if plan_seen != plan and stored:
+            text = (
+                f"--on: {host} does not see the preparation in {settings['out']} ({plan_seen[:200]}); give that host "
+            )
+            answer({"error": f"{text}the store's credentials and a way to it"})
+        elif plan_seen != plan:
+            text = f"--on: {host} does not see {settings['out']} (looked from {folder}); --out, the sources and this "
+            answer({"error": f"{text}program must be in a folder that all hosts share"})
         else:
             answer({"hello": processes})
-            _serve({**settings, "here": str(here)}, processes, lines, answer, host)
+            _serve({**settings, "here": str(local)}, processes, lines, answer, host)
 
 
 def _serve(

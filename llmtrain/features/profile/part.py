@@ -40,8 +40,8 @@ class Profile(Part):
 
     def before_update(self) -> None:
         if self._open is not None:
-            grads = [each.grad for each in self._setup.engine.module.parameters() if each.grad is not None]
-            self._gradients = max(self._gradients, sum(each.numel() * each.element_size() for each in grads))
+            gradients = [p.grad for p in self._setup.engine.module.parameters() if p.grad is not None]
+            self._gradients = max(self._gradients, sum(g.numel() * g.element_size() for g in gradients))
 
     def after_step(self, done: Done) -> None:
         step = done.position.step
@@ -79,7 +79,7 @@ class Profile(Part):
     def _timed(self, holder: Any, name: str, phase: str) -> Iterator[None]:
         """Measure the time of a function, and name it in the trace."""
         function: Callable[..., Any] = getattr(holder, name)
-        own, inside = name in vars(holder), [0]
+        of_instance, inside = name in vars(holder), [0]
 
         def timed(*words: Any, **options: Any) -> Any:
             if inside[0]:  # recomputed activations have a backward pass within the other
@@ -96,7 +96,7 @@ class Profile(Part):
         try:
             yield
         finally:
-            setattr(holder, name, function) if own else delattr(holder, name)
+            setattr(holder, name, function) if of_instance else delattr(holder, name)
 
     def _end(self, step: int) -> None:
         """Write the files. A failed write is a warning."""
@@ -108,8 +108,8 @@ class Profile(Part):
             spent = self._spent
             spent["forward"] -= spent["backward"]
             spent["rest"] = took_s - sum(spent[phase] for phase in _PHASES if phase != "rest")
-            mine: dict[str, Any] = {"step_s": took_s / self._steps, "state": self._state(),
-                                    **{phase: seconds / self._steps for phase, seconds in spent.items()}}  # fmt: skip
+            mine: dict[str, Any] = {"step_s": took_s / self._steps, "state": self._state()}
+            mine |= {phase: seconds / self._steps for phase, seconds in spent.items()}
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 trace = self._folder / f"trace-rank{ranks.rank}.json.gz"
@@ -117,8 +117,8 @@ class Profile(Part):
                 timeline = memory_timeline(trace, self._setup.ranks.device.type)
                 with open(self._folder / f"memory-rank{ranks.rank}.csv", "w", newline="") as file:
                     csv.writer(file).writerows([("ms", "allocated_bytes"), *timeline])
-                held = [size for _, size in timeline]
-                mine["peak"] = max(held, default=0) - (held[0] if held else 0)
+                sizes = [size for _, size in timeline]
+                mine["peak"] = max(sizes, default=0) - (sizes[0] if sizes else 0)
             except OSError as error:
                 log.warn(f"the profile of rank {ranks.rank} cannot be written: {error}")
             everyone = ranks.gather(mine)
@@ -133,21 +133,21 @@ class Profile(Part):
 
     def _state(self) -> dict[str, int]:
         """Bytes that this rank holds between steps, by kind."""
-        engine, found = self._setup.engine, {"parameters (forward copies)": 0}
+        engine, bytes_of = self._setup.engine, {"parameters (forward copies)": 0}
         for copy in engine.copies():
-            found["parameters (forward copies)"] += copy.values.numel() * copy.values.element_size()
+            bytes_of["parameters (forward copies)"] += copy.values.numel() * copy.values.element_size()
         for piece in engine.state():
             kind = "optimizer: master parameters" if piece.kind == PARAM else f"optimizer: {piece.kind}"
-            found[kind] = found.get(kind, 0) + piece.region.numel * piece.dtype.itemsize
-        return {**found, "gradients (in .grad before the update)": self._gradients}
+            bytes_of[kind] = bytes_of.get(kind, 0) + piece.region.numel * piece.dtype.itemsize
+        return {**bytes_of, "gradients (in .grad before the update)": self._gradients}
 
     def _operators(self) -> list[tuple[str, int, float]]:
         """(name, calls, own ms in a step), the most costly first."""
         cuda = self._setup.ranks.device.type == "cuda"
-        events = [each for each in self._profiler.key_averages() if not each.key.startswith("llmtrain: ")]
+        events = [event for event in self._profiler.key_averages() if not event.key.startswith("llmtrain: ")]
         rows = [
-            (each.key, each.count, (each.self_device_time_total if cuda else each.self_cpu_time_total) / 1e3)
-            for each in events
+            (event.key, event.count, (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3)
+            for event in events
         ]
         ordered = sorted(rows, key=lambda row: -row[2])[:_SHOWN]
         return [(name, count, ms / self._steps) for name, count, ms in ordered]
@@ -158,18 +158,19 @@ def memory_timeline(trace: Path, device: str) -> list[tuple[float, int]]:
     wanted = 1 if device == "cuda" else 0  # torch's numbers of device types
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
-    found = sorted(
-        (each["ts"], int(each["args"]["Total Allocated"]))
-        for each in events
-        if each.get("name") == "[memory]" and each["args"].get("Device Type") == wanted
+    points = sorted(
+        (event["ts"], int(event["args"]["Total Allocated"]))
+        for event in events
+        if event.get("name") == "[memory]" and event["args"].get("Device Type") == wanted
     )
-    return [(round((at - found[0][0]) / 1e3, 3), size) for at, size in found]
+    return [(round((at - points[0][0]) / 1e3, 3), size) for at, size in points]
 
 
 def page_of(steps: range, everyone: list[dict[str, Any]], operators: list[tuple[str, int, float]], device: str) -> str:
     """Return the page in Markdown. `everyone`: seconds of a step and bytes, for each rank; `operators`: rank 0's."""
     slowest = max(range(len(everyone)), key=lambda rank: everyone[rank]["step_s"])
-    mean = {key: sum(each[key] for each in everyone) / len(everyone) for key in ("step_s", "collectives", *_PHASES)}
+    keys = ("step_s", "collectives", *_PHASES)
+    mean = {key: sum(figures[key] for figures in everyone) / len(everyone) for key in keys}
     first, *others = sorted(_PHASES, key=lambda phase: -mean[phase])
 
     def share(phase: str) -> str:
@@ -191,8 +192,8 @@ def page_of(steps: range, everyone: list[dict[str, Any]], operators: list[tuple[
         f"| rank | step, ms | {', ms | '.join(_PHASES)}, ms | collectives, ms |",
         "|" + "---|" * (len(_PHASES) + 3),
     ]  # fmt: skip
-    for rank, each in enumerate(everyone):
-        times = [each[key] * 1e3 for key in ("step_s", *_PHASES, "collectives")]
+    for rank, figures in enumerate(everyone):
+        times = [figures[key] * 1e3 for key in ("step_s", *_PHASES, "collectives")]
         lines.append(f"| {rank} | {' | '.join(f'{ms:.1f}' for ms in times)} |")
     lines += ["", "## Memory", ""]
     kinds = list(everyone[0]["state"])
@@ -208,9 +209,9 @@ def page_of(steps: range, everyone: list[dict[str, Any]], operators: list[tuple[
         f"| rank | {' | '.join(kinds)} | a step adds |",
         "|" + "---|" * (len(kinds) + 2),
     ]
-    for rank, each in enumerate(everyone):
-        held = " | ".join(units.size(each["state"].get(kind, 0)) for kind in kinds)
-        lines.append(f"| {rank} | {held} | {units.size(each['peak']) if 'peak' in each else 'not known'} |")
+    for rank, figures in enumerate(everyone):
+        cells = " | ".join(units.size(figures["state"].get(kind, 0)) for kind in kinds)
+        lines.append(f"| {rank} | {cells} | {units.size(figures['peak']) if 'peak' in figures else 'not known'} |")
     where = "the device" if device == "cuda" else "the CPU"
     lines += [
         "",
@@ -218,9 +219,11 @@ def page_of(steps: range, everyone: list[dict[str, Any]], operators: list[tuple[
         "",
         "| operator | calls | ms a step | of the step |",
         "|---|---|---|---|",
-        *(f"| `{name[:80].replace('|', '/')}` | {count} | {ms:.2f} | {ms / 1e3 / everyone[0]['step_s']:.0%} |"
-          for name, count, ms in operators),
+        *(
+            f"| `{name[:80].replace('|', '/')}` | {count} | {ms:.2f} | {ms / 1e3 / everyone[0]['step_s']:.0%} |"
+            for name, count, ms in operators
+        ),
         "",
         "`trace-rankN.json.gz` opens in https://ui.perfetto.dev or chrome://tracing.",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ import math
 import subprocess
 import zlib
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.replica_check import Difference, ReplicaCheck, Replicas, ReplicasDiffer, tensor_hash
 from llmtrain.training.step import Position, is_due, seed_step
 
-_ROWS, _AGAIN = 10, 40
+_ROWS, _AFTER_DIFFERENCE = 10, 40
 """Sequences of a check, and after a difference. A module that is wrong in each tenth call is wrong in a check; at
 random in one of ten, it is wrong in one of 40 with 98.5 %."""
 _BUCKETS, _MARGIN = 17, 8.0
@@ -71,18 +72,18 @@ class Recheck(Part):
     def _check(self, step: int) -> None:
         """Raises ReplicasDiffer, or TrainingStopped where no majority shows the wrong ranks, on all ranks."""
         micros = self._micros(step)
-        if not (found := self._differences(micros)):
+        if not (differences := self._differences(micros)):
             self._agreed_step = step
             return
         self._measure(micros)  # kernels for this shape of a sequence may not repeat their bits
-        odd, computed = Counter({rank for each in found for rank in each.odd}), 0
-        while max(odd.values()) < 2 and computed < _AGAIN:
-            found = self._differences(micros)  # the same sequences first, then those of other ranks
-            odd.update({rank for each in found for rank in each.odd})
+        odd, computed = Counter({rank for difference in differences for rank in difference.odd}), 0
+        while max(odd.values()) < 2 and computed < _AFTER_DIFFERENCE:
+            differences = self._differences(micros)  # the same sequences first, then those of other ranks
+            odd.update({rank for difference in differences for rank in difference.odd})
             computed += max(1, len(micros))
             micros = self._micros(step)
         if named := sorted(rank for rank, times in odd.items() if times > 1):
-            self._end(step, named, found)
+            self._end(step, named, differences)
         seats = self._seats(sorted(odd))
         text = f"step {step}: {seats} had another loss or gradient, but not in {computed} more sequences."
         log.warn(text)
@@ -104,8 +105,8 @@ class Recheck(Part):
         return self._ranks.sent_by(source, micros)
 
     def _cut(self, micro: MicroBatch) -> MicroBatch:
-        """A row that fills a micro-batch must not take more memory than it does in a step: compiled layers keep 5 bytes
-        for 7 that layers keep here. Rows of answers stay whole."""
+        """Cut a sequence that would take more memory than in a step: compiled layers keep 5 bytes
+        where layers keep 7 here. Sequences of answers are not cut."""
         if type(micro) is not MicroBatch:
             return micro
         setup = self._launch.setup
@@ -119,28 +120,28 @@ class Recheck(Part):
         """Compute sequences twice. Where ranks of two replicas differ from themselves, the bound is the second one's
         largest difference: a single wrong machine does not decide it."""
         second, bound, self._bound = -1 - self._replica, self._bound, None
-        once, again = self._gradients(micros), self._gradients(micros)
-        if sorted(self._ranks.gather(not torch.equal(once, again)))[second]:
+        once, twice = self._gradients(micros), self._gradients(micros)
+        if sorted(self._ranks.gather(not torch.equal(once, twice)))[second]:
             self._bound = math.inf
-            once, again = self._gradients(micros), self._gradients(micros)
-            apart = float(((once - again).norm(dim=2) / once.norm(dim=2)).nan_to_num(0.0).max())
+            once, twice = self._gradients(micros), self._gradients(micros)
+            apart = float(((once - twice).norm(dim=2) / once.norm(dim=2)).nan_to_num(0.0).max())
             self._bound = max(bound or 0.0, _MARGIN * sorted(self._ranks.gather(apart))[second])
 
     def _differences(self, micros: list[MicroBatch]) -> list[Difference]:
         values = self._gradients(micros)
         if self._bound is not None:  # 0 near the median rank, else a number of its own
-            alike = [each for like, each in self._ranks.gather((self._like, values)) if like == self._like]
+            alike = [value for like, value in self._ranks.gather((self._like, values)) if like == self._like]
             middle = torch.stack(alike).median(dim=0).values
             odd = (values - middle).norm(dim=2) > self._bound * middle.norm(dim=2)
             values = odd.any(dim=1) * (self._ranks.rank + 1)
-        own = {f"sequence {row} {self._like}": value for row, value in enumerate(values.tolist())}
-        return Replicas(self._engine, self._ranks).differences({"sequences": len(micros)}, own, parameters=False)
+        by_name = {f"sequence {row} {self._like}": value for row, value in enumerate(values.tolist())}
+        return Replicas(self._engine, self._ranks).differences({"sequences": len(micros)}, by_name, parameters=False)
 
     def _gradients(self, micros: list[MicroBatch]) -> Tensor:
         """Return a hash of each sequence's loss and gradient, int64 [sequences, 2]; with a bound their sums, fp64
         [sequences, 2, _BUCKETS]. The random numbers of the run stay."""
         objective, device = self._launch.session.objective, self._ranks.device
-        found = [torch.zeros((0, 2) if self._bound is None else (0, 2, _BUCKETS), dtype=torch.int64)]
+        values = [torch.zeros((0, 2) if self._bound is None else (0, 2, _BUCKETS), dtype=torch.int64)]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             stack.enter_context(compiler.uncompiled())
@@ -154,9 +155,9 @@ class Recheck(Part):
                 self._parts = []
                 (sums,) = self._engine.gradients([micro], weight, self._take, objective, alone=True)
                 loss = self._reduced(sums[:1])  # a head that goes wrong after its logits gives a wrong loss alone
-                found.append(torch.stack([loss, torch.stack(self._parts).sum(0)]).unsqueeze(0).cpu())
+                values.append(torch.stack([loss, torch.stack(self._parts).sum(0)]).unsqueeze(0).cpu())
                 heart.beat()
-        return torch.cat(found)
+        return torch.cat(values)
 
     def _take(self, piece: GradientPiece) -> None:
         number = zlib.crc32(repr((piece.name, piece.region)).encode())
@@ -169,8 +170,8 @@ class Recheck(Part):
         flat = F.pad(values.reshape(-1), (0, -values.numel() % _BUCKETS))
         return flat.view(-1, _BUCKETS).sum(dim=0, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
 
-    def _end(self, step: int, named: list[int], found: list[Difference]) -> None:
-        sure = all(2 * len(each.groups[0]) > sum(map(len, each.groups)) for each in found)
+    def _end(self, step: int, named: list[int], differences: list[Difference]) -> None:
+        sure = all(2 * len(difference.groups[0]) > sum(map(len, difference.groups)) for difference in differences)
         than = "other losses or gradients than the other ranks" if sure else "different ones, and no majority decides"
         before = "Earlier checkpoints" if self._agreed_step is None else f"Checkpoints after step {self._agreed_step}"
         text = (
@@ -181,8 +182,8 @@ class Recheck(Part):
         self._launch.part(ReplicaCheck).tell(step, "computes wrong", named, [], text)
         if sure and self._ranks.rank == 0:  # `llmtrain launch` leaves the host out
             cause, host = "computes wrong", self._ranks.seats[named[0]].host
-            messages.emit("fault", what="recheck", cause=cause, host=host, ranks=named, step=step,
-                          signature=f"{cause}: ranks {named}", text=text, unfit=True)  # fmt: skip
+            about: dict[str, Any] = {"signature": f"{cause}: ranks {named}", "text": text, "unfit": True}
+            messages.emit("fault", what="recheck", cause=cause, host=host, ranks=named, step=step, **about)
         raise (ReplicasDiffer if sure else TrainingStopped)(text)
 
     def _seats(self, ranks: list[int]) -> str:
@@ -199,7 +200,7 @@ def _serial(device: torch.device) -> str:
         return ""
     asked = ("nvidia-smi", "-i", f"GPU-{number}", "--query-gpu=serial", "--format=csv,noheader")
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
-        if said.returncode == 0 and said.stdout.strip().isalnum():  # else [N/A], or an error's text
-            number = said.stdout.strip()
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
+        if answer.returncode == 0 and answer.stdout.strip().isalnum():  # else [N/A], or an error's text
+            number = answer.stdout.strip()
     return f", serial {number}"

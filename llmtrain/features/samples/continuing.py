@@ -44,16 +44,17 @@ class Prompts:
     def of(cls, texts: Sequence[str], tokens: int, data: TrainData) -> Prompts:
         """Raises DataError: one is too long, or has no token. `tokens`: most of a continuation."""
         # As the run's texts begin; without any, as `llmtrain generate` begins a prompt.
-        bare = any(each.chat is None for each in data.manifests) and not data.first_tokens
+        bare = any(manifest.chat is None for manifest in data.manifests) and not data.first_tokens
         encoder = Encoder(data.tokenizer_dir, bare=bare)
-        ids = [[*encoder.begin.tolist(), *each.tolist()] if len(each) else [] for each in encoder.encode(list(texts))]
-        for text, each in zip(texts, ids, strict=True):
-            if not each or len(each) + tokens > data.sequence_length:
+        begin = encoder.begin.tolist()
+        ids = [[*begin, *text.tolist()] if len(text) else [] for text in encoder.encode(list(texts))]
+        for text, tokens_of in zip(texts, ids, strict=True):
+            if not tokens_of or len(tokens_of) + tokens > data.sequence_length:
                 raise DataError(
-                    f"samples.prompts {text[:40]!r}: has {len(each)} tokens; it needs 1 or more, and with "
+                    f"samples.prompts {text[:40]!r}: has {len(tokens_of)} tokens; it needs 1 or more, and with "
                     f"samples.tokens {tokens} at most data.sequence_length {data.sequence_length}"
                 )
-        stops = [token for each in data.manifests if each.chat for token in each.chat.stop_tokens]
+        stops = [token for manifest in data.manifests if manifest.chat for token in manifest.chat.stop_tokens]
         ends = {data.separator_id, *(number for token in stops if (number := encoder.id_of(token)) is not None)}
         return cls(encoder=encoder, texts=list(texts), ids=ids, ends=ends, tokens=tokens)
 
@@ -76,10 +77,10 @@ class NextWord:
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1 + rows]: 0 for the loss, then the ids of this micro-batch's rows; fp32 is exact for integers below
         2^24."""
-        here = head.own(micro.labels != IGNORE)
-        words = head.top_words(hidden[here], 1, 1.0).words[:, 0]
+        at = head.own(micro.labels != IGNORE)
+        words = head.top_words(hidden[at], 1, 1.0).words[:, 0]
         samples = torch.tensor([0, *micro.sample_indices], device=hidden.device)[1:]
-        rows = samples[here.nonzero()[:, 0]] + 1
+        rows = samples[at.nonzero()[:, 0]] + 1
         return torch.zeros(len(self.figures), device=hidden.device).index_add(0, rows, words.float())
 
     def ids(self, found: dict[str, float], weight: int) -> list[int]:
@@ -109,12 +110,11 @@ def continuations(setup: Setup, prompts: Prompts) -> list[str]:
 
         dealt = (batch.micro_batch, setup.mesh.place.data, batch.data_parallel, setup.ranks.device.type == "cuda")
         with compiler.uncompiled():
-            found = objective.ids(
-                *setup.engine.evaluate(batches_of(RowKind.of("text"), read, len(rows), *dealt), objective)
-            )
-        going -= {row for row in going if found[row] in prompts.ends}
+            shares = setup.engine.evaluate(batches_of(RowKind.of("text"), read, len(rows), *dealt), objective)
+            next_ids = objective.ids(*shares)
+        going -= {row for row in going if next_ids[row] in prompts.ends}
         for row in going:
-            new[row].append(found[row])
+            new[row].append(next_ids[row])
         if not going:
             break
-    return [prompts.text(row, each) for row, each in enumerate(new)]
+    return [prompts.text(row, continuation) for row, continuation in enumerate(new)]

@@ -20,6 +20,7 @@ class Samples(Part):
         texts = continuations(self._setup, self._prompts)
         self._tracker.event("samples", step=step, prompts=self._prompts.texts, texts=texts)
         for prompt, text in zip(self._prompts.texts, texts, strict=True):
-            log.info(f"step {step}  sample {json.dumps(prompt, ensure_ascii=False)}: "
-                     f"{json.dumps(text, ensure_ascii=False)}")  # fmt: skip
+            log.info(
+                f"step {step}  sample {json.dumps(prompt, ensure_ascii=False)}: {json.dumps(text, ensure_ascii=False)}"
+            )
         return {}

@@ -19,10 +19,7 @@ class SitesFeature(Feature):
     section = SitesConfig
     default = DiLoCo
     idle = "without sites.name the run trains alone"
-    commands = (
-        ("sites", "llmtrain.features.sites.command",
-         "start the coordinator of sites that train one model, or show who is there"),
-    )  # fmt: skip
+    commands = (("sites", "llmtrain.features.sites.command", "start or ask the coordinator of sites"),)
 
     def asked(self, config: RunConfig) -> bool:
         return config.section(SitesConfig).name is not None

@@ -34,14 +34,14 @@ def _status(args: argparse.Namespace) -> int:
             f"--coordinator {args.coordinator}: no coordinator answers ({shown(error, 200)}). Start it there with "
             f"`llmtrain sites coordinator --bind {args.coordinator}`."
         ) from error
-    for each in sites:
-        state = "there" if each.there else "away"
-        part = "took part in the last meeting" if each.met else "was not in the last meeting"
-        alone = ", ALONE: no other site was in its last synchronisation" if each.met and each.together == 1 else ""
-        step = f", step {each.step}" if each.met else ""
-        print(f"{shown(each.site, 40)}  {state}, heard of {each.silent_s:.1f} s ago, {part}{step}{alone}")
+    for site in sites:
+        state = "there" if site.there else "away"
+        part = "took part in the last meeting" if site.met else "was not in the last meeting"
+        alone = ", ALONE: no other site was in its last synchronisation" if site.met and site.together == 1 else ""
+        step = f", step {site.step}" if site.met else ""
+        print(f"{shown(site.site, 40)}  {state}, heard of {site.silent_s:.1f} s ago, {part}{step}{alone}")
     if not sites:
-        print("no site is there")
+        print("no site has reported")
     return 0
 
 
@@ -51,10 +51,8 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     coordinator = commands.add_parser("coordinator", help="start the coordinator; it ends with Ctrl-C")
     coordinator.add_argument("--bind", default=_BIND, metavar="HOST:PORT", help=f"where it listens ({_BIND})")
-    coordinator.add_argument(
-        "--wait-s", type=float, default=30.0, metavar="S",
-        help="how long a majority of the sites waits for one that is alive and late (30)",
-    )  # fmt: skip
+    text = "how long a majority of the sites waits for one that is alive and late (30)"
+    coordinator.add_argument("--wait-s", type=float, default=30.0, metavar="S", help=text)
     coordinator.set_defaults(run=_coordinator)
     status = commands.add_parser("status", help="show which sites are there")
     status.add_argument("--coordinator", default=_BIND, metavar="HOST:PORT", help=f"its address ({_BIND})")

@@ -35,7 +35,7 @@ _CHUNK = 1 << 18
 class Fetched:
     """Result of a fetch, equal on all ranks of the site except for the arrays."""
 
-    found: dict[str, Array]
+    arrays: dict[str, Array]
     """Site -> its parameters or their changes, [elements of this rank], if received by all ranks."""
     failed: dict[str, str]
     """Site -> reason of the failure."""
@@ -71,56 +71,57 @@ class Exchange:
         self,
         sources: Mapping[str, PeerStatus],
         healers: Sequence[PeerStatus],
-        own: Array,
+        local: Array,
         common: Array,
         leader: PeerStatus,
         part: slice,
         deadline_s: float,
     ) -> Fetched:
         """`sources`: sites whose parameters count. `healers`: sites with the common state; empty if this site has it.
-        `own`: this rank's parameters, or its changes after decoding. `common`: [size]; a fetched common state replaces
-        it. `leader`: its report must match the healers' data. `part`: of the round. `deadline_s`: time.monotonic()."""
-        found: dict[str, Array] = {}
+        `local`: this rank's parameters, or its changes after decoding. `common`: [size]; a fetched one
+        replaces it. `leader`: its report must match the healers' data. `part`: of the round. `deadline_s`: of
+        time.monotonic()."""
+        arrays: dict[str, Array] = {}
         failed: dict[str, str] = {}
         round_ = leader.round
         kind = CHANGES if self._form else "values"
-        others = {name: told for name, told in sorted(sources.items()) if name != self._site}
+        others = {name: status for name, status in sorted(sources.items()) if name != self._site}
         # All at once: a site that sends slowly, or nothing, takes no time from the others.
         with ThreadPoolExecutor(len(others) + 1, "sites-fetch") as threads:
-            honest = sorted(healers, key=lambda each: (each.id in self._liars, each.id))
+            honest = sorted(healers, key=lambda healer: (healer.id in self._liars, healer.id))
             healing = threads.submit(self._healed, honest, round_, deadline_s)
             coming = {
-                name: threads.submit(self._values, told, kind, round_, part, deadline_s)
-                for name, told in others.items()
+                name: threads.submit(self._values, status, kind, round_, part, deadline_s)
+                for name, status in others.items()
             }
         outer, received, unhealed = healing.result()
         failed |= unhealed
         if healers:
-            sums = self._ranks.gather(None if outer is None else [self._shard.checksum(each) for each in outer])
-            there = [each for each in sums if each is not None]
+            sums = self._ranks.gather(None if outer is None else [self._shard.checksum(array) for array in outer])
+            received_sums = [checksum for checksum in sums if checksum is not None]
             # Unless a rank has received none, the states of all ranks together must be those of the leader's report.
-            if len(there) == len(sums) and checksum_of(there) != leader.checksum:
+            if len(received_sums) == len(sums) and checksum_of(received_sums) != leader.checksum:
                 self._liars.add(self._healer)
                 if self._healer:
                     failed[self._healer] = "the state that it sent is not the one that it reported"
                 outer = None
         for name in sorted(sources):
             try:
-                found[name], size = (own, 0) if name == self._site else coming[name].result()
+                arrays[name], size = (local, 0) if name == self._site else coming[name].result()
             except WireError as error:
                 failed[name] = str(error)
                 continue
             received += size
         base = None if self._form else (outer[0] if outer else common)[part]
-        squares = {name: squared_distance(base, values) for name, values in found.items()}
+        squares = {name: squared_distance(base, values) for name, values in arrays.items()}
         # The ranks' results together; updates that are too large are refused.
         reports = self._ranks.gather((failed, outer is not None, received, squares))
         failures = {site: text for other, *_ in reversed(reports) for site, text in other.items()}
-        totals = {site: sum(parts[site] for *_, parts in reports) for site in found if site not in failures}
-        steps = {name: min(told.trained / told.batch, self._most_steps) for name, told in sources.items()}
+        totals = {site: sum(parts[site] for *_, parts in reports) for site in arrays if site not in failures}
+        steps = {name: min(status.trained / status.batch, self._most_steps) for name, status in sources.items()}
         failures |= outsized(totals, steps, self._site)
         return Fetched(
-            found={site: values for site, values in found.items() if site not in failures},
+            arrays={site: values for site, values in arrays.items() if site not in failures},
             failed=failures,
             outer=outer if all(healed for _, healed, *_ in reports) else None,
             received_bytes=sum(size for _, _, size, _ in reports),
@@ -131,16 +132,16 @@ class Exchange:
     ) -> tuple[tuple[Array, Array] | None, int, dict[str, str]]:
         """Return ((common parameters, outer momentum) from the first healer that sends them, bytes, id -> failure)."""
         failed: dict[str, str] = {}
-        for each in healers:
-            last, now_s = each is healers[-1], time.monotonic()
+        for healer in healers:
+            last, now_s = healer is healers[-1], time.monotonic()
             by_s = deadline_s if last else (now_s + deadline_s) / 2  # a slow one leaves time for the next
             try:
-                anchor, size = self._values(each, "anchor", round_, None, by_s)
-                momentum, more = self._values(each, "momentum", round_, None, by_s)
+                anchor, size = self._values(healer, "anchor", round_, None, by_s)
+                momentum, more = self._values(healer, "momentum", round_, None, by_s)
             except WireError as error:
-                failed[each.id] = str(error)
+                failed[healer.id] = str(error)
                 continue
-            self._healer = each.id
+            self._healer = healer.id
             return (anchor, momentum), size + more, failed
         return None, 0, failed
 
@@ -158,21 +159,21 @@ class Exchange:
         made = [Peer(a, run=self._run, member=site.id) for a in site.addresses]
         peers = self._peers.setdefault(site.id, made)
         pairs = [peer.covers(mine, deadline_s) for peer in peers]
-        elements = sum(rows * length for each in pairs for _, (_, _, rows, length) in each)
+        elements = sum(rows * length for rectangles in pairs for _, (_, _, rows, length) in rectangles)
         if elements != wanted:
             raise WireError(f"it has {elements} of {wanted} elements")
         values = np.zeros(end - first, np.float32)
         for at, _, region in mine:
             values[at : at + region.numel] = np.nan  # an element sent twice must not hide one that is missing
         received = 0
-        for peer, theirs in zip(peers, pairs, strict=True):
+        for peer, rectangles in zip(peers, pairs, strict=True):
             if self._form and kind == CHANGES:  # fills `theirs` from the blocks that hold them
-                blocks = Blocks(theirs)
+                blocks = Blocks(rectangles)
                 records = np.empty(blocks.count * self._form.record, np.uint8)
                 received += peer.fetch(kind, round_, blocks.wanted(self._form.record), records, deadline_s)
                 blocks.spread(decode(self._form, records), values)
             else:
-                received += peer.fetch(kind, round_, theirs, values, deadline_s)
+                received += peer.fetch(kind, round_, rectangles, values, deadline_s)
         if not np.isfinite(values).all():
             raise WireError(f"its {kind} are not finite")
         return values, received
@@ -194,7 +195,7 @@ class Blocks:
         self._pairs = pairs
         self.runs: list[tuple[int, int]] = []
         """(first block, number of blocks) of each contiguous run, in order; no block twice."""
-        spans = sorted((there // BLOCK, (there + length - 1) // BLOCK + 1) for there, _, length in self._rows())
+        spans = sorted((source // BLOCK, (source + length - 1) // BLOCK + 1) for source, _, length in self._rows())
         for begin, end in spans:
             if self.runs and begin <= sum(self.runs[-1]):
                 first, count = self.runs[-1]
@@ -219,32 +220,32 @@ class Blocks:
         before = [0]
         for _, count in self.runs:
             before.append(before[-1] + count)
-        for there, here, length in self._rows():
-            run = bisect_right(firsts, there // BLOCK) - 1
-            at = there + (before[run] - firsts[run]) * BLOCK
-            into[here : here + length] = decoded[at : at + length]
+        for source, target, length in self._rows():
+            run = bisect_right(firsts, source // BLOCK) - 1
+            at = source + (before[run] - firsts[run]) * BLOCK
+            into[target : target + length] = decoded[at : at + length]
 
     def _rows(self) -> Iterator[tuple[int, int, int]]:
-        for (there, step, rows, length), (here, own_step, _, _) in self._pairs:
+        for (source, step, rows, length), (target, target_step, _, _) in self._pairs:
             for row in range(rows):
-                yield there + row * step, here + row * own_step, length
+                yield source + row * step, target + row * target_step, length
 
 
 def outer_step(
-    method: SitesConfig, common: Array, momentum: Array, found: Mapping[str, Array], weights: Mapping[str, float]
+    method: SitesConfig, common: Array, momentum: Array, arrays: Mapping[str, Array], weights: Mapping[str, float]
 ) -> tuple[Array, Array]:
     """Return (common, momentum) after the outer update, as new arrays, bit-equal on every site: numpy rounds after each
-    operation on every processor, and sums run in the order of the names. `found`: site -> its parameters; if empty,
+    operation on every processor, and sums run in the order of the names. `arrays`: site -> its parameters; if empty,
     nothing changes. `weights`: tokens by site. All arrays: fp32 [n]."""
     common, momentum = common.copy(), momentum.copy()
-    total = sum(weights[site] for site in sorted(found))
+    total = sum(weights[site] for site in sorted(arrays))
     if not total:
         return common, momentum
     for low in range(0, len(common), _CHUNK):
         part = slice(low, low + _CHUNK)
         mean = np.zeros(len(common[part]))
-        for site in sorted(found):
-            mean += found[site][part].astype(np.float64) * (weights[site] / total)
+        for site in sorted(arrays):
+            mean += arrays[site][part].astype(np.float64) * (weights[site] / total)
         method.step(common[part], momentum[part], mean)
     return common, momentum
 

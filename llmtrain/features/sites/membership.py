@@ -13,7 +13,7 @@ import threading
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from http.client import HTTPException
 from typing import Any, Protocol, TypeVar
@@ -55,7 +55,7 @@ class Member:
 
     id: str
     """NAME:WORD; the word distinguishes this launch from an earlier one of the same site."""
-    said: Mapping[str, Any]
+    message: Mapping[str, Any]
     """Its message to the others, not validated."""
 
     @property
@@ -104,15 +104,13 @@ def heard_at(address: str) -> list[Heard]:
 def heard_on(page: str) -> list[Heard]:
     """Return the sites on a lighthouse's status page, sorted by id."""
     met = {html.unescape(member): rest for member, *rest in _MEMBER.findall(page)}
-    found = []
+    sites = []
     for member, age in _HEARTBEAT.findall(page):
         if is_site(id_ := html.unescape(member)):
             step, run, together = met.get(id_, ("0", "", "0"))
-            found.append(
-                Heard(id=id_, silent_s=float(age), met=id_ in met, step=int(step), run=html.unescape(run),
-                      together=int(together))
-            )  # fmt: skip
-    return sorted(found, key=lambda each: each.id)
+            heard = Heard(id=id_, silent_s=float(age), met=id_ in met, step=int(step), together=int(together))
+            sites.append(replace(heard, run=html.unescape(run)))
+    return sorted(sites, key=lambda site: site.id)
 
 
 class Members(Protocol):
@@ -182,8 +180,8 @@ class TorchftMembers:
             raise late from error
         except Exception as error:
             raise MembersError(f"coordinator {self._coordinator}: {_reason(error)}") from error
-        members = [Member(id=each.replica_id, said=_map(each)) for each in quorum.participants]
-        return sorted((each for each in members if is_site(each.id)), key=lambda member: member.id)
+        members = [Member(id=participant.replica_id, message=_map(participant)) for participant in quorum.participants]
+        return sorted((member for member in members if is_site(member.id)), key=lambda member: member.id)
 
     def heard(self) -> list[Heard]:
         try:
@@ -218,17 +216,17 @@ def own_address(coordinator: str) -> str:
         family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
-            own = str(probe.getsockname()[0])
+            own_address = str(probe.getsockname()[0])
     except OSError as error:
         raise SitesError(
             f"sites.coordinator {coordinator}: {error.strerror}. Give HOST:PORT of `llmtrain sites coordinator`."
         ) from error
-    if not private(own):
+    if not private(own_address):
         raise SitesError(
-            f"sites.coordinator {coordinator} is reached from {own}, a public address, and what sites send is neither "
-            "encrypted nor signed. Join the sites by a tunnel (WireGuard, ssh) and name its address in sites.listen."
+            f"sites.coordinator {coordinator} is reached from {own_address}, a public address, and sites' messages "
+            "are neither encrypted nor signed. Join the sites by a tunnel and name its address in sites.listen."
         )
-    return own
+    return own_address
 
 
 def lighthouse_client() -> Any:
@@ -303,25 +301,25 @@ class PeerStatus:
 
 def peer_status(member: Member) -> PeerStatus | None:
     """Validate a member's status; None: it is in another phase of a round, or its message is malformed."""
-    said = member.said
-    if said.get("phase") != "meet":
+    message = member.message
+    if message.get("phase") != "meet":
         return None
     try:
-        counts = {key: int(said[key]) for key in ("round", "step", "batch", "trained", "weight")}
-        step_s = float(said["step_s"])
+        counts = {key: int(message[key]) for key in ("round", "step", "batch", "trained", "weight")}
+        step_s = float(message["step_s"])
         possible = all(0 <= count < _LARGEST for count in (*counts.values(), step_s))
         if not possible or not 0 < counts["batch"] <= _LARGEST_BATCH:
             return None
         return PeerStatus(
             id=member.id,
-            run=str(said["run"]),
-            common={str(key): value for key, value in dict(said["common"]).items()},
-            checksum=str(said["checksum"]),
-            was=str(said["was"]),
-            joined=said.get("joined") is True,
-            addresses=tuple(map(_address, said["addresses"])),
+            run=str(message["run"]),
+            common={str(key): value for key, value in dict(message["common"]).items()},
+            checksum=str(message["checksum"]),
+            was=str(message["was"]),
+            joined=message.get("joined") is True,
+            addresses=tuple(map(_address, message["addresses"])),
             step_s=step_s,
-            ledger=Ledger.from_json(said["ledger"]),
+            ledger=Ledger.from_json(message["ledger"]),
             **counts,
         )
     except Exception:  # a stranger's message may cause any error
@@ -375,12 +373,12 @@ def _check_private(flag: str, address: str) -> None:
     if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
         raise UserError(f"{flag} {address}: must be HOST:PORT. Give an address of this host in the sites' network.")
     try:
-        found = {str(each[0]) for *_, each in socket.getaddrinfo(host, int(port))}
+        addresses = {str(endpoint[0]) for *_, endpoint in socket.getaddrinfo(host, int(port))}
     except OSError as error:
         raise UserError(
             f"{flag} {address}: {error.strerror}. Give HOST:PORT, a private address of this host."
         ) from error
-    if public := sorted(each for each in found if not private(each)):
+    if public := sorted(host for host in addresses if not private(host)):
         raise UserError(
             f"{flag} {address}: {public[0]} is no private address, and what sites say is neither encrypted nor signed. "
             "Join the sites by a tunnel (WireGuard, ssh) and give its address."

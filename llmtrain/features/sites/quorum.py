@@ -70,81 +70,81 @@ class Meetings:
         self._waits_for: list[str] = []
 
     def meet(
-        self, said: Mapping[str, Any], deadline_s: float, least: int, *, joins: bool = False, patience_s: float = 0.0
+        self, status: Mapping[str, Any], deadline_s: float, least: int, *, joins: bool = False, patience_s: float = 0.0
     ) -> list[PeerStatus]:
-        """Return the status of all sites that come to synchronise, this one included. `said`: this site's status.
+        """Return the status of all sites that come to synchronise, this one included. `status`: this site's own.
         `deadline_s`: time.monotonic(). `least`: sites that must be there. `joins`: this site trains nothing yet, and
         waits while any peer lives. `patience_s`: beyond the deadline after a failure, as one of two sites must wait
         while the other trains. Raises RoundFailed, StopAsked."""
-        said = {"phase": "meet", "run": self._run, "common": self._common, "together": len(self.before), **said}
+        status = {"phase": "meet", "run": self._run, "common": self._common, "together": len(self.before), **status}
         began_s, self._waits_for = time.monotonic(), []
         while True:
             if joins and any(self._ranks.gather(self.stop_asked())):
                 raise StopAsked
             longest_s = max(deadline_s, time.monotonic() + _JOINS_S) if joins else deadline_s
             asks_s = longest_s + (patience_s if self.missed else 0.0)
-            members, heard, late = self._ask(said, asks_s, always=joins)
-            told = [each for each in map(peer_status, members) if each is not None]
-            for each in told:
-                if each.run != self._run:
-                    self._refuse(each, late=said["round"] > 0)
-            told = [each for each in told if each.run == self._run]
-            twins = [each for each in told if each.site == self._name and each.id != self._site]
+            members, heard, late = self._ask(status, asks_s, always=joins)
+            peers = [peer for peer in map(peer_status, members) if peer is not None]
+            for peer in peers:
+                if peer.run != self._run:
+                    self._refuse(peer, late=status["round"] > 0)
+            peers = [peer for peer in peers if peer.run == self._run]
+            twins = [peer for peer in peers if peer.site == self._name and peer.id != self._site]
             # A launch that was killed is heard of for some seconds.
             if twins and joins and self._ranks.first(lambda: time.monotonic() > began_s + 2 * SILENT_S):
                 text = "a site of that name already trains. Give each site its own, or end the other launch"
                 error = SitesError(f"sites.name {self._name}: {text}.")
                 error.everywhere = True
                 raise error
-            told = [each for each in told if each not in twins]
+            peers = [peer for peer in peers if peer not in twins]
             late = late or (f"another launch of the site {self._name} is there" if twins and joins else "")
-            busy = [each.site for each in members if self._in_commit(each)]
-            absent = busy if len(told) > 1 and not joins else busy + heard
-            unheard = all(each.id != self._site for each in told)  # a stranger has spoken under this site's id
-            waits = not late and (unheard or len(told) < least or bool(absent and (joins or len(told) == 1)))
+            busy = [member.site for member in members if self._in_commit(member)]
+            absent = busy if len(peers) > 1 and not joins else busy + heard
+            unheard = all(peer.id != self._site for peer in peers)  # a stranger has spoken under this site's id
+            waits = not late and (unheard or len(peers) < least or bool(absent and (joins or len(peers) == 1)))
             if not (late or waits):
-                if not self.missed or len(told) >= len(self.before):
-                    return told
+                if not self.missed or len(peers) >= len(self.before):
+                    return peers
                 self.missed = False
                 time.sleep(_HEARD_S)
                 continue
             until_s = math.inf if joins and absent else deadline_s + (patience_s if self.missed and heard else 0.0)
             if self._ranks.first(lambda until_s=until_s: time.monotonic() > until_s):  # type: ignore[misc]
-                raise RoundFailed(self._nobody(told, least, sorted({*absent}), late))
+                raise RoundFailed(self._nobody(peers, least, sorted({*absent}), late))
             self._say_waiting(sorted({*absent}), joins, began_s)
             if not (late or busy):
                 time.sleep(AGAIN_S)
 
     def commit(
-        self, round_: int, told: Collection[str], have: list[str] | None, deadline_s: float
+        self, round_: int, met: Collection[str], have: list[str] | None, deadline_s: float
     ) -> tuple[list[str], list[str]]:
         """Return (sites that make this outer step, sites whose parameters all have). At most half of the sites that
-        have met make it only if the others are gone: a slow site would else make another step. `told`: ids that have
+        have met make it only if the others are gone: a slow site would else make another step. `met`: ids that have
         met. `have`: ids whose parameters this one has; None: it cannot make the step. Raises RoundFailed: no votes
         until `deadline_s`; MeetAgain: the peers have given up this round."""
-        said = {"phase": "commit", "run": self._run, "round": round_, "have": have}
+        message = {"phase": "commit", "run": self._run, "round": round_, "have": have}
         while True:
-            members, heard, late = self._ask(said, deadline_s, expected=told)
+            members, heard, late = self._ask(message, deadline_s, expected=met)
             if late:
                 if self._ranks.first(lambda: time.monotonic() > deadline_s):
                     raise RoundFailed(late)
                 continue
             votes: dict[str, set[str]] = {}
             for member in members:
-                theirs = member.said
-                same = (theirs.get("phase"), theirs.get("run"), theirs.get("round")) == ("commit", self._run, round_)
-                if same and member.id in told and isinstance(theirs.get("have"), list):
-                    votes[member.id] = set(map(str, theirs["have"]))
+                vote = member.message
+                same = (vote.get("phase"), vote.get("run"), vote.get("round")) == ("commit", self._run, round_)
+                if same and member.id in met and isinstance(vote.get("have"), list):
+                    votes[member.id] = set(map(str, vote["have"]))
             spoken = {member.id for member in members if self._in_commit(member, round_)}
-            back = {each.id for each in members} & {*told} - spoken
-            missing = {name_of(each) for each in {*told} - spoken - back} & {*heard}
-            if 2 * len(spoken & {*told}) > len(told) or not (back or missing):
+            back = {member.id for member in members} & {*met} - spoken
+            missing = {name_of(id_) for id_ in {*met} - spoken - back} & {*heard}
+            if 2 * len(spoken & {*met}) > len(met) or not (back or missing):
                 return agreed(votes)
             if back:
-                names = ", ".join(sorted(name_of(each) for each in back))
-                raise MeetAgain(f"{names} met, and began to meet again before all had said what came there")
+                names = ", ".join(sorted(name_of(id_) for id_ in back))
+                raise MeetAgain(f"{names} met, and began to meet again before all had reported what they received")
             if self._ranks.first(lambda: time.monotonic() > deadline_s):
-                raise RoundFailed(f"{', '.join(sorted(missing))} met, and did not say in time what came there")
+                raise RoundFailed(f"{', '.join(sorted(missing))} met, and did not report in time what they received")
             time.sleep(AGAIN_S)
 
     def past(self) -> list[Heard]:
@@ -153,7 +153,7 @@ class Meetings:
         def ask() -> list[Heard]:
             assert self._members is not None
             heard = self._members.heard()
-            return [each for each in heard if each.run == self._run and not each.there and each.site != self._name]
+            return [site for site in heard if site.run == self._run and not site.there and site.site != self._name]
 
         return self._ranks.first(ask)
 
@@ -163,10 +163,10 @@ class Meetings:
 
     def _in_commit(self, member: Member, round_: int | None = None) -> bool:
         """Check if a peer is between the two meetings of a round; `round_`: of this round, with this site."""
-        said = member.said
-        here = said.get("phase") == "commit" and said.get("run") == self._run
-        here = here and isinstance(said.get("round"), int) and isinstance(said.get("have"), list | None)
-        return here and (member.id != self._site if round_ is None else said.get("round") == round_)
+        message = member.message
+        commits = message.get("phase") == "commit" and message.get("run") == self._run
+        commits = commits and isinstance(message.get("round"), int) and isinstance(message.get("have"), list | None)
+        return commits and (member.id != self._site if round_ is None else message.get("round") == round_)
 
     def _say_waiting(self, absent: list[str], joins: bool, began_s: float) -> None:
         """Warn once, and again when the absent sites change."""
@@ -174,18 +174,18 @@ class Meetings:
             self._waits_for = absent
             names = ", ".join(absent)
             log.warn(
-                f"site {self._name} is alone: {names} {'is' if len(absent) == 1 else 'are'} there, and not at this "
+                f"site {self._name} is alone: {names} {'is' if len(absent) == 1 else 'are'} there, but not at this "
                 f"meeting yet; it {'joins when they come' if joins else 'waits'}"
             )
 
-    def _nobody(self, told: list[PeerStatus], least: int, absent: list[str], late: str) -> str:
+    def _nobody(self, peers: list[PeerStatus], least: int, absent: list[str], late: str) -> str:
         if absent:
             are = "is" if len(absent) == 1 else "are"
-            return f"this site is alone: {', '.join(absent)} {are} there and {are} not at this meeting"
+            return f"this site is alone: {', '.join(absent)} {are} there, but {are} not at this meeting"
         if late:
-            known = [each for each in self.before if each != self._name]
+            known = [name for name in self.before if name != self._name]
             return f"{late}; last time {', '.join(known)} took part" if known else late
-        return f"{units.counted(len(told), 'site')} of {least} are there ({', '.join(sorted(t.site for t in told))})"
+        return f"{units.counted(len(peers), 'site')} of {least} are there ({', '.join(sorted(t.site for t in peers))})"
 
     @property
     def _name(self) -> str:
@@ -202,7 +202,7 @@ class Meetings:
         raise error
 
     def _ask(
-        self, said: Mapping[str, Any], deadline_s: float, *, always: bool = False, expected: Collection[str] = ()
+        self, status: Mapping[str, Any], deadline_s: float, *, always: bool = False, expected: Collection[str] = ()
     ) -> tuple[list[Member], list[str], str]:
         """Return (participants, names of other living sites, reason if nobody came), on all ranks; a wait beyond a
         collective's limit is split. `always`: list living sites even if others have come. `expected`: list them if one
@@ -212,18 +212,18 @@ class Meetings:
             assert self._members is not None
             members, wrong, late = [], "", False
             try:
-                members = self._members.meet(said, min(max(deadline_s - time.monotonic(), _ASK_S), self._longest_s))
+                members = self._members.meet(status, min(max(deadline_s - time.monotonic(), _ASK_S), self._longest_s))
             except MembersError as error:
                 wrong, late = str(error), error.late
-            here = {each.id for each in members}
-            if not (always or len(here) < 2 or not {*expected} <= here):
+            present = {member.id for member in members}
+            if not (always or len(present) < 2 or not {*expected} <= present):
                 return members, [], wrong, late
-            there = {each.site for each in self._members.heard() if each.there and each.id not in here}
-            return members, sorted(there if always else there - {self._name}), wrong, late
+            living = {site.site for site in self._members.heard() if site.there and site.id not in present}
+            return members, sorted(living if always else living - {self._name}), wrong, late
 
         members, heard, wrong, late = self._ranks.first(ask)
         if wrong and not late:
-            known = [each for each in self.before if each != self._name]
+            known = [name for name in self.before if name != self._name]
             raise RoundFailed(f"{wrong}; last time {', '.join(known)} took part" if known else wrong)
         return members, heard, wrong
 
@@ -243,7 +243,7 @@ def agreed(votes: Mapping[str, set[str]]) -> tuple[list[str], list[str]]:
 
 
 def leader_of(
-    told: Sequence[PeerStatus],
+    peers: Sequence[PeerStatus],
     own: str,
     *,
     joins: bool,
@@ -255,30 +255,31 @@ def leader_of(
     state ahead of its own from more than half of the sites in `known`, or from one in `trusted`. A joining one accepts
     the report of more than half of the training sites; if all only start, the furthest one. `impossible`: returns why a
     reported position is impossible, or ""."""
-    mine = next(each for each in told if each.id == own)
-    refused = {each.id: why for each in told if each is not mine and (why := impossible(each))}
-    others = [each for each in told if each is not mine and each.id not in refused]
-    running = [each for each in others if each.joined]
-    voters = running if joins else [each for each in running if each.site in known]
-    candidates = [*others, mine] if not (joins and running) else running
-    leader = mine if not joins else None
-    alike = Counter(each.state for each in (*others, mine))
+    itself = next(peer for peer in peers if peer.id == own)
+    refused = {peer.id: why for peer in peers if peer is not itself and (why := impossible(peer))}
+    others = [peer for peer in peers if peer is not itself and peer.id not in refused]
+    running = [peer for peer in others if peer.joined]
+    voters = running if joins else [peer for peer in running if peer.site in known]
+    candidates = [*others, itself] if not (joins and running) else running
+    leader = itself if not joins else None
+    alike = Counter(peer.state for peer in (*others, itself))
 
     def order(site: PeerStatus) -> tuple[int, int, str]:  # the furthest first; the same order on all sites
         return -site.round, -alike[site.state], site.id
 
-    for each in sorted(candidates, key=order):
-        votes = sum(voter.state == each.state for voter in voters)
+    for candidate in sorted(candidates, key=order):
+        votes = sum(voter.state == candidate.state for voter in voters)
         starting = joins and not running
-        if starting or each is mine or 2 * votes > len(voters) or (each.site in trusted and each.joined):
-            leader = each
+        trusts = candidate.site in trusted and candidate.joined
+        if starting or candidate is itself or 2 * votes > len(voters) or trusts:
+            leader = candidate
             break
     if leader is None:
         return None, refused
-    for each in running:
-        if each.state != leader.state and order(each) < order(leader):
-            refused[each.id] = (
-                f"it reports round {each.round}, and this site is at round {mine.round}; more than half of the others "
+    for peer in running:
+        if peer.state != leader.state and order(peer) < order(leader):
+            refused[peer.id] = (
+                f"it reports round {peer.round}, this one at {itself.round}; more than half of the others "
                 "do not report the same (sites.trust names those that need no others)"
             )
     return leader, refused

@@ -32,11 +32,11 @@ def facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list[tupl
     """Lines of a report: (label, text). `done`, `failed`: events of synchronisations."""
     if not done and not failed:
         return []
-    received, sent = (sum(_number(each.get(f"{way}_bytes")) for each in done) for way in ("received", "sent"))
-    stood_s = sum(_number(each.get("stood_s", each.get("seconds"))) for each in (*done, *failed))
-    alone = [each for each in done if each.get("participants") == 1]
-    apart = [each for each in failed if "this site is alone" in str(each.get("reason"))]
-    steps = [round(_number(each.get("step"))) for each in (*alone, *apart)]
+    received, sent = (sum(_number(event.get(f"{way}_bytes")) for event in done) for way in ("received", "sent"))
+    stood_s = sum(_number(event.get("stood_s", event.get("seconds"))) for event in (*done, *failed))
+    alone = [event for event in done if event.get("participants") == 1]
+    apart = [event for event in failed if "this site is alone" in str(event.get("reason"))]
+    steps = [round(_number(event.get("step"))) for event in (*alone, *apart)]
     words = f"{len(alone)} of {len(done)}" + (f", and failed {len(apart)}" if apart else "")
     return [
         *([("Without another site", f"{words}; steps {min(steps)} to {max(steps)}")] if steps else []),
@@ -48,5 +48,5 @@ def facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list[tupl
 
 
 def _number(value: Any) -> float:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e18
-    return float(value) if known else 0.0
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e18
+    return float(value) if valid else 0.0

@@ -85,8 +85,8 @@ def private(address: str) -> bool:
     0.0.0.0 and :: are every address of a host. It decides on every address that a site listens on.
     """
     try:
-        found = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    found = getattr(found, "ipv4_mapped", None) or found
-    return any(found in network for network in _PRIVATE if network.version == found.version)
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return any(ip in network for network in _PRIVATE if network.version == ip.version)

@@ -1,4 +1,4 @@
-"""Ledger of samples: disjoint blocks of the global order, dealt to the sites again at every synchronisation.
+"""Ledger of sequences: disjoint blocks of the global order, dealt to the sites again at every synchronisation.
 
 Every site updates an equal ledger from the same facts, so only facts are sent. The numbers of steps let all sites
 arrive at the next synchronisation together.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Span = tuple[int, int]
-"""Samples [begin, end) of the global order."""
+"""Sequences [begin, end) of the global order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,31 +27,31 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Blocks in training; all other samples before `next` are in the model."""
+    """Blocks in training; all other sequences before `next` are in the model."""
 
     next: int
-    """The first sample that was never dealt."""
+    """The first sequence that was never dealt."""
     free: tuple[Span, ...] = ()
-    """Samples before `next` that sites returned, in order."""
+    """Sequences before `next` that sites returned, in order."""
     dealt: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
     """Site -> its spans, in training order."""
 
     def settled(self, trained: Mapping[str, int], requests: Sequence[Request]) -> Ledger:
-        """Return the ledger after a synchronisation: delivered samples leave it, the rest is dealt again. `trained`:
-        site -> samples of its block in the model; a missing site's block is passed on complete. `requests`: in the same
+        """Return the ledger after a synchronisation: delivered sequences leave it, the rest is dealt again. `trained`:
+        site -> sequences in in the model; a missing site's block is passed on complete. `requests`: in the same
         order on all sites."""
         back = list(self.free)
         for site, spans in self.dealt.items():
             back += _without(spans, trained.get(site, 0))
         pool = _Pool([*_merged(back), (self.next, None)])
         dealt = {request.site: pool.take(request.batch, request.steps) for request in requests}
-        for request in requests:  # after all blocks: while nobody is cut off, the samples are used without gaps
+        for request in requests:  # after all blocks: while nobody is cut off, the sequences are used without gaps
             dealt[request.site] += pool.take(request.batch, request.reserve)
         free, following = pool.rest()
         return Ledger(next=following, free=free, dealt={site: tuple(_joined(spans)) for site, spans in dealt.items()})
 
     def left_out(self) -> int:
-        """Count the samples before the last dealt one that no site has delivered."""
+        """Count the sequences before the last dealt one that no site has delivered."""
         waiting = _merged([*self.free, *(span for spans in self.dealt.values() for span in spans)])
         if waiting and waiting[-1][1] == self.next:
             waiting.pop()
@@ -63,9 +63,9 @@ class Ledger:
     @staticmethod
     def from_json(tree: Mapping[str, Any]) -> Ledger:
         """Raises KeyError, TypeError, ValueError for anything but `to_json`."""
-        spans = {site: _spans(given) for site, given in tree["dealt"].items()}
+        spans = {site: _spans(pairs) for site, pairs in tree["dealt"].items()}
         if (following := int(tree["next"])) < 0:
-            raise ValueError(f"{following} is no sample")
+            raise ValueError(f"{following} is no sequence number")
         return Ledger(next=following, free=_spans(tree["free"]), dealt=spans)
 
 
@@ -75,7 +75,7 @@ def steps_of(spans: Sequence[Span], batch: int) -> Iterator[int]:
 
 
 class _Pool:
-    """Samples to deal, from first to last; the last span has no end."""
+    """Sequences to deal, from first to last; the last span has no end."""
 
     def __init__(self, spans: list[tuple[int, int | None]]) -> None:
         if len(spans) > 1 and spans[-2][1] == spans[-1][0]:
@@ -97,7 +97,7 @@ class _Pool:
         return taken
 
     def rest(self) -> tuple[tuple[Span, ...], int]:
-        """Return (returned spans, the first sample that was never dealt)."""
+        """Return (returned spans, the first sequence that was never dealt)."""
         return tuple((begin, end) for begin, end in self._spans if end is not None), self._spans[-1][0]
 
 
@@ -125,10 +125,10 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
     return joined
 
 
-def _spans(given: Sequence[Sequence[int]]) -> tuple[Span, ...]:
-    spans = tuple((int(begin), int(end)) for begin, end in given)
+def _spans(pairs: Sequence[Sequence[int]]) -> tuple[Span, ...]:
+    spans = tuple((int(begin), int(end)) for begin, end in pairs)
     if any(not 0 <= begin < end for begin, end in spans):
-        raise ValueError(f"{spans} are no samples")
+        raise ValueError(f"{spans} are no sequences")
     return spans
 
 
@@ -151,9 +151,9 @@ class Share:
 def steps_each(step_s: Mapping[str, float], most: int, least: int) -> dict[str, int]:
     """Return the steps of each site: `most` of the fastest; each other gets the number, at least `least`, that fits
     into the same time. `step_s`: site -> seconds of a step; 0: none trained yet, it gets `most`."""
-    fastest = min((each for each in step_s.values() if each), default=0.0)
-    found = {}
-    for site, each in step_s.items():
-        share = max(fastest / each, SLOWEST) if each else 1.0
-        found[site] = most if share >= 1 - NEAR else min(most, max(least, round(most * share)))
-    return found
+    fastest = min((seconds for seconds in step_s.values() if seconds), default=0.0)
+    steps = {}
+    for site, seconds in step_s.items():
+        share = max(fastest / seconds, SLOWEST) if seconds else 1.0
+        steps[site] = most if share >= 1 - NEAR else min(most, max(least, round(most * share)))
+    return steps

@@ -43,9 +43,9 @@ _LAYER = re.compile(r"\.(\d+)\.")
 class Copy:
     """Rows of elements that an owner broadcasts, and their place on another rank."""
 
-    there: tuple[int, int]
+    source: tuple[int, int]
     """First element in the owner's array, and distance of rows."""
-    here: tuple[int, int]
+    target: tuple[int, int]
     """First element and distance of rows in the array of all held elements on this rank."""
     rows: int
     length: int
@@ -53,35 +53,35 @@ class Copy:
     def take(self, sent: Array, into: Array) -> None:
         """Copy the rows from `sent`, the owner's array, to `into`, this rank's."""
         for row in range(self.rows):
-            there, here = self.there[0] + row * self.there[1], self.here[0] + row * self.here[1]
-            into[here : here + self.length] = sent[there : there + self.length]
+            source, target = self.source[0] + row * self.source[1], self.target[0] + row * self.target[1]
+            into[target : target + self.length] = sent[source : source + self.length]
 
 
 def copies(owned: Pieces, held: Pieces) -> list[Copy]:
     """Return the rows that a rank holding `held` takes from an owner of `owned`."""
-    theirs: dict[str, list[tuple[int, Region]]] = {}
+    owned_by_name: dict[str, list[tuple[int, Region]]] = {}
     for at, name, region in owned:
-        theirs.setdefault(name, []).append((at, region))
+        owned_by_name.setdefault(name, []).append((at, region))
     return [
-        Copy((other_at + each.at[0], each.step[0]), (at + each.at[1], each.step[1]), each.rows, each.length)
+        Copy((other_at + both.at[0], both.step[0]), (at + both.at[1], both.step[1]), both.rows, both.length)
         for at, name, region in held
-        for other_at, other in theirs.get(name, ())
-        for each in shared(other, region)
+        for other_at, other in owned_by_name.get(name, ())
+        for both in shared(other, region)
     ]
 
 
 def joined(owners: Sequence[Pieces], holders: Sequence[Pieces]) -> list[list[int]]:
     """Return the groups of at least two ranks that hold elements of one another, in order."""
     group = list(range(len(owners)))
-    for holder, held in enumerate(holders):
-        if _count(held) == _count(owners[holder]):
+    for holder, pieces in enumerate(holders):
+        if _count(pieces) == _count(owners[holder]):
             continue  # as under ZeRO: it owns all that it holds
         for owner, owned in enumerate(owners):
-            if group[owner] != group[holder] and copies(owned, held):
+            if group[owner] != group[holder] and copies(owned, pieces):
                 low, high = sorted((group[owner], group[holder]))
-                group = [low if each == high else each for each in group]
-    found = [[rank for rank, each in enumerate(group) if each == number] for number in sorted(set(group))]
-    return [ranks for ranks in found if len(ranks) > 1]
+                group = [low if number == high else number for number in group]
+    groups = [[rank for rank, member in enumerate(group) if member == number] for number in sorted(set(group))]
+    return [ranks for ranks in groups if len(ranks) > 1]
 
 
 def _count(pieces: Pieces) -> int:
@@ -93,21 +93,21 @@ class Replicas:
 
     def __init__(self, ranks: Ranks, owned: Pieces, held: Pieces) -> None:
         """All ranks call it together. `owned`: exchanged by this rank; `held`: everything on it."""
-        said: list[tuple[Pieces, Pieces]] = ranks.gather((list(owned), list(held)))
+        shares: list[tuple[Pieces, Pieces]] = ranks.gather((list(owned), list(held)))
         self._group: Ranks | None = None
         self._from: list[tuple[int, int, list[Copy]]] = []
         """(rank in the group, elements of its array, rows that this rank takes from it)."""
-        for members in joined([each for each, _ in said], [each for _, each in said]):
+        for members in joined([pieces for pieces, _ in shares], [pieces for _, pieces in shares]):
             group = ranks if len(members) == ranks.world_size else ranks.among(members, _LIMIT_S)
             if group is not None:
                 self._group = group
                 for place, rank in enumerate(members):
-                    theirs = said[rank][0]
-                    size = max((at + region.numel for at, _, region in theirs), default=0)
-                    self._from.append((place, size, [] if rank == ranks.rank else copies(theirs, held)))
-        told = sum(each.rows * each.length for _, _, takes in self._from for each in takes)
-        own = _count(owned)
-        assert told + own == _count(held), f"{_count(held)} elements are held, {told + own} have an owner"
+                    other = shares[rank][0]
+                    size = max((at + region.numel for at, _, region in other), default=0)
+                    self._from.append((place, size, [] if rank == ranks.rank else copies(other, held)))
+        received = sum(copy.rows * copy.length for _, _, takes in self._from for copy in takes)
+        count = _count(owned)
+        assert received + count == _count(held), f"{_count(held)} elements are held, {received + count} have an owner"
 
     def share(self, own: Array, into: Array) -> None:
         """Complete `into`, [held], with the owners' values, by one broadcast per owner; this rank's own elements are
@@ -119,24 +119,24 @@ class Replicas:
             owns = place == self._group.rank
             sent = torch.from_numpy(own[:size].copy()) if owns else torch.empty(size, dtype=torch.float32)
             self._group.copy_from(place, sent)
-            for each in takes:
-                each.take(sent.numpy(), into)
+            for copy in takes:
+                copy.take(sent.numpy(), into)
 
 
 def fragment_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> dict[str, int]:
     """Return name -> fragment, equal on all sites: layer i is in fragment i modulo their number; each other parameter,
     the largest first, in the smallest fragment."""
-    found: dict[str, int] = {}
+    fragment: dict[str, int] = {}
     sizes = [0] * fragments
     for name in sorted(shapes):
         if layer := _LAYER.search(name):
-            found[name] = int(layer[1]) % fragments
-            sizes[found[name]] += math.prod(shapes[name])
-    rest = sorted(shapes.keys() - found.keys(), key=lambda name: (-math.prod(shapes[name]), name))
+            fragment[name] = int(layer[1]) % fragments
+            sizes[fragment[name]] += math.prod(shapes[name])
+    rest = sorted(shapes.keys() - fragment.keys(), key=lambda name: (-math.prod(shapes[name]), name))
     for name in rest:
-        found[name] = sizes.index(min(sizes))
-        sizes[found[name]] += math.prod(shapes[name])
-    return found
+        fragment[name] = sizes.index(min(sizes))
+        sizes[fragment[name]] += math.prod(shapes[name])
+    return fragment
 
 
 class Shard:
@@ -166,8 +166,8 @@ class Shard:
             if number + 1 < fragments:
                 self.size = -(-self.size // BLOCK) * BLOCK
         self._fragment = fragment
-        held = [(at, piece.name, piece.region) for _, at, piece in self._pieces]
-        self._replicas = Replicas(ranks, self.regions(), held) if ranks is not None and ranks.world_size > 1 else None
+        local = [(at, piece.name, piece.region) for _, at, piece in self._pieces]
+        self._replicas = Replicas(ranks, self.regions(), local) if ranks is not None and ranks.world_size > 1 else None
         assert self._replicas or all(piece.own_region.numel == piece.region.numel for piece in pieces), "replicas"
 
     def regions(self, part: slice | None = None) -> list[tuple[int, str, Region]]:
@@ -186,29 +186,29 @@ class Shard:
     @torch.no_grad()
     def write(self, values: Array, part: slice | None = None) -> None:
         """Write `values`, [size] or those of `part`, to the model. All ranks call it together."""
-        held = self._shared(values, part)
+        values_here = self._shared(values, part)
         for _, at, piece in self._of(part):
             with piece.open() as live:
-                live.copy_(torch.from_numpy(held[at : at + live.numel()]))
+                live.copy_(torch.from_numpy(values_here[at : at + live.numel()]))
         self._engine.refresh()
 
     def _shared(self, values: Array, part: slice | None) -> Array:
         """Return all held elements of this rank, [held]; arbitrary outside of `part`."""
-        own = np.zeros(self.size, np.float32)
-        own[part or slice(None)] = values
-        held = np.zeros(self._held, np.float32)
+        owned = np.zeros(self.size, np.float32)
+        owned[part or slice(None)] = values
+        complete = np.zeros(self._held, np.float32)
         for at, to, piece in self._of(part):
             count = piece.own_region.numel
-            held[to + piece.own.start : to + piece.own.start + count] = own[at : at + count]
+            complete[to + piece.own.start : to + piece.own.start + count] = owned[at : at + count]
         if self._replicas is not None:
-            self._replicas.share(own, held)
-        return held
+            self._replicas.share(owned, complete)
+        return complete
 
     def _of(self, part: slice | None) -> list[tuple[int, int, StateTensor]]:
         if part is None:
             return self._pieces
         number = self.parts.index(part)
-        return [each for each in self._pieces if self._fragment[each[2].name] == number]
+        return [entry for entry in self._pieces if self._fragment[entry[2].name] == number]
 
     def checksum(self, values: Array) -> int:
         """Checksum of `values` [size]; its sum over a site's ranks is independent of the sharding."""
@@ -249,27 +249,27 @@ def pieces(shard: Shard, kind: str, array: Callable[[], Array]) -> list[StateTen
 def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) -> dict[str, Array]:
     """Return kind -> array [size] of those kinds that a checkpoint has. All ranks call it together. Raises AgreedError:
     other parameters or checksums."""
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     expected: dict[str, int] = {}
     with ranks.together(), contextlib.closing(CheckpointReader(folder)) as reader:
         for kind in sorted(reader.kinds() & set(kinds)):
-            found[kind] = np.zeros(shard.size, np.float32)
+            arrays[kind] = np.zeros(shard.size, np.float32)
             for at, name, region in shard.regions():
-                found[kind][at : at + region.numel] = reader.read_kind_region(kind, name, region).numpy()
+                arrays[kind][at : at + region.numel] = reader.read_kind_region(kind, name, region).numpy()
             sums = reader.manifest.checksums()
-            expected[kind] = sum(value for (each, _), value in sums.items() if each == kind) % 2**64
-    compare_checksums(folder, {kind: shard.checksum(values) for kind, values in found.items()}, expected, ranks)
-    return found
+            expected[kind] = sum(value for (saved_kind, _), value in sums.items() if saved_kind == kind) % 2**64
+    compare_checksums(folder, {kind: shard.checksum(values) for kind, values in arrays.items()}, expected, ranks)
+    return arrays
 
 
-def standing(kept: Mapping[str, Any], folder: Path) -> tuple[Ledger, str, int, int, list[int]]:
+def standing(saved: Mapping[str, Any], folder: Path) -> tuple[Ledger, str, int, int, list[int]]:
     """Return (ledger, id, round, sequences since it, tokens since each fragment's) from trainer.json. Raises
     CheckpointError."""
     try:
-        round_, trained = natural(kept["round"]), natural(kept["trained"])
-        weights = [natural(weight) for weight in kept["weights"]]
+        round_, trained = natural(saved["round"]), natural(saved["trained"])
+        weights = [natural(weight) for weight in saved["weights"]]
         if not weights:
             raise ValueError("no weights")
-        return Ledger.from_json(kept["ledger"]), str(kept["was"]), round_, trained, weights
+        return Ledger.from_json(saved["ledger"]), str(saved["was"]), round_, trained, weights
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: the sites' part of its trainer.json makes no sense: {error}") from error

@@ -63,11 +63,11 @@ class Sent:
 
     part: slice
     """Slice of the rank's array that the round synchronises."""
-    own: Array
+    values: Array
     """This rank's values or changes, after decoding."""
     live: Array | None
     """The live values at the same time, if training continues during the round."""
-    said: dict[str, Any]
+    status: dict[str, Any]
     steps: int
     """Optimizer steps since the last synchronisation."""
     overlap: int
@@ -83,7 +83,7 @@ class Round:
 
     leader: PeerStatus
     """The site whose state counts."""
-    told: list[PeerStatus]
+    peers: list[PeerStatus]
     committed: list[str]
     """Ids of the sites that make the outer step."""
     used: list[str]
@@ -151,7 +151,7 @@ class Site:
         self._step_s = 0.0
         self._went_on_s = time.monotonic()  # time at which training continued after the last round, failed or not
         self._ledger: Ledger | None = None
-        self._batches: dict[str, int] = {}  # sequences of a step, by site, when samples were dealt
+        self._batches: dict[str, int] = {}  # sequences of a step, by site, when sequences were dealt
         self._starts: list[int] = []
 
     def __enter__(self) -> Site:
@@ -195,41 +195,40 @@ class Site:
         return self._step, self._starts.pop()
 
     def _say_ended(self, past: list[Heard]) -> None:
-        names, step = ", ".join(sorted({each.site for each in past})), max(each.step for each in past)
+        names, step = ", ".join(sorted({site.site for site in past})), max(site.step for site in past)
         ended = self._last_step is not None and step >= self._last_step
         log.warn(
             f"site {self._settings.name} is alone: {names} {'ended this run' if ended else 'left this run'} at step "
-            f"{step} (heard of {min(each.silent_s for each in past):.0f} s ago), and this site trains it from step "
+            f"{step} (heard of {min(site.silent_s for site in past):.0f} s ago), and this site trains it from step "
             f"{self._step} on, without their model. To continue from theirs, stop, and start with --resume and a "
             "checkpoint of their run folders"
         )
-        self._tell("alone", step=self._step, others=sorted({each.site for each in past}), at=step)
+        self._tell("alone", step=self._step, others=sorted({site.site for site in past}), at=step)
 
     def state(self) -> list[StateTensor]:
-        found = pieces(self._shard, COMMON, lambda: self._anchor)
+        tensors = pieces(self._shard, COMMON, lambda: self._anchor)
         if self._settings.keeps_momentum:
-            found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
+            tensors += pieces(self._shard, MOMENTUM, lambda: self._momentum)
         if (feedback := self._feedback) is not None:
-            found += pieces(self._shard, RESIDUAL, lambda: feedback.residual)
-        return found
+            tensors += pieces(self._shard, RESIDUAL, lambda: feedback.residual)
+        return tensors
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "was": self._was, "round": self._round, "trained": self._trained, "weights": self._weights,
-            "ledger": None if self._ledger is None else self._ledger.to_json(),
-        }  # fmt: skip
+        ledger = None if self._ledger is None else self._ledger.to_json()
+        counts = {"round": self._round, "trained": self._trained, "weights": self._weights}
+        return {"was": self._was, **counts, "ledger": ledger}
 
-    def restore(self, folder: Path, kept: Mapping[str, Any]) -> None:
-        """Call before `begin`. `kept`: from `to_json`. Raises AgreedError: the checkpoint is damaged."""
-        found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL), self._ranks)
+    def restore(self, folder: Path, saved: Mapping[str, Any]) -> None:
+        """Call before `begin`. `saved`: from `to_json`. Raises AgreedError: the checkpoint is damaged."""
+        arrays = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL), self._ranks)
         with self._ranks.together():
-            self._ledger, self._was, self._round, self._trained, weights = standing(kept, folder)
+            self._ledger, self._was, self._round, self._trained, weights = standing(saved, folder)
         same = len(weights) == len(self._weights)
         self._weights = weights if same else [max(weights)] * len(self._weights)
-        self._anchor = found.get(COMMON, self._anchor)
-        self._momentum = found.get(MOMENTUM, self._momentum)
-        if self._feedback is not None and RESIDUAL in found:
-            self._feedback.residual = found[RESIDUAL]
+        self._anchor = arrays.get(COMMON, self._anchor)
+        self._momentum = arrays.get(MOMENTUM, self._momentum)
+        if self._feedback is not None and RESIDUAL in arrays:
+            self._feedback.residual = arrays[RESIDUAL]
 
     def after_update(self, step: int, step_s: float, *, complete: bool) -> tuple[int, int]:
         """Count an optimizer step, and synchronise if it is due.
@@ -238,7 +237,7 @@ class Site:
             step_s: seconds of the step on this rank.
             complete: it was the last.
 
-        Returns: (optimizer steps done, counted as the fastest site's; first sample of the next step).
+        Returns: (optimizer steps done, counted as the fastest site's; first sequence of the next step).
 
         Raises: TrainingStopped: too many steps without the other sites.
         """
@@ -270,15 +269,15 @@ class Site:
         return self._step, self._starts.pop()
 
     def _say_left_out(self) -> None:
-        """Warn of dealt samples that the run's model has not seen."""
+        """Warn of dealt sequences that the run's model has not seen."""
         if self._meetings.missed and self._trained:
             log.warn(
-                f"step {self._step}: the run ends here without the other sites: {self._trained} samples that this site "
+                f"step {self._step}: the run ends here without the other sites: {self._trained} sequences that it "
                 "has trained since they met last are in its own model alone"
             )
         elif self._ledger is not None and (count := self._ledger.left_out()):
             log.warn(
-                f"step {self._step}: the run ends, and {count} samples are in no model though later ones are: they "
+                f"step {self._step}: the run ends, and {count} sequences are in no model though later ones are: they "
                 "were dealt to a site that did not deliver them, and no round was left to pass them on"
             )
             self._tell("left_out", step=self._step, samples=count)
@@ -330,56 +329,56 @@ class Site:
         """Run the part of a round that waits for others; it changes no state. Raises RoundFailed, SitesError."""
         ends_s = 0.0
         while True:
-            told = self._meetings.meet(sent.said, deadline_s, least, joins=joins, patience_s=patience_s)
+            peers = self._meetings.meet(sent.status, deadline_s, least, joins=joins, patience_s=patience_s)
             met_s = time.monotonic()
             if not ends_s:  # a site that joins or was late has the time of a round from here
                 longer = joins or self._meetings.missed
                 ends_s = max(deadline_s, met_s + self._settings.timeout_s) if longer else deadline_s
             try:
-                return self._met(sent, told, met_s, ends_s)
+                return self._met(sent, peers, met_s, ends_s)
             except MeetAgain as again:
                 over = self._exchange.ranks.first(lambda until_s=ends_s: time.monotonic() > until_s)  # type: ignore[misc]
                 if over:
                     raise RoundFailed(str(again)) from again
 
-    def _met(self, sent: Sent, told: list[PeerStatus], met_s: float, deadline_s: float) -> Round:
+    def _met(self, sent: Sent, peers: list[PeerStatus], met_s: float, deadline_s: float) -> Round:
         """Fetch and vote after a meeting. Raises RoundFailed, MeetAgain."""
         fetched_by_s = (met_s + deadline_s) / 2  # leave time to agree on going on without a silent site
-        leader, told, refused = self._led(told)
-        current = {each.id: each for each in told if each.state == leader.state}
+        leader, peers, refused = self._led(peers)
+        current = {peer.id: peer for peer in peers if peer.state == leader.state}
         heals = self.id not in current
         got = self._exchange.fetch(
-            {each.id: each for each in current.values() if each.weight},
+            {peer.id: peer for peer in current.values() if peer.weight},
             list(current.values()) if heals else [],
-            sent.own,
+            sent.values,
             self._anchor,
             leader,
             self._part(leader.round),
             fetched_by_s,
         )
-        have = sorted(got.found) if got.outer or not heals else None
-        committed, used = self._meetings.commit(leader.round, {each.id for each in told}, have, deadline_s)
+        have = sorted(got.arrays) if got.outer or not heals else None
+        committed, used = self._meetings.commit(leader.round, {peer.id for peer in peers}, have, deadline_s)
         if self.id not in committed:
             why = "the common state has not come" if have is None else "the other sites have gone on without this one"
             raise RoundFailed(f"{why}: {listed(got.failed)}")
-        if not used and any(each.weight for each in current.values()):
+        if not used and any(peer.weight for peer in current.values()):
             raise RoundFailed(f"no site's parameters have reached all others: {listed(got.failed)}")
         got = replace(got, failed={**got.failed, **refused})
-        return Round(leader=leader, told=told, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
+        return Round(leader=leader, peers=peers, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
 
-    def _led(self, told: list[PeerStatus]) -> tuple[PeerStatus, list[PeerStatus], dict[str, str]]:
+    def _led(self, peers: list[PeerStatus]) -> tuple[PeerStatus, list[PeerStatus], dict[str, str]]:
         """Return (leading site, accepted sites, id -> reason of a refused state). Raises RoundFailed."""
-        joins, known, trusted = self._agreed is None, self._meetings.known, self._settings.trust
+        joins, before, trusted = self._agreed is None, self._meetings.known, self._settings.trust
         leader, refused = self._exchange.ranks.first(
-            lambda: leader_of(told, self.id, joins=joins, known=known, trusted=trusted, impossible=self._impossible),
+            lambda: leader_of(peers, self.id, joins=joins, known=before, trusted=trusted, impossible=self._impossible),
         )
         if leader is None:
-            states = ", ".join(f"{each.site}: round {each.round}" for each in told if each.joined)
+            states = ", ".join(f"{peer.site}: round {peer.round}" for peer in peers if peer.joined)
             raise RoundFailed(
                 f"the sites that train report different states ({states}), and none is reported by more than half: "
                 "sites.trust names a site whose state counts"
             )
-        return leader, [each for each in told if each.id not in refused], refused
+        return leader, [peer for peer in peers if peer.id not in refused], refused
 
     def _impossible(self, other: PeerStatus) -> str:
         """Return why a peer cannot be as far as it says since this site last agreed with others; "": it can."""
@@ -388,39 +387,41 @@ class Site:
             steps = self._every + self._overlap + self._settings.max_alone_steps
             tokens = len(self._shard.parts) * steps * batch * self._share.tokens // self._share.batch
             if other.trained > steps * batch or other.weight > tokens:
-                return (f"it reports {other.trained} samples and {other.weight} tokens in its parameters; {steps} "
-                        f"steps of {batch} sequences have fewer")  # fmt: skip
+                return (
+                    f"it reports {other.trained} sequences and {other.weight} tokens in its parameters; {steps} "
+                    f"steps of {batch} sequences have fewer"
+                )
         if other.round <= self._round:
             return ""
-        ends, said = len(self._shard.parts), f"it reports round {other.round}, step {other.step}"
+        ends, claim = len(self._shard.parts), f"it reports round {other.round}, step {other.step}"
         if self._last_step is not None and other.step > self._last_step:
-            return f"{said}, and the run ends at step {self._last_step}"
+            return f"{claim}, and the run ends at step {self._last_step}"
         if self._agreed is None:
             most = other.step // self._every + ends + _STARTS
-            return f"{said}; so few steps have at most {most} rounds" if other.round > most else ""
+            return f"{claim}; so few steps have at most {most} rounds" if other.round > most else ""
         round_, step, at_s = self._agreed
         elapsed_s = time.monotonic() - at_s
         steps = self._every + self._settings.max_alone_steps
         steps += math.ceil(elapsed_s / self._step_s / SLOWEST) if self._step_s else _LARGEST_STEP
         rounds = min(steps, max(other.step - step, 0)) // self._every + ends + math.ceil(elapsed_s / _START_S)
         if other.step > step + steps or other.round > round_ + rounds:
-            return f"{said}, and {elapsed_s:.3g} s ago all were at round {round_}, step {step}"
+            return f"{claim}, and {elapsed_s:.3g} s ago all were at round {round_}, step {step}"
         return ""
 
     def _apply(self, done: Round, sent: Sent) -> None:
-        leader, used, found = done.leader, done.used, done.got.found
+        leader, used, arrays = done.leader, done.used, done.got.arrays
         part = self._part(leader.round)
         anchor, momentum = (array.copy() for array in done.got.outer or (self._anchor, self._momentum))
         if self._feedback:
-            for each in used:
-                np.add(anchor[part], found[each], out=found[each])
+            for site in used:
+                np.add(anchor[part], arrays[site], out=arrays[site])
             if done.heals:
                 self._feedback.forget()
             elif self.id in used:
                 self._feedback.delivered()
-        weights = {each.id: each.weight for each in done.told}
+        weights = {peer.id: peer.weight for peer in done.peers}
         after, momentum[part] = outer_step(
-            self._settings, anchor[part], momentum[part], {each: found[each] for each in used}, weights
+            self._settings, anchor[part], momentum[part], {site: arrays[site] for site in used}, weights
         )
         ends = self._ranks.gather((squared_distance(anchor[part], after), self._server.sent_bytes()))
         norm, served = math.sqrt(sum(square for square, _ in ends)), sum(size for _, size in ends)
@@ -436,8 +437,8 @@ class Site:
             if sent.live is not None:  # keep the steps trained since
                 values = values + (self._shard.read(part)[part] - sent.live)
             self._shard.write(values, part)
-            self._trained -= sent.said["trained"]
-            self._weights[leader.round % len(self._weights)] -= sent.said["weight"]
+            self._trained -= sent.status["trained"]
+            self._weights[leader.round % len(self._weights)] -= sent.status["weight"]
         self._server.publish(leader.round + 1, {})
         self._steps -= sent.steps
         self._go_on(done, sent)
@@ -448,18 +449,18 @@ class Site:
 
     def _publish(self, overlap: int = 0) -> Sent:
         self._stands_s, part = time.monotonic(), self._part(self._round)
-        sums = self._ranks.gather([self._shard.checksum(each) for each in (self._anchor, self._momentum)])
+        sums = self._ranks.gather([self._shard.checksum(array) for array in (self._anchor, self._momentum)])
         values = self._shard.read(part)
-        own, live = values[part], values[part].copy() if overlap else None
+        sent, live = values[part], values[part].copy() if overlap else None
         served: dict[str, Array | Bytes] = {"values": values}
         if self._feedback is not None:
-            records, own = self._feedback.encode(own - self._anchor[part], part)
+            records, sent = self._feedback.encode(sent - self._anchor[part], part)
             served = {"changes": records}
         self._server.publish(self._round, {**served, "anchor": self._anchor, "momentum": self._momentum})
         step_s = statistics.median(self._took_s) if self._took_s else 0.0  # 0: no step
         self._took_s.clear()
         self._step_s = step_s or self._step_s
-        said = {
+        status = {
             **self.to_json(),
             "checksum": checksum_of(sums),
             "step": self._step,
@@ -471,17 +472,15 @@ class Site:
             "addresses": self._addresses,
         }
         published_s, began_s = time.monotonic() - self._stands_s, self._stands_s
-        return Sent(
-            part=part, own=own, live=live, said=said, steps=self._steps, overlap=overlap, began_s=began_s,
-            published_s=published_s,
-        )  # fmt: skip
+        times = {"began_s": began_s, "published_s": published_s}
+        return Sent(part=part, values=sent, live=live, status=status, steps=self._steps, overlap=overlap, **times)
 
     def _go_on(self, done: Round, sent: Sent) -> None:
-        leader, by_id = done.leader, {each.id: each for each in done.told}
+        leader, by_id = done.leader, {peer.id: peer for peer in done.peers}
         trained = {by_id[site].was: by_id[site].trained for site in done.used}
-        steps_told = [each.step for each in done.told if each.state == leader.state]
-        at = min(max(steps_told), min(steps_told) + self._every + self._settings.max_alone_steps)
-        self._step = max(self._step, self._step + at - sent.said["step"])
+        peer_steps = [peer.step for peer in done.peers if peer.state == leader.state]
+        at = min(max(peer_steps), min(peer_steps) + self._every + self._settings.max_alone_steps)
+        self._step = max(self._step, self._step + at - sent.status["step"])
         left = self._every if self._last_step is None else self._last_step - at
         most = min(self._every, left) if left > 0 else self._every
         steps = steps_each({site: by_id[site].step_s for site in done.committed}, most, 1 + self._overlap)
@@ -521,8 +520,8 @@ class Site:
         self._tell("synchronise", step=self._step, round=self._round, **fields, **lost)
         if given_up:
             log.warn(
-                f"step {self._step}: up to {given_up} samples that this site trained without the others are given up: "
-                "they have continued in the meantime, and were dealt those samples"
+                f"step {self._step}: up to {given_up} sequences that this site trained alone are given up: "
+                "they have continued in the meantime, and were dealt those sequences"
             )
         say_changes(self._step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
         self._meetings.before = fields["sites"]
@@ -567,8 +566,8 @@ def telling(event: Callable[..., None], row: Callable[..., None]) -> Callable[..
 
     def tell(kind: str, **fields: Any) -> None:
         event(kind, **fields)
-        if found := {key: fields[name] for name, key in _METRICS.items() if name in fields}:
-            row({"step": fields["step"], **found}, more=True)
+        if metrics := {key: fields[name] for name, key in _METRICS.items() if name in fields}:
+            row({"step": fields["step"], **metrics}, more=True)
 
     return tell
 

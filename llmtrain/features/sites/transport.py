@@ -184,22 +184,24 @@ class Peer:
                 self._index = [(int(at), str(name), _unpacked(rest)) for at, name, *rest in header["index"]]
             except (KeyError, OverflowError, TypeError, ValueError) as error:
                 raise WireError(f"its index makes no sense ({error})") from error
-        theirs: dict[str, list[tuple[int, Region]]] = {}
+        by_name: dict[str, list[tuple[int, Region]]] = {}
         for at, name, region in self._index:
-            theirs.setdefault(name, []).append((at, region))
-        found = []
+            by_name.setdefault(name, []).append((at, region))
+        pairs = []
         left = sum(region.numel for _, _, region in mine)
         for at, name, region in mine:
-            for other_at, other in theirs.get(name, ()):
+            for other_at, other in by_name.get(name, ()):
                 if time.monotonic() > deadline_s:
-                    raise WireError("its index makes no end")
-                for each in shared(other, region):
-                    if (left := left - each.rows * each.length) < 0:
+                    raise WireError("its index does not end")
+                for overlap in shared(other, region):
+                    if (left := left - overlap.rows * overlap.length) < 0:
                         raise WireError("its index makes no sense (it has elements twice)")
-                    there, here = each.at
-                    found.append(((other_at + there, each.step[0], each.rows, each.length),
-                                  (at + here, each.step[1], each.rows, each.length)))  # fmt: skip
-        return found
+                    theirs_at, ours_at = overlap.at
+                    rows = overlap.rows, overlap.length
+                    pairs.append(
+                        ((other_at + theirs_at, overlap.step[0], *rows), (at + ours_at, overlap.step[1], *rows))
+                    )
+        return pairs
 
     def fetch(
         self, kind: str, round_: int, pairs: Sequence[tuple[Rectangle, Rectangle]], into: Array, deadline_s: float
@@ -207,7 +209,7 @@ class Peer:
         """Fill the elements `pairs` (see `covers`) of `into`; return the received bytes. Raises WireError."""
         if not pairs:
             return 0
-        places = [_cut(into, here) for _, here in pairs]
+        places = [_cut(into, mine) for _, mine in pairs]
 
         def receive(line: _Line, header: Mapping[str, Any]) -> int:
             expected = into.itemsize * sum(place.size for place in places)
@@ -219,13 +221,13 @@ class Peer:
                     data = row.data.cast("B")
                     line.receive_into(data)
                     hash_.update(data)
-            told = bytearray(8)
-            line.receive_into(memoryview(told))
-            if struct.unpack("<Q", told)[0] != hash_.intdigest():
+            sent = bytearray(8)
+            line.receive_into(memoryview(sent))
+            if struct.unpack("<Q", sent)[0] != hash_.intdigest():
                 raise WireError("the checksum of what it sent is wrong")
             return expected
 
-        return self._ask(kind, round_, [there for there, _ in pairs], deadline_s, receive)
+        return self._ask(kind, round_, [source for source, _ in pairs], deadline_s, receive)
 
     def _ask(
         self,
@@ -330,12 +332,12 @@ def _unpacked(rest: Sequence[Any]) -> Region:
         raise ValueError(f"{len(runs)} runs")
     pairs = tuple((int(offset), int(length)) for offset, length in runs)
     region = Region(int(start), int(numel), pairs, int(stride), int(skip))
-    numbers = (region.start, region.numel, region.stride, region.skip, *(each for pair in pairs for each in pair))
+    numbers = (region.start, region.numel, region.stride, region.skip, *(bound for pair in pairs for bound in pair))
     if any(not 0 <= number < _LARGEST for number in numbers):
         raise ValueError(f"a region of {min(numbers)} to {max(numbers)}")
     ends = [offset + length for offset, length in pairs]
     begins = [*(offset for offset, _ in pairs[1:]), region.stride]
-    held = sum(length for _, length in pairs)
-    if pairs and (any(end > begin for end, begin in zip(ends, begins, strict=True)) or region.skip >= held):
+    elements = sum(length for _, length in pairs)
+    if pairs and (any(end > begin for end, begin in zip(ends, begins, strict=True)) or region.skip >= elements):
         raise ValueError(f"runs that do not fit into {region.stride} elements")
     return region

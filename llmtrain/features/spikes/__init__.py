@@ -22,7 +22,7 @@ class SpikesConfig:
     """Spikes of the loss or the gradient norm: every run reports them."""
 
     pinned: int = bounded(2, NOT_NEGATIVE, "2 is the default, 0 keeps none")
-    """Newest spikes whose last checkpoint before is kept for `llmtrain replay`. 0 = none."""
+    """For how many of the newest spikes the checkpoint before the spike is kept for `llmtrain replay`. 0 = none."""
     skip_outliers: float | None = bounded(None, Bound(above=0), "6 is common, null leaves out none")
     """Leave out a step's update if its loss, or its gradient norm's logarithm, is more than this number of deviations
     above the median of the 20 steps before. Each step then takes another all-reduce on the host, and waits for the
@@ -46,10 +46,7 @@ _OF_FORMS: tuple[Rule, ...] = (
 class SpikesFeature(Feature):
     section = SpikesConfig
     renamed = (("fault.pinned", "spikes.pinned"), ("optim.skip_outliers", "spikes.skip_outliers"))
-    commands = (
-        ("replay", "llmtrain.features.spikes.command",
-         "train steps of a run again, compare them with its record, name the rows"),
-    )  # fmt: skip
+    commands = (("replay", "llmtrain.features.spikes.command", "train steps again, compare them, name rows"),)
 
     def asked(self, config: RunConfig) -> bool:
         return True

@@ -22,17 +22,17 @@ def main(argv: list[str]) -> int:
     if args.done:
         return _done(args.run)
     asked = asked_by(args)
-    held = prepare(asked)
+    lock = prepare(asked)
     try:
         print(asked, file=sys.stderr if args.json else sys.stdout, flush=True)
-        train(asked, held)
+        train(asked, lock)
         if asked.changed is None:
             return _report(asked, args)
         answer, lines = finish(asked, args.out)
         print(json.dumps(answer) if args.json else "\n".join(lines))
         return 0
     finally:
-        os.close(held)
+        os.close(lock)
 
 
 def _report(asked: Asked, args: argparse.Namespace) -> int:
@@ -61,8 +61,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     where.add_argument("--launch", metavar="HOSTS", help="a hostfile for `llmtrain launch` (default: this machine)")
     where.add_argument("--one-rank", action="store_true", help="train in one process, without any parallelism")
     add = parser.add_argument
-    add("--out", type=lambda folder: Path(folder).resolve(), metavar="FOLDER",
-        help="(default: RUN-replay-FIRST-LAST next to the run)")  # fmt: skip
+    text = "(default: RUN-replay-FIRST-LAST next to the run)"
+    add("--out", type=lambda folder: Path(folder).resolve(), metavar="FOLDER", help=text)
     add("--without", metavar="SEQUENCE,...", help="with --write: sequences of these steps that the new run leaves out")
     add("--skip", metavar="STEP,...", help="with --write: steps of these that the new run leaves out")
     add("--write", action="store_true", help="train the steps without them, and make --out a run that continues there")

@@ -55,9 +55,9 @@ class Collected:
         return self._inner.weight(micro)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        found = self._inner.sums(head, hidden, micro)
-        self.losses.append(found[0].detach())
-        return found
+        sums = self._inner.sums(head, hidden, micro)
+        self.losses.append(sums[0].detach())
+        return sums
 
 
 class Replay(Record):
@@ -86,10 +86,10 @@ class Replay(Record):
         step = self._step + 1
         if self._most and self._first <= step <= self._last:
             with heart.during("evaluate"):
-                found = self._look()
+                look = self._look()
             if self._ranks.rank == 0:
                 with open(self._launch.folder.path / LOOKS, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(to_json({"step": step, **found})) + "\n")
+                    file.write(json.dumps(to_json({"step": step, **look})) + "\n")
         if step == self._last:
             self._launch.requests.stop_reason = "the replay is done"
         return Request(stop=step == self._last, save=step in self._saves)
@@ -105,38 +105,38 @@ class Replay(Record):
         weight = int(self._ranks.sum(torch.tensor([counted], dtype=torch.float64))[0])
         if not weight:
             return {"rows": [], "largest": {}, "norm": math.nan}
-        norm, largest, whole = math.nan, dict[str, list[Tensor]](), GradientCopy()
+        norm, largest, gradient = math.nan, dict[str, list[Tensor]](), GradientCopy()
         if self._has_gradients:
             if isinstance(objective, LooksAhead):
                 objective.look(batch.micro_batches, engine.evaluate)
             session.seed()
             with compiler.uncompiled(), largest_values(engine.module.hf) as largest:
-                norm, _ = gradient_norm(engine, self._ranks, batch.micro_batches, weight, objective, copy_into=whole)
+                norm, _ = gradient_norm(engine, self._ranks, batch.micro_batches, weight, objective, copy_into=gradient)
         rows = range(batch.first_index, batch.first_index + batch.sequences)
         mine = [index for micro in batch.micro_batches for index in micro.sample_indices]
         losses = self._losses(rows, mine, objective)
-        found = []
+        measured = []
         for index, (loss, row_weight) in zip(rows, losses, strict=True):
             if row_weight:
                 row: dict[str, Any] = {"sequence": index, "loss": loss / row_weight, "weight": int(row_weight)}
-                found.append(row)
-        found.sort(key=lambda row: -row["loss"] if row["loss"] == row["loss"] else -math.inf)
-        for row in found[: self._most] if self._has_gradients else []:
+                measured.append(row)
+        measured.sort(key=lambda row: -row["loss"] if row["loss"] == row["loss"] else -math.inf)
+        for row in measured[: self._most] if self._has_gradients else []:
             if len(self._largest) >= self._most and row["loss"] <= self._largest[self._most - 1]:
                 break
             micro = loader.row(self._step, row["sequence"] if row["sequence"] in mine else None)
             session.seed()
             with unwatched(engine.module):  # the balancing loss of experts belongs to a batch, not to its rows
-                row["norm"], product = gradient_norm(engine, self._ranks, [micro], weight, objective, times=whole)
+                row["norm"], product = gradient_norm(engine, self._ranks, [micro], weight, objective, times=gradient)
             row["share"] = product / (norm * norm or math.nan)
             self._largest = sorted([*self._largest, row["loss"]], reverse=True)
-        whole.clear()  # the step that follows has no room for it
-        session.routing()  # what was looked at is not of the step
+        gradient.clear()  # the step that follows has no room for it
+        session.routing()  # drop the routing of the looks, which is not the step's
         merged: dict[str, Any] = {}
         for share in self._ranks.gather({name: list(map(float, values)) for name, values in largest.items()}):
             for name, values in share.items():
                 merged[name] = np.maximum(merged.get(name, values), values).tolist()  # NaN stays
-        return {"norm": norm, "rows": found, "largest": merged}
+        return {"norm": norm, "rows": measured, "largest": merged}
 
     def _losses(self, rows: range, mine: list[int], objective: LossFunction) -> list[list[float]]:
         """Return (sum of the loss, weight) for each sequence. A forward pass has one sequence."""
@@ -153,8 +153,8 @@ class Replay(Record):
                 table[index - rows.start, 0] = float(collected.losses[place])
             if self._place.leads:
                 table[index - rows.start, 1] = objective.weight(micros[place])
-        found: list[list[float]] = self._ranks.sum(table).tolist()
-        return found
+        losses: list[list[float]] = self._ranks.sum(table).tolist()
+        return losses
 
 
 def gradient_norm(
@@ -191,18 +191,18 @@ def gradient_norm(
             sums[1] += (part.double() * other_part).sum()
 
     engine.gradients(micros, weight, look, objective)
-    found = ranks.sum(torch.cat([sums.cpu(), torch.tensor([taken], dtype=torch.float64)]))
-    return (math.sqrt(found[0]), float(found[1])) if found[2] else (math.inf, math.nan)
+    totals = ranks.sum(torch.cat([sums.cpu(), torch.tensor([taken], dtype=torch.float64)]))
+    return (math.sqrt(totals[0]), float(totals[1])) if totals[2] else (math.inf, math.nan)
 
 
 @contextlib.contextmanager
 def largest_values(hf: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Measure the largest absolute output and its gradient, for each module with parameters in the forward order."""
-    found: dict[str, list[Tensor]] = {}
+    largest_of: dict[str, list[Tensor]] = {}
 
     def take(name: str, kind: int, tensor: Tensor) -> None:
         largest = tensor.detach().abs().amax().float()
-        values = found.setdefault(name, [torch.zeros_like(largest)] * 2)
+        values = largest_of.setdefault(name, [torch.zeros_like(largest)] * 2)
         values[kind] = torch.maximum(values[kind], largest)  # NaN stays
 
     def after(name: str, _module: nn.Module, _given: Any, output: Any) -> None:
@@ -218,4 +218,4 @@ def largest_values(hf: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
             left_out = isinstance(module, Head) or name.endswith("experts")
             if not left_out and any(True for _ in module.parameters(recurse=False)):
                 hooks.enter_context(module.register_forward_hook(functools.partial(after, name)))
-        yield found
+        yield largest_of

@@ -12,25 +12,31 @@ from llmtrain.reports.page import html_page, table
 
 def lines_for(answer: dict[str, Any]) -> Iterator[str]:
     steps, rows = answer["steps"], answer["rows"]
-    worst = max((each["apart"] for each in steps if not math.isnan(each["apart"])), default=0.0)
+    worst = max((row["apart"] for row in steps if not math.isnan(row["apart"])), default=0.0)
     how = "to the bit" if answer["exact"] else f"within {answer['bound']:.1e} ({answer['why']})"
     if answer["equal"]:
         yield f"the steps are equal to the run's record {how}"
     else:
-        first = next((each["step"] for each in steps if not each["equal"]), None)
-        yield (f"the steps are not equal to the run's record {how}: first at step {first}, largest relative difference "
-               f"{worst:.1e}")  # fmt: skip
-        until = max((each["step"] for each in steps if each["equal"]), default=0)
-        odd = [each["step"] for each in steps if not each["equal"] and each["step"] < until]
+        first = next((row["step"] for row in steps if not row["equal"]), None)
+        yield (
+            f"the steps are not equal to the run's record {how}: first at step {first}, largest relative difference "
+            f"{worst:.1e}"
+        )
+        until = max((row["step"] for row in steps if row["equal"]), default=0)
+        odd = [row["step"] for row in steps if not row["equal"] and row["step"] < until]
         if odd and answer["exact"]:  # another update there would have changed every later step
-            yield (f"later steps are equal to the bit, up to step {until}: the replay repeats the run's course, and "
-                   f"steps.bin is damaged, or has no row, at the steps {units.spans(odd)}")  # fmt: skip
-    for each in answer["checkpoints"]:
-        yield f"checkpoint of step {each['step']}: " + ("; ".join(each["lines"]) or "equal")
+            yield (
+                f"later steps are equal to the bit, up to step {until}: the replay repeats the run's course, and "
+                f"steps.bin is damaged, or has no row, at the steps {units.spans(odd)}"
+            )
+    for checkpoint in answer["checkpoints"]:
+        yield f"checkpoint of step {checkpoint['step']}: " + ("; ".join(checkpoint["lines"]) or "equal")
     yield from units.lines_of(_steps(answer))
-    for each in answer["modules"]:
-        yield (f"step {each['step']}: {each['what']} of {each['module']} is {each['value']:.3g}, at most "
-               f"{each['others']:.3g} in the other steps")  # fmt: skip
+    for module in answer["modules"]:
+        yield (
+            f"step {module['step']}: {module['what']} of {module['module']} is {module['value']:.3g}, at most "
+            f"{module['others']:.3g} in the other steps"
+        )
     yield f"rows by {_order(rows)}:"
     for row in worst_rows(rows, 10):
         norm = "" if row.get("norm") is None else f", norm {row['norm']:.3g}, share {float(row['share']):.1%}"
@@ -53,37 +59,41 @@ def _steps(answer: dict[str, Any]) -> list[tuple[str, ...]]:
     """Rows under a heading."""
     return [
         ("STEP", "LOSS", "NORM", "RATE", "STAGE", "RECORD"),
-        *((str(each["step"]), f"{each['loss']:.4f}", f"{each['norm']:.4g}", f"{each['lr'] or 0:.3g}",
-           str(each.get("data/stage", 0)), "equal" if each["equal"] else f"differs by {each['apart']:.1e}")
-          for each in answer["steps"]),
+        *((str(row["step"]), f"{row['loss']:.4f}", f"{row['norm']:.4g}", f"{row['lr'] or 0:.3g}",
+           str(row.get("data/stage", 0)), "equal" if row["equal"] else f"differs by {row['apart']:.1e}")
+          for row in answer["steps"]),
     ]  # fmt: skip
 
 
 def page_of(answer: dict[str, Any]) -> str:
-    """HTML without scripts."""
+    """The answer as HTML without scripts."""
     rows = [
         (str(row["step"]), str(row["sequence"]), f"{float(row['loss']):.4f}",
          *(("", "") if row.get("norm") is None else (f"{row['norm']:.3g}", f"{float(row['share']):.1%}")),
          "\n".join(row.get("documents", [])))
         for row in answer["rows"]
     ]  # fmt: skip
-    modules = [(str(each["step"]), each["module"], each["what"], f"{each['value']:.3g}", f"{each['others']:.3g}")
-               for each in answer["modules"]]  # fmt: skip
+    modules = [
+        (str(row["step"]), row["module"], row["what"], f"{row['value']:.3g}", f"{row['others']:.3g}")
+        for row in answer["modules"]
+    ]
     head, *steps = _steps(answer)
     tables = [
         (f"Rows by {_order(answer['rows'])}", table(("STEP", "SEQUENCE", "LOSS", "NORM", "SHARE", "DOCUMENTS"), rows)),
-        ("Modules out of the range of the other steps",
-         table(("STEP", "MODULE", "WHAT", "LARGEST", "IN OTHER STEPS"), modules)),
+        (
+            "Modules out of the range of the other steps",
+            table(("STEP", "MODULE", "WHAT", "LARGEST", "IN OTHER STEPS"), modules),
+        ),
         ("Steps", table(head, steps)),
-    ]  # fmt: skip
+    ]
     charts = [_chart(answer["steps"], key, name) for key, name in (("loss", "Loss"), ("norm", "Gradient norm"))]
     title = f"Steps {answer['first']} to {answer['last']} of {answer['run']}"
     return html_page(title, next(lines_for(answer)), tables, [chart for chart in charts if chart["series"]])
 
 
 def _chart(steps: list[dict[str, Any]], key: str, title: str) -> dict[str, Any]:
-    shown = [each for each in steps if math.isfinite(each[key])]
-    x, y = [each["step"] for each in shown], [each[key] for each in shown]
+    shown = [row for row in steps if math.isfinite(row[key])]
+    x, y = [row["step"] for row in shown], [row[key] for row in shown]
     series = {"name": title, "color": 0, "x": x, "y": y, "dash": False, "dots": True}
     return {"id": key, "file": key, "title": title, "unit": "", "zero": False, "series": [series] if shown else [],
             "levels": [], "marks": [], "borders": {}}  # fmt: skip

@@ -18,19 +18,19 @@ _PINS = "spikes.json"
 def pins_of(checkpoints: Path) -> list[int]:
     """Steps of the spikes that wait for a replay."""
     try:
-        found = untrusted.loads(content_of(checkpoints / _PINS))
+        pins = untrusted.loads(content_of(checkpoints / _PINS))
     except (OSError, ValueError):
         return []
-    return [step for step in found if type(step) is int] if isinstance(found, list) else []
+    return [step for step in pins if type(step) is int] if isinstance(pins, list) else []
 
 
 def pinned(checkpoints: Path) -> list[Path]:
     """The newest good checkpoint before each spike that waits for a replay."""
     if not (spikes := pins_of(checkpoints)):
         return []
-    found = sorted((step_of(folder) or 0, folder) for folder in complete_checkpoints(checkpoints) if looks_good(folder))
-    places = {bisect_left(found, (spike,)) for spike in spikes}
-    return [found[place - 1][1] for place in places if place]
+    folders = sorted((step_of(p) or 0, p) for p in complete_checkpoints(checkpoints) if looks_good(p))
+    places = {bisect_left(folders, (spike,)) for spike in spikes}
+    return [folders[place - 1][1] for place in places if place]
 
 
 def pin(checkpoints: Path, spike: int, most: int) -> int | None:
@@ -47,5 +47,7 @@ def write_pins(checkpoints: Path, spikes: list[int]) -> None:
     try:
         replace_file(checkpoints / _PINS, json.dumps(spikes).encode())
     except OSError as error:
-        log.warn(f"{checkpoints / _PINS} cannot be written ({error.strerror}): retention may delete a checkpoint "
-                 "that a replay needs")  # fmt: skip
+        log.warn(
+            f"{checkpoints / _PINS} cannot be written ({error.strerror}): retention may delete a checkpoint "
+            "that a replay needs"
+        )

@@ -23,9 +23,9 @@ from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Passes, Position, is_due
 
 _MOST = 256
-"""Steps whose figures stay on the device at most: they are read at log points, or then."""
+"""At most this many steps keep their figures on the device between log points."""
 _RESTART = 3
-"""First steps of a launch in which a jump of the loss is the resume's."""
+"""A jump of the loss in this many steps after a resume is the resume's."""
 BEFORE, AFTER = 7, 3
 """Steps around the first step of a spike that the replay of its event trains, after the kept checkpoint."""
 
@@ -66,9 +66,9 @@ class Record(Part):
         self.read()
         return self.detector.to_json()
 
-    def restore(self, kept: Any, folder: Path) -> None:
+    def restore(self, saved: Any, folder: Path) -> None:
         """Continue with the usual values of the checkpoint, which decide updates with spikes.skip_outliers."""
-        self.detector.restore(kept)
+        self.detector.restore(saved)
 
     def after_step(self, done: Done) -> None:
         if done.batch.stage != self._stage:
@@ -77,10 +77,9 @@ class Record(Part):
             self.detector.restart()
         self._sums += done.sums
         self._norms.append(math.nan if done.update.grad_norm is None else done.update.grad_norm)
-        self._steps.append(
-            StepRow(step=done.position.step, weight=done.agreed.weight, loss=math.nan, norm=math.nan,
-                    lr_factor=done.lr_factor, skipped=done.update.skipped, left_out=done.update.left_out, shares=())
-        )  # fmt: skip
+        update: dict[str, Any] = {"skipped": done.update.skipped, "left_out": done.update.left_out}
+        step, weight = done.position.step, done.agreed.weight
+        self._steps.append(StepRow(step=step, weight=weight, lr_factor=done.lr_factor, **update))
         if done.last or len(self._steps) == _MOST or is_due(self._every, done.steps):
             self.read()
         if done.update.left_out:
@@ -131,18 +130,20 @@ class Record(Part):
                 self._report(spike)
 
     def _report(self, spike: Spike) -> None:
-        text = (f"step {spike.step}: the {spike.figure} {spike.value:.4g} is {spike.deviations:.1f} deviations above "
-                f"{spike.median:.4g}, the median of the 20 steps before")  # fmt: skip
+        text = (
+            f"step {spike.step}: the {spike.figure} {spike.value:.4g} is {spike.deviations:.1f} deviations above "
+            f"{spike.median:.4g}, the median of the 20 steps before"
+        )
         if self._started < spike.step <= self._started + _RESTART and self._started:
             self._tracker.event("jump", **asdict(spike), text=text, resumed=self._started)
             log.info(f"{text}. The launch has resumed at step {self._started}: this is no spike of its data")
             return
-        kept = pin(self._checkpoints.path, spike.step, self._most_pinned) if self._checkpoints.leads else None
-        how = "No checkpoint is older" if kept is None else "The newest checkpoint before it is kept"
+        checkpoint = pin(self._checkpoints.path, spike.step, self._most_pinned) if self._checkpoints.leads else None
+        how = "No checkpoint is older" if checkpoint is None else "The newest checkpoint before it is kept"
         # From the kept checkpoint on: an older one may be gone when the steps are trained again.
-        first, last = max(1, spike.step - BEFORE, (kept or 0) + 1), spike.step + AFTER
+        first, last = max(1, spike.step - BEFORE, (checkpoint or 0) + 1), spike.step + AFTER
         command = f"llmtrain replay {self._folder.path} --steps {first}:{last}"
-        self._tracker.event("spike", **asdict(spike), text=text, kept=kept is not None, replay=command)
+        self._tracker.event("spike", **asdict(spike), text=text, kept=checkpoint is not None, replay=command)
         self._tracker.alert(f"Spike at step {spike.step}", f"{text}\n{command}")
         log.warn(f"{text}. {how}. To name its rows: {command}")
 

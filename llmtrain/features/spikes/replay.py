@@ -79,7 +79,7 @@ class Asked:
     plugins: list[str]
 
     @property
-    def again(self) -> Path:
+    def replayed(self) -> Path:
         """The run folder of the replay."""
         return self.out / "run"
 
@@ -94,34 +94,37 @@ class Asked:
 
     def __str__(self) -> str:
         begins = "its beginning" if self.begins is None else self.begins.name
-        return (f"steps {self.first}:{self.last} of {self.run} are trained again from {begins}, by "
-                f"{units.counted(self.ranks, 'rank')}; the ranks' output: {self.log}")  # fmt: skip
+        return (
+            f"steps {self.first}:{self.last} of {self.run} are trained again from {begins}, by "
+            f"{units.counted(self.ranks, 'rank')}; the ranks' output: {self.log}"
+        )
 
 
 def checkpoints_of(run: Path) -> Path:
     """Raises ConfigError: it is no run's folder."""
     if not (run / "config.yaml").is_file() or not (run / "deepspeed.json").is_file():
-        raise ConfigError(f"{run}: has no config.yaml and deepspeed.json of a run; give the folder of a run, such as "
-                          "runs/NAME")  # fmt: skip
+        raise ConfigError(
+            f"{run}: has no config.yaml and deepspeed.json of a run; give the folder of a run, such as runs/NAME"
+        )
     return run / "checkpoints"
 
 
 def _settings(run: Path) -> dict[str, Any]:
     """Content of the run's config.yaml, which has all fields. Raises ConfigError: another file is there."""
-    found: Any = strict_yaml.parse((run / "config.yaml").read_text(encoding="utf-8"), "config.yaml").tree
-    if not isinstance(found, dict) or not {"deepspeed", "resume", "data", "train"} <= found.keys():
+    settings: Any = strict_yaml.parse((run / "config.yaml").read_text(encoding="utf-8"), "config.yaml").tree
+    if not isinstance(settings, dict) or not {"deepspeed", "resume", "data", "train"} <= settings.keys():
         raise ConfigError(f"{run}/config.yaml: is not the file of a run, which has all sections; restore it")
-    return found
+    return settings
 
 
 def asked_by(args: argparse.Namespace) -> Asked:
     """Check the command line against the run. Raises UserError; nothing is written."""
-    found = re.fullmatch(r"(\d{1,12}):(\d{1,12})", args.steps)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
+    steps = re.fullmatch(r"(\d{1,12}):(\d{1,12})", args.steps)
+    if not steps or not 1 <= int(steps[1]) <= int(steps[2]):
         raise ConfigError(f"--steps {args.steps}: write FIRST:LAST, steps from 1 on, such as --steps 805:815")
     if args.rows < 1:
         raise ConfigError(f"--rows {args.rows}: must be at least 1; 32 is the default")
-    first, last = int(found[1]), int(found[2])
+    first, last = int(steps[1]), int(steps[2])
     folder = checkpoints_of(args.run)
     try:
         record = {row.step: row for row in read_steps(args.run / STEPS)}
@@ -132,14 +135,16 @@ def asked_by(args: argparse.Namespace) -> Asked:
         ) from None
     if first not in record or last not in record:
         begins = f" from {min(record)}" if record and first < min(record) else ""
-        raise ConfigError(f"--steps {args.steps}: the run has recorded steps{begins} up to {max(record, default=0)}; "
-                          "give steps that it has done")  # fmt: skip
+        raise ConfigError(
+            f"--steps {args.steps}: the run has recorded steps{begins} up to {max(record, default=0)}; "
+            "give steps that it has done"
+        )
     settings, config = _settings(args.run), _of_features(args.run)
     for feature in features.asked(config):
         if reason := feature.unrepeatable(config):
             raise ConfigError(f"{args.run}: {reason} (section {feature.key}); replay a run without it")
-    complete = [each for each in complete_checkpoints(folder) if looks_good(each)]
-    before = [each for each in complete if (step_of(each) or 0) < first]
+    complete = [path for path in complete_checkpoints(folder) if looks_good(path)]
+    before = [path for path in complete if (step_of(path) or 0) < first]
     if not before and complete and settings["resume"] == "auto" and min(record) > 1:
         raise CheckpointError(
             f"--steps {args.steps}: no checkpoint before step {first} is left; the first step that can be replayed is "
@@ -150,7 +155,7 @@ def asked_by(args: argparse.Namespace) -> Asked:
         devices = [rank["device"] for rank in environment["ranks"]]
     except (OSError, ValueError, LookupError, TypeError):
         environment, devices = {}, []
-    after = [each for each in complete if (step_of(each) or 0) >= last]
+    after = [path for path in complete if (step_of(path) or 0) >= last]
     _refuse_other_plugins(args, TrainerState.read(after[-1]).plugins if after else environment.get("plugins") or {})
     out = args.out or args.run.resolve().with_name(f"{args.run.resolve().name}-replay-{first}-{last}")
     changed = _changed(args, settings, first, last) if args.write or args.without or args.skip else None
@@ -159,14 +164,24 @@ def asked_by(args: argparse.Namespace) -> Asked:
             raise ConfigError("--one-rank: goes without --write, whose run has the ranks of the old one; remove it")
         out = out.with_name(f"{out.name}-replay")
     if out.is_relative_to(args.run.resolve()):
-        raise ConfigError(f"--out {args.out}: is in the folder of the run, which is only read; give a folder outside "
-                          "of it")  # fmt: skip
+        raise ConfigError(
+            f"--out {args.out}: is in the folder of the run, which is only read; give a folder outside of it"
+        )
     return Asked(
-        run=args.run, out=out, first=first, last=last, rows=args.rows, record=record, changed=changed,
+        run=args.run,
+        out=out,
+        first=first,
+        last=last,
+        rows=args.rows,
+        record=record,
+        changed=changed,
         begins=before[0] if before else None,
-        within=[each for each in complete if first <= (step_of(each) or 0) <= last],
-        devices=devices, one_rank=args.one_rank, launch=args.launch, plugins=args.plugin,
-    )  # fmt: skip
+        within=[path for path in complete if first <= (step_of(path) or 0) <= last],
+        devices=devices,
+        one_rank=args.one_rank,
+        launch=args.launch,
+        plugins=args.plugin,
+    )
 
 
 def _refuse_other_plugins(args: argparse.Namespace, saved: dict[str, Any]) -> None:
@@ -183,8 +198,10 @@ def _changed(args: argparse.Namespace, settings: dict[str, Any], first: int, las
     """Return the settings that leave out --without and --skip. Raises UserError."""
     rows, steps = _numbers("--without", args.without), _numbers("--skip", args.skip)
     if not (args.write and args.out and (rows or steps)):
-        raise ConfigError("--without, --skip: go with --write and --out NEWRUN, the folder of the new run; write "
-                          f"--steps {first}:{last} --without SEQUENCE --write --out NEWRUN")  # fmt: skip
+        raise ConfigError(
+            "--without, --skip: go with --write and --out NEWRUN, the folder of the new run; write "
+            f"--steps {first}:{last} --without SEQUENCE --write --out NEWRUN"
+        )
     if args.out.exists():
         raise ConfigError(f"--out {args.out}: exists, and a new run needs a folder of its own; give another name")
     if wrong := [step for step in steps if not first <= step <= last]:
@@ -214,40 +231,48 @@ def _place(run: Path, data: dict[str, Any], row: int, first: int, last: int) -> 
         step = span.after + 1 + (row - span.next) // span.batch
         if not first <= step <= last or not span.after < step <= (span.until or last):
             continue
-        opened, own = span.data(), read_saved(DataConfig, span.event["data"])
+        opened, used = span.data(), read_saved(DataConfig, span.event["data"])
         if opened.place_of(row) in opened.excluded:
             raise ConfigError(f"--without {row}: the run leaves it out already; remove it")
-        for place, each in enumerate(data_of(read_saved(DataConfig, data))):
-            if (each.folders, each.sequence_length) == (own.folders, own.sequence_length):
+        for place, stage in enumerate(data_of(read_saved(DataConfig, data))):
+            if (stage.folders, stage.sequence_length) == (used.folders, used.sequence_length):
                 return place
-        raise ConfigError(f"--without {row}: step {step} has read {', '.join(own.folders)}, which {run}/config.yaml "
-                          "no longer names; give the data back there")  # fmt: skip
-    raise ConfigError(f"--without {row}: is no sequence of the steps {first}:{last}; `llmtrain replay {run} --steps "
-                      f"{first}:{last}` names them")  # fmt: skip
+        raise ConfigError(
+            f"--without {row}: step {step} has read {', '.join(used.folders)}, which {run}/config.yaml "
+            "no longer names; give the data back there"
+        )
+    raise ConfigError(
+        f"--without {row}: is no sequence of the steps {first}:{last}; `llmtrain replay {run} --steps "
+        f"{first}:{last}` names them"
+    )
 
 
 def finish(asked: Asked, out: Path) -> tuple[dict[str, Any], list[str]]:
     """Give the new run its name, at last. Returns the answer, and in lines. Raises TrainingStopped: it has not done the
     steps."""
-    newest = next((step_of(each) for each in complete_checkpoints(asked.again / "checkpoints")), None)
+    newest = next((step_of(path) for path in complete_checkpoints(asked.replayed / "checkpoints")), None)
     if newest != asked.last:
-        raise TrainingStopped(f"the new run has ended at step {newest}, not {asked.last}, by its own settings; all "
-                              f"output: {asked.log}")  # fmt: skip
-    settings = _settings(asked.again)
+        raise TrainingStopped(
+            f"the new run has ended at step {newest}, not {asked.last}, by its own settings; all output: {asked.log}"
+        )
+    settings = _settings(asked.replayed)
     settings["train"]["run_dir"] = str(out)
-    (asked.again / "config.yaml").write_text(strict_yaml.dump(settings), encoding="utf-8")
-    asked.log.rename(asked.again / "replay.log")
-    asked.again.rename(out)
+    (asked.replayed / "config.yaml").write_text(strict_yaml.dump(settings), encoding="utf-8")
+    asked.log.rename(asked.replayed / "replay.log")
+    asked.replayed.rename(out)
     shutil.rmtree(asked.out)
     steps = list(read_steps(out / STEPS, asked.first))
-    command = ["llmtrain", *(["train"] if asked.ranks == 1 and asked.launch is None else
-               ["launch", "--hostfile", str(asked.launch or "HOSTS"), "--"]), str(out / "config.yaml")]  # fmt: skip
+    launch = ["launch", "--hostfile", str(asked.launch or "HOSTS"), "--"]
+    words = ["train"] if asked.ranks == 1 and asked.launch is None else launch
+    command = ["llmtrain", *words, str(out / "config.yaml")]
     command += [word for plugin in asked.plugins for word in ("--plugin", plugin)]
     was = {step: f"{row.loss:.4f}" for step, row in asked.record.items()}
-    lines = units.lines_of([
-        ("STEP", "LOSS", "NORM", "LOSS SO FAR"),
-        *((str(each.step), f"{each.loss:.4f}", f"{each.norm:.4g}", was.get(each.step, "")) for each in steps),
-    ])  # fmt: skip
+    lines = units.lines_of(
+        [
+            ("STEP", "LOSS", "NORM", "LOSS SO FAR"),
+            *((str(row.step), f"{row.loss:.4f}", f"{row.norm:.4g}", was.get(row.step, "")) for row in steps),
+        ]
+    )
     lines.append(f"{out} is a run at step {asked.last}, which continues with: {shlex.join(command)}")
     answer = {"folder": str(out), "step": asked.last, "changed": asked.changed, "command": shlex.join(command)}
     return answer, lines
@@ -256,30 +281,30 @@ def finish(asked: Asked, out: Path) -> tuple[dict[str, Any], list[str]]:
 def prepare(asked: Asked) -> int:
     """Make and hold the folder of the replay; the one of an earlier replay is deleted. Raises ConfigError."""
     if asked.out.exists():
-        for each in (asked.out, asked.again):  # a replay's own ranks may outlive it for a moment
-            refuse_if_in_use(str(each), "--out")
+        for folder in (asked.out, asked.replayed):  # a replay's own ranks may outlive it for a moment
+            refuse_if_in_use(str(folder), "--out")
         if not (asked.out / MARK).is_file():
             raise ConfigError(f"--out {asked.out}: exists, and no replay has made it; give another folder")
         shutil.rmtree(asked.out)
     try:
         asked.out.mkdir(parents=True)
-        held = lock_folder(asked.out)
+        lock = lock_folder(asked.out)
         (asked.out / MARK).touch()
     except OSError as error:
         raise ConfigError(f"--out {asked.out}: cannot be made ({error.strerror}); give another folder") from None
-    return held
+    return lock
 
 
-def train(asked: Asked, held: int) -> None:
+def train(asked: Asked, lock: int) -> None:
     """Train up to the last step in ranks of their own; their output goes to replay.log. Raises UserError.
 
     `held`: the lock of the folder, which lasts as long as the child.
     """
-    saves = [step for each in asked.within if (step := step_of(each)) is not None and step < asked.last]
+    saves = [step for path in asked.within if (step := step_of(path)) is not None and step < asked.last]
     looks = {"rows": asked.rows, "saves": saves} if asked.changed is None else {"rows": 0, "saves": []}
     task = json.dumps({"first": asked.first, "last": asked.last, **looks}, separators=(",", ":"))
     settings = {
-        "train.run_dir": asked.again,
+        "train.run_dir": asked.replayed,
         **({**_QUIET, **_unobserved()} if asked.changed is None else {**_without_places(asked.run), **asked.changed}),
         **({} if asked.begins is None else {"resume": asked.begins.resolve(), **_WHOLE}),
         **(_on_one_rank(asked) if asked.one_rank else {}),
@@ -287,7 +312,7 @@ def train(asked: Asked, held: int) -> None:
     words = [str(asked.run / "config.yaml")]
     for key, value in settings.items():
         words.append(f"--{key}={json.dumps(value) if isinstance(value, bool | list) else value}")
-    # They are those of the steps; the checkpoint before may be of others.
+    # The plugins are those of the steps; the checkpoint before may be of other plugins.
     words += [*(word for plugin in asked.plugins for word in (plugins.FLAG, plugin)), plugins.CHANGED, "ok"]
     program = [sys.executable, "-m", "llmtrain"]
     if asked.launch is None and asked.ranks == 1:
@@ -296,41 +321,40 @@ def train(asked: Asked, held: int) -> None:
         hosts = asked.out / "hosts"
         hosts.write_text(f"localhost slots={asked.ranks}\n")
         (asked.out / "env").write_text(f"{REPLAYED}='{task}'\n")
-        command = [*program, "launch", "--hostfile", str(asked.launch or hosts), "--max-restarts", "0",
-                   "--env-file", str(asked.out / "env"), "--", *words]  # fmt: skip
+        options = ["--max-restarts", "0", "--env-file", str(asked.out / "env")]
+        command = [*program, "launch", "--hostfile", str(asked.launch or hosts), *options, "--", *words]
     environment = {**os.environ, REPLAYED: task}
     with open(asked.log, "wb") as output, ending_on_sigterm():
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, pass_fds=[held],
-                                 preexec_fn=ending_with_parent(signal.SIGTERM))  # fmt: skip
+        streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "pass_fds": [lock]}
+        child = subprocess.Popen(command, env=environment, preexec_fn=ending_with_parent(signal.SIGTERM), **streams)
         try:
             code = child.wait()
         finally:
-            child.terminate()  # if we are interrupted: the launch ends its ranks
+            child.terminate()  # after an interrupt: the launch then ends its ranks
             child.wait()
-    made = asked.again / (LOOKS if asked.changed is None else STEPS)
+    made = asked.replayed / (LOOKS if asked.changed is None else STEPS)
     if code not in (0, _STOPPED) or not made.is_file():
         error = reason_of(asked.log.read_text(errors="replace"))
         if code == ConfigError.exit_code:  # a refusal, before the first step
             shutil.rmtree(asked.out)
             raise ConfigError(error)
         raise TrainingStopped(f"the replay has ended with exit code {code}: {error}\nall output: {asked.log}")
-    if (reached := max((row.step for row in read_steps(asked.again / STEPS)), default=0)) != asked.last:
-        raise TrainingStopped(f"the replay has ended at step {reached}, not {asked.last}; all output: "
-                              f"{asked.log}")  # fmt: skip
+    if (reached := max((row.step for row in read_steps(asked.replayed / STEPS)), default=0)) != asked.last:
+        raise TrainingStopped(f"the replay has ended at step {reached}, not {asked.last}; all output: {asked.log}")
 
 
-def reason_of(said: str) -> str:
+def reason_of(output: str) -> str:
     """Return the findings of the doctor that have kept a launch from its start, else the last error."""
-    said = re.sub(r"^[\w.-]+: (?=error: | {2})", "", said, flags=re.MULTILINE)  # pdsh names the host
-    findings = re.findall(r"^red +(.*(?:\n {7}.*)*)", said, re.MULTILINE)
-    errors = re.findall(r"^error: (.*(?:\n {2}.*)*)", said, re.MULTILINE)
-    return "\n".join(findings) or (errors or said.splitlines() or ["no output"])[-1]
+    output = re.sub(r"^[\w.-]+: (?=error: | {2})", "", output, flags=re.MULTILINE)  # pdsh names the host
+    findings = re.findall(r"^red +(.*(?:\n {7}.*)*)", output, re.MULTILINE)
+    errors = re.findall(r"^error: (.*(?:\n {2}.*)*)", output, re.MULTILINE)
+    return "\n".join(findings) or (errors or output.splitlines() or ["no output"])[-1]
 
 
 def _of_features(run: Path) -> RunConfig:
     """Return a run's sections of features, with defaults for the rest."""
-    known = {"deepspeed", *features.features()}
-    return read_saved(RunConfig, {name: value for name, value in _settings(run).items() if name in known})
+    sections = {"deepspeed", *features.features()}
+    return read_saved(RunConfig, {name: value for name, value in _settings(run).items() if name in sections})
 
 
 def _without_places(run: Path) -> dict[str, Any]:
@@ -350,7 +374,7 @@ def _unobserved() -> dict[str, Any]:
 def _on_one_rank(asked: Asked) -> dict[str, Any]:
     """Return settings for equal steps of one rank, which takes all micro-batches. Raises ConfigError."""
     settings = _settings(asked.run)
-    stages = [{**each, "train": {**each["train"], "accumulation": None}} for each in settings["data"]["stages"]]
+    stages = [{**stage, "train": {**stage["train"], "accumulation": None}} for stage in settings["data"]["stages"]]
     path = asked.out / "one-rank.json"
     path.write_text(json.dumps(without_degrees(read_json(settings["deepspeed"]))))
     return {"deepspeed": path.resolve(), "train.accumulation": "null", "data.stages": stages}
@@ -358,45 +382,43 @@ def _on_one_rank(asked: Asked) -> dict[str, Any]:
 
 def answer_of(asked: Asked) -> dict[str, Any]:
     """Compare and collect. Raises UserError."""
-    now = {row.step: row for row in read_steps(asked.again / STEPS)}
-    metrics = {row["step"]: row for row in read_rows(asked.again / "metrics.jsonl")[0] if "loss" in row}
-    looked = {row["step"]: row for row in read_rows(asked.again / LOOKS)[0]}
+    now = {row.step: row for row in read_steps(asked.replayed / STEPS)}
+    metrics = {row["step"]: row for row in read_rows(asked.replayed / "metrics.jsonl")[0] if "loss" in row}
+    looked = {row["step"]: row for row in read_rows(asked.replayed / LOOKS)[0]}
     exact, why = _exact(asked)
     bound = 0.0 if exact else _bound(now, looked)
     steps = []
     for step in range(asked.first, asked.last + 1):
-        record, again, row = asked.record.get(step), now.get(step), metrics.get(step, {})
-        if again is None:
+        record, after, row = asked.record.get(step), now.get(step), metrics.get(step, {})
+        if after is None:
             continue
-        apart = math.nan if record is None else max(_apart(record.loss, again.loss), _apart(record.norm, again.norm))
-        same = record is not None and (_bits(record) == _bits(again) if exact else apart <= bound)
-        found: dict[str, Any] = {"step": step, "loss": again.loss, "norm": again.norm, "lr": row.get("lr"),
-                                 "skipped": again.skipped, "record": None if record is None else record.loss,
-                                 "equal": same, "apart": apart}  # fmt: skip
-        found |= {key: value for key, value in row.items() if key.startswith(("moe/", "data/stage"))}
-        steps.append(found)
-    checkpoints = [_compare(asked, each, exact=exact) for each in asked.within]
-    rows = [{"step": step, **row} for step, each in looked.items() for row in each["rows"]]
+        apart = math.nan if record is None else max(_apart(record.loss, after.loss), _apart(record.norm, after.norm))
+        same = record is not None and (_bits(record) == _bits(after) if exact else apart <= bound)
+        compared: dict[str, Any] = {"step": step, "loss": after.loss, "norm": after.norm, "lr": row.get("lr")}
+        compared |= {"skipped": after.skipped, "record": None if record is None else record.loss}
+        compared |= {"equal": same, "apart": apart}
+        compared |= {key: value for key, value in row.items() if key.startswith(("moe/", "data/stage"))}
+        steps.append(compared)
+    checkpoints = [_compare(asked, path, exact=exact) for path in asked.within]
+    rows = [{"step": step, **row} for step, look in looked.items() for row in look["rows"]]
     rows.sort(key=lambda row: (-(_number(row.get("norm"), -1.0)), -_number(row["loss"], math.inf)))
-    known = worst_rows([row for row in rows if row.get("norm") is not None] or rows, asked.rows)
+    worst = worst_rows([row for row in rows if row.get("norm") is not None] or rows, asked.rows)
     with contextlib.suppress(ConfigError, DataError):  # the data is gone, changed, of other fields, or without origins
         read = spans(asked.run)
-        for row in known:
-            span = next(each for each in read if each.after < row["step"] <= (each.until or row["step"]))
+        for row in worst:
+            span = next(span for span in read if span.after < row["step"] <= (span.until or row["step"]))
             row["documents"] = documents_of(span, row["sequence"])
-    return {
-        "run": str(asked.run), "folder": str(asked.out), "first": asked.first, "last": asked.last,
-        "from": None if asked.begins is None else str(asked.begins), "exact": exact, "why": why, "bound": bound,
-        "equal": all(each["equal"] for each in steps) and all(each["equal"] for each in checkpoints),
-        "steps": steps, "checkpoints": checkpoints, "modules": modules_of(looked), "rows": known,
-    }  # fmt: skip
+    answer = {"run": str(asked.run), "folder": str(asked.out), "first": asked.first, "last": asked.last}
+    answer |= {"from": None if asked.begins is None else str(asked.begins), "exact": exact, "why": why, "bound": bound}
+    answer |= {"equal": all(row["equal"] for row in (*steps, *checkpoints)), "steps": steps, "checkpoints": checkpoints}
+    return answer | {"modules": modules_of(looked), "rows": worst}
 
 
 def _exact(asked: Asked) -> tuple[bool, str]:
     """Return whether equal bits are expected, and the reason if not."""
-    if _form(asked.run) != _form(asked.again):
+    if _form(asked.run) != _form(asked.replayed):
         return False, "the ranks are others than the run's"
-    then, now = ((folder / "deepspeed.json").read_text() for folder in (asked.run, asked.again))
+    then, now = ((folder / "deepspeed.json").read_text() for folder in (asked.run, asked.replayed))
     if then != now:
         return False, "the DeepSpeed JSON has changed since"
     if offloads(untrusted.loads(now.encode()), "optimizer"):
@@ -415,7 +437,7 @@ def _bound(now: dict[int, StepRow], looked: dict[int, dict[str, Any]]) -> float:
     """Four times the largest difference between a step's norm and the one that its look has measured before, for each
     step since the checkpoint."""
     apart = [_apart(now[step].norm, _number(row["norm"], math.nan)) for step, row in looked.items() if step in now]
-    return 4 * len(now) * max([1e-6, *(each for each in apart if math.isfinite(each))])
+    return 4 * len(now) * max([1e-6, *(distance for distance in apart if math.isfinite(distance))])
 
 
 def _bits(row: StepRow) -> tuple[str, ...]:
@@ -434,22 +456,23 @@ def _number(value: Any, instead: float) -> float:
     return instead if math.isnan(number) else number
 
 
-def _compare(asked: Asked, theirs: Path, *, exact: bool) -> dict[str, Any]:
+def _compare(asked: Asked, original: Path, *, exact: bool) -> dict[str, Any]:
     """Compare the tensors of a checkpoint. Without `exact`, differences are shown and are no fault."""
     from llmtrain.checkpoint.arithmetic import diff
 
-    ours = next((each for each in complete_checkpoints(asked.again / "checkpoints") if each.name == theirs.name), None)
-    if ours is None:
-        return {"step": step_of(theirs), "equal": False, "lines": ["the replay has not saved it"]}
-    lines, _ = diff(theirs, ours)
+    saved = complete_checkpoints(asked.replayed / "checkpoints")
+    replayed = next((path for path in saved if path.name == original.name), None)
+    if replayed is None:
+        return {"step": step_of(original), "equal": False, "lines": ["the replay has not saved it"]}
+    lines, _ = diff(original, replayed)
     tensors = [line for line in lines if line.startswith("tensor ")]
-    return {"step": step_of(theirs), "equal": not tensors or not exact, "lines": tensors[:5]}
+    return {"step": step_of(original), "equal": not tensors or not exact, "lines": tensors[:5]}
 
 
 def modules_of(looked: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     """The modules whose largest output or gradient at a step is more than twice that of all other steps, the largest
     factor first; and the first that was not finite."""
-    found, names = [], dict.fromkeys(name for row in looked.values() for name in row["largest"])
+    entries, names = [], dict.fromkeys(name for row in looked.values() for name in row["largest"])
     for (kind, what), (order, name) in product(enumerate(("output", "gradient of the output")), enumerate(names)):
         values = {step: float(row["largest"].get(name, (0.0, 0.0))[kind]) for step, row in looked.items()}
         for step, value in values.items():
@@ -457,8 +480,8 @@ def modules_of(looked: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
             usual = max(others, default=math.nan)
             if not math.isfinite(value) or value > 2 * usual:
                 factor = value / usual if usual else math.inf
-                found.append({"step": step, "module": name, "what": what, "value": value, "others": usual,
-                              "factor": factor, "order": order})  # fmt: skip
-    bad = [each for each in found if not math.isfinite(each["value"])]
-    bad.sort(key=lambda each: (each["step"], each["what"] != "output", each["order"]))
-    return bad[:1] + sorted((each for each in found if each not in bad), key=lambda each: -each["factor"])[:10]
+                entry = {"step": step, "module": name, "what": what, "value": value, "others": usual}
+                entries.append({**entry, "factor": factor, "order": order})
+    bad = [entry for entry in entries if not math.isfinite(entry["value"])]
+    bad.sort(key=lambda entry: (entry["step"], entry["what"] != "output", entry["order"]))
+    return bad[:1] + sorted((entry for entry in entries if entry not in bad), key=lambda entry: -entry["factor"])[:10]

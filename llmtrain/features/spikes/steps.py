@@ -6,12 +6,14 @@ kill leaves at most one torn row, the last, which is cut off when the file is op
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llmtrain.base import log, units
 from llmtrain.base.files import open_regular, replace_file
@@ -35,16 +37,16 @@ class StepRow:
     """Steps done after it: the first step is 1."""
     weight: int
     """Divisor of the loss: tokens or pairs."""
-    loss: float
+    loss: float = math.nan
     """Mean over the global batch; NaN without a counted token."""
-    norm: float
+    norm: float = math.nan
     """Gradient norm as in metrics.jsonl; NaN if there is none."""
     lr_factor: float
     skipped: bool
     """Its update was not applied: the loss or gradient was not finite, or no token counted."""
     left_out: bool
     """Its update was left out as an outlier (spikes.skip_outliers)."""
-    shares: tuple[float, ...]
+    shares: tuple[float, ...] = ()
     """Sum of each data-parallel group's losses, fp32."""
 
     def pack(self) -> bytes:
@@ -77,9 +79,9 @@ def _rows(path: Path, first: int = 0) -> Iterator[tuple[StepRow, int]]:
                 at += 4
                 continue
             if step >= first:
-                yield StepRow(step=step, weight=weight, loss=loss, norm=norm, lr_factor=lr_factor,
-                              skipped=bool(flags & _SKIPPED), left_out=bool(flags & _LEFT_OUT),
-                              shares=tuple(array("f", shares))), end  # fmt: skip
+                marks: dict[str, Any] = {"skipped": bool(flags & _SKIPPED), "left_out": bool(flags & _LEFT_OUT)}
+                row = StepRow(step=step, weight=weight, loss=loss, norm=norm, lr_factor=lr_factor, **marks)
+                yield replace(row, shares=tuple(array("f", shares))), end
             at, before, layout = end, step, groups
 
 
@@ -95,23 +97,23 @@ class StepFile(AppendedFile):
         def repair(path: Path) -> None:
             if not path.exists():
                 return
-            kept, size, whole, end, last = set(), 0, 0, 0, _HEAD.size + 4
+            steps, size, bytes_of_rows, end, last = set(), 0, 0, 0, _HEAD.size + 4
             for row, end in _rows(path):  # noqa: B007
-                whole += (last := _HEAD.size + 4 * len(row.shares))
+                bytes_of_rows += (last := _HEAD.size + 4 * len(row.shares))
                 if row.step <= start_step:
-                    kept.add(row.step)
+                    steps.add(row.step)
                     size += last
             # A kill leaves less than a row, at the end.
-            is_damaged = end > whole or path.stat().st_size - end >= last
+            is_damaged = end > bytes_of_rows or path.stat().st_size - end >= last
             if is_damaged:
                 with open(path, "rb") as file:
                     replace_file(path.with_name(f"{path.name}.damaged"), iter(lambda: file.read(_BLOCK), b""))
                 replace_file(path, (row.pack() for row, _ in _rows(path) if row.step <= start_step))
             else:
                 os.truncate(path, size)
-            if is_damaged or max(kept, default=0) < start_step:
-                first = 1 if is_damaged else min(kept, default=1)
-                missing = [step for step in range(first, start_step + 1) if step not in kept]
+            if is_damaged or max(steps, default=0) < start_step:
+                first = 1 if is_damaged else min(steps, default=1)
+                missing = [step for step in range(first, start_step + 1) if step not in steps]
                 was = f" was damaged and is kept as {path}.damaged; its readable rows are written again." * is_damaged
                 gap = f" A replay cannot compare the steps {units.spans(missing, most=4)}, which have no row."
                 self.damage = f"{path}:{was}{gap * bool(missing)}"

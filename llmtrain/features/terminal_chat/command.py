@@ -93,11 +93,11 @@ def _template(file: Path | None) -> str | None:
         raise UserError(f"--chat-template {file}: cannot be read ({error})") from error
 
 
-def _variables(given: str | None) -> dict[str, Any]:
+def _variables(text: str | None) -> dict[str, Any]:
     try:
-        return {} if given is None else template_variables(untrusted.loads(given), "it")
+        return {} if text is None else template_variables(untrusted.loads(text), "it")
     except (ValueError, RefusedError) as error:
-        raise UserError(f"--chat-template-kwargs {given}: {error}; write an object of JSON") from error
+        raise UserError(f"--chat-template-kwargs {text}: {error}; write an object of JSON") from error
 
 
 def main(argv: list[str]) -> int:

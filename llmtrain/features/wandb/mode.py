@@ -35,15 +35,15 @@ _TRUE = ("1", "on", "yes", "true")
 def _saved_settings() -> dict[str, str]:
     """Read W&B's settings files: the folder's, by `wandb offline`, overrides the user's."""
     user = os.environ.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb")
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for folder in (user, Path(os.environ.get("WANDB_DIR") or ".") / "wandb"):
         parser = configparser.ConfigParser(interpolation=None)
         try:
             parser.read(Path(folder) / "settings")
-            found |= dict(parser["default"]) if parser.has_section("default") else {}
+            settings |= dict(parser["default"]) if parser.has_section("default") else {}
         except (configparser.Error, OSError, UnicodeDecodeError):
             continue
-    return found
+    return settings
 
 
 def base_url() -> str:

@@ -68,12 +68,12 @@ class WandB(Sink):
             return
         self._run_dir, self._folder = run_dir, run_dir / "wandb"
         try:
-            kept = _Sent(**untrusted.loads((self._folder / "sent.json").read_bytes()))
+            saved = _Sent(**untrusted.loads((self._folder / "sent.json").read_bytes()))
         except (OSError, ValueError, TypeError):
-            kept = None
-        if kept is None or kept.run_id != run_id:  # `wandb clean` deletes uploaded folders, so W&B has the steps
-            kept = _Sent(run_id=run_id, step=start_step or -1, before=start_step or -1)
-        self._sent = kept
+            saved = None
+        if saved is None or saved.run_id != run_id:  # `wandb clean` deletes uploaded folders, so W&B has the steps
+            saved = _Sent(run_id=run_id, step=start_step or -1, before=start_step or -1)
+        self._sent = saved
         for file in self._folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"):
             # A kill within `wandb.init`, or of the process that notes a fault: `wandb sync` would stop here.
             if file.stat().st_size <= _HEADER_BYTES and file.parent.name != self._sent.open:
@@ -94,11 +94,11 @@ class WandB(Sink):
             self._run = self._init("offline", config)
             log.info(f"W&B: offline, {why}. To upload later: wandb sync {self._folder}/offline-run-*")
         sent, online = self._sent, mode == "online"
-        again = not online and sent.open is not None and self._take_back(sent.open)
-        if again:
+        sends_again = not online and sent.open is not None and self._take_back(sent.open)
+        if sends_again:
             sent.offline = [name for name in sent.offline if name != sent.open]
             sent.step = sent.before
-        if again or not self.late:
+        if sends_again or not self.late:
             self._catch_up(online, sys.maxsize if self.late else start_step)
 
     def _save_sent(self) -> None:
@@ -241,7 +241,7 @@ class WandB(Sink):
             "x_transaction_log_flush_interval": 1.0,
         }
         # Settings with x_ come and go between W&B versions; one that is gone must not cost the dashboard.
-        known = wandb.Settings.model_fields
+        fields = wandb.Settings.model_fields
         run = wandb.init(
             id=self._sent.run_id,
             resume="allow",
@@ -254,7 +254,7 @@ class WandB(Sink):
             group=self.tracking.group,
             job_type=self.tracking.job_type,
             config=config if self.late else {**config, "units": {k: m.unit for k, m in metrics().items()}},
-            settings=wandb.Settings(**{name: value for name, value in wanted.items() if name in known}),
+            settings=wandb.Settings(**{name: value for name, value in wanted.items() if name in fields}),
         )
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")

@@ -102,7 +102,7 @@ class Line:
                 self.close()
             self._in += data
             if self.longest < _LONGEST and b"\n" in data:
-                break  # a stranger's first line; the report that follows it may be long, and is read when it is known
+                break  # a stranger's first line; the long report after it is read once its token is known
             if len(self._in) > self.longest:
                 self.close()
         *lines, rest = bytes(self._in).split(b"\n")
@@ -324,7 +324,7 @@ class Agent:
             wait([], max(0.0, now + _SOONEST_S - began), endings)
             wait(lines, _TICK_S, endings)
             now = time.monotonic()
-            if now - began > SILENT_S / 2:  # no wait takes this long; the agent's own work may, and is no sleep
+            if now - began > SILENT_S / 2:  # no wait is this long: the machine has slept
                 self.judge.woke(now)
             self._check_folder()
             reports = self.ranks.observe(now)
@@ -528,7 +528,7 @@ class Agent:
     def _unheard(self) -> list[RankFacts]:
         """Return the ranks of hosts whose agent has not connected to this root yet."""
         hosts = self.job["hosts"] if self.job is not None and self.is_root else {}
-        return [RankFacts(rank=rank, host=host, state="unknown") for host, there in hosts.items() for rank in there]
+        return [RankFacts(rank=rank, host=host, state="unknown") for host, ranks in hosts.items() for rank in ranks]
 
     def _second_opinion(self, hosts: tuple[HostFacts, ...]) -> tuple[HostFacts, ...]:
         """Decide if a silent root is lost or this host is cut off: then no peer answers either."""
@@ -620,25 +620,25 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str) -> list[
     """End all processes of the job on this host; return the ids of those that stay."""
     deadline = time.monotonic() + _WITHIN_S
     began = time.monotonic()
-    known: set[Process] = set(ranks)
-    ours = launcher is not None and _is_launcher(words(launcher.pid))
+    family: set[Process] = set(ranks)
+    is_launcher = launcher is not None and _is_launcher(words(launcher.pid))
     while True:
-        known |= _family(known, mark)
-        alive = [process for process in known if process.alive()]
+        family |= _family(family, mark)
+        alive = [process for process in family if process.alive()]
         if not alive or time.monotonic() > deadline:
             break
         for process in alive:
             waits = time.monotonic() - began < _GENTLE_S and not _is_python(process.pid)
             process.send(signal.SIGTERM if waits else signal.SIGKILL)
         time.sleep(0.1)
-    if launcher is not None and ours:
+    if launcher is not None and is_launcher:
         # It sees them dead within a second and exits with their code. After a signal `deepspeed` would exit with 0, as
         # it looks for codes above 0 (launcher/runner.py main); a SIGTERM during its Python's shutdown also gives 0.
         deadline = time.monotonic() + _LAUNCHER_LEAVES_S
         while launcher.alive() and time.monotonic() < deadline:
             time.sleep(0.1)
         launcher.send(signal.SIGKILL)
-    return sorted(process.pid for process in known if process.alive())
+    return sorted(process.pid for process in family if process.alive())
 
 
 def _is_python(pid: int) -> bool:
@@ -648,11 +648,11 @@ def _is_python(pid: int) -> bool:
         return True
 
 
-def _family(known: set[Process], mark: str) -> set[Process]:
-    below = descendants({process.pid for process in known if process.alive()})
+def _family(family: set[Process], mark: str) -> set[Process]:
+    below = descendants({process.pid for process in family if process.alive()})
     marked = {pid for pid in pids() if has_mark(pid, mark)}
-    found = (identify(pid) for pid in (below | marked) - {os.getpid()})
-    return {process for process in found if process is not None}
+    processes = (identify(pid) for pid in (below | marked) - {os.getpid()})
+    return {process for process in processes if process is not None}
 
 
 def end_ssh(job: tuple[str, ...], wait_s: float) -> None:
@@ -669,21 +669,21 @@ def end_ssh(job: tuple[str, ...], wait_s: float) -> None:
 
 def _connections(job: tuple[str, ...]) -> list[Process]:
     launch = os.environ.get(messages.LAUNCH, "")  # part of the command, too: two launches may have chosen one port
-    found = []
+    connections = []
     for pid in pids():
         argv = words(pid)
         text = " ".join([*argv, ""])
         if argv and os.path.basename(argv[0]) == "ssh" and launch in text and all(f"{word} " in text for word in job):
-            found.append(identify(pid))
-    return [process for process in found if process is not None]
+            connections.append(identify(pid))
+    return [process for process in connections if process is not None]
 
 
 def job_of(launcher: int) -> tuple[str, ...] | None:
     """Return arguments that only this job's processes have, its hosts and port. None: it is not DeepSpeed's launcher as
     `deepspeed` starts it."""
     argv = words(launcher)
-    found = [next((word for word in argv if word.startswith(start)), "") for start in _JOB]
-    return tuple(found) if _is_launcher(argv) and all(found) else None
+    arguments = [next((word for word in argv if word.startswith(start)), "") for start in _JOB]
+    return tuple(arguments) if _is_launcher(argv) and all(arguments) else None
 
 
 def _is_launcher(words: list[str]) -> bool:

@@ -384,8 +384,8 @@ def never_began(facts: JobFacts) -> Cause | None:
         if not absent:
             continue
         first = absent[0]
-        there = (group.group, group.pending)
-        inside = [r for r in those.values() if (own := _pending(r)) and (own.group, own.pending) == there]
+        waited_for = (group.group, group.pending)
+        inside = [r for r in those.values() if (p := _pending(r)) and (p.group, p.pending) == waited_for]
         wait = "device of {} waits" if len(inside) == 1 else "devices of {} wait"
         return Cause(
             name="behind",
@@ -401,7 +401,7 @@ def never_began(facts: JobFacts) -> Cause | None:
 
 
 def _begun(rank: RankFacts, group: str) -> int:
-    return next((each.begun for each in rank.recorded if each.group == group), 0)
+    return next((record.begun for record in rank.recorded if record.group == group), 0)
 
 
 STALLS = (
@@ -435,7 +435,7 @@ def _silent_host(facts: JobFacts) -> Cause | None:
         if lost.closed
         else f"it has not reported for {lost.silent_s:.0f} s, so the host, its kernel or its network is down"
     )
-    more = "" if len(silent) == 1 else f" So it is with {names(silent[1:])}."
+    more = "" if len(silent) == 1 else f" The same is true of {names(silent[1:])}."
     more += f" Or the network is down: {facts.here} hears no other host{up}." if alone else ""
     return Cause(
         name="host_lost",
@@ -452,13 +452,13 @@ def _broken_gpu(facts: JobFacts) -> Cause | None:
         return None  # an error of the program's own
     for host in facts.hosts:
         broken = [xid for xid in read_xids(host.xids) if xid.unfit]
-        there = [r for r in facts.ranks if r.host == host.name and (r.on_device or r.state == "dead")]
-        if broken and there:
-            dead = [r for r in there if r.state == "dead"]
+        ranks = [r for r in facts.ranks if r.host == host.name and (r.on_device or r.state == "dead")]
+        if broken and ranks:
+            dead = [r for r in ranks if r.state == "dead"]
             ended = f"{who(dead)} <has|have> died in {dead[0].phase}. " if dead else ""
             return Cause(
                 name="gpu_broken",
-                ranks=dead or there,
+                ranks=dead or ranks,
                 host=host.name,
                 detail=f"Xid {broken[0].number}",
                 says=f"{ended}The kernel of {host.name} reports a broken GPU: {_listed(broken)}{_memory(host)}.",
@@ -479,15 +479,15 @@ def _memory(host: HostFacts | None) -> str:
 def _device(facts: JobFacts) -> Cause | None:
     rows: dict[int, DeviceFault] = {}
     for rank in facts.ranks:
-        found = device_fault(rank.error or rank.said) if rank.state == "dead" and not is_secondary(rank) else None
-        if found is not None:
-            rows[rank.rank] = found
+        fault = device_fault(rank.error or rank.said) if rank.state == "dead" and not is_secondary(rank) else None
+        if fault is not None:
+            rows[rank.rank] = fault
     if not rows:
         return None
     row = min(rows.values(), key=FAULTS.index)
     ranks = [r for r in facts.ranks if rows.get(r.rank) is row]
     first = ranks[0]
-    said = first.error or first.said
+    message = first.error or first.said
     host = next((h for h in facts.hosts if h.name == first.host), None)
     xids = read_xids(host.xids) if host else []
     kernel = f" The kernel of {first.host}: {_listed(xids)}." if xids else ""
@@ -496,8 +496,8 @@ def _device(facts: JobFacts) -> Cause | None:
     return Cause(
         name=row.name,
         ranks=ranks,
-        detail=first_words(said),
-        says=f"{who(ranks)} {how} {said.rstrip('.')}{at}, in {first.phase}: {row.means}{_memory(host)}.{kernel}",
+        detail=first_words(message),
+        says=f"{who(ranks)} {how} {message.rstrip('.')}{at}, in {first.phase}: {row.means}{_memory(host)}.{kernel}",
         remedy=row.remedy,
         unfit=row.unfit,
         again=row.again,
@@ -530,10 +530,10 @@ def _aborted(facts: JobFacts) -> Cause | None:
     if not aborted or any(r.state == "dead" and not is_secondary(r) and r not in aborted for r in facts.ranks):
         return None
     alive = tuple(replace(r, state="running", inside=True) if r.state == "dead" else r for r in facts.ranks)
-    found = rank_0_only(replace(facts, ranks=alive))
+    cause = rank_0_only(replace(facts, ranks=alive))
     first = aborted[0]
-    if found is not None or first.signal != "SIGABRT":
-        return found
+    if cause is not None or first.signal != "SIGABRT":
+        return cause
     return Cause(
         name="collective_mismatch",
         ranks=aborted,
@@ -568,8 +568,8 @@ def _dead(facts: JobFacts) -> Cause | None:
     dead = [r for r in facts.ranks if r.state == "dead"]
     if not dead:
         return None
-    own = [r for r in dead if not is_secondary(r)]
-    if not own and (refused := [r for r in facts.ranks if r.refusal]):
+    primary = [r for r in dead if not is_secondary(r)]
+    if not primary and (refused := [r for r in facts.ranks if r.refusal]):
         return Cause(
             name="refused",
             ranks=refused,
@@ -577,8 +577,8 @@ def _dead(facts: JobFacts) -> Cause | None:
             says=f"{who(refused)} <has|have> ended with an error that the others do not have: {refused[0].refusal}.",
             remedy="Correct that; the others ended because a rank was gone.",
         )
-    silent = [r for r in own if not r.error]
-    chosen = silent or own or dead
+    silent = [r for r in primary if not r.error]
+    chosen = silent or primary or dead
     first = chosen[0]
     oom = next((h.oom_kills for h in facts.hosts if h.name == first.host), 0)
     if first.error:
@@ -592,12 +592,12 @@ def _dead(facts: JobFacts) -> Cause | None:
             "time. " + AGAIN,
         )
     if first.signal == "SIGKILL" and oom:
-        held = f" {who([first])} held {units.size(first.resident)} when the watch looked last."
+        size = f" {who([first])} held {units.size(first.resident)} when the watch looked last."
         return Cause(
             name="out_of_memory",
             ranks=chosen,
             says=f"{who(chosen)} <was|were> killed in {first.phase}, and the kernel of {first.host} has ended {oom} "
-            f"process{'es' if oom > 1 else ''} for lack of memory since the job began.{held if first.resident else ''}",
+            f"process{'es' if oom > 1 else ''} for lack of memory since the job began.{size if first.resident else ''}",
             remedy=facts.memory.get(first.phase)
             or facts.memory.get("setup")
             or "Give the host more memory, run fewer ranks on it, or lower "
@@ -668,7 +668,7 @@ def numbered(text: str, count: int) -> str:
 def explain(facts: JobFacts) -> Explanation:
     """Return one paragraph: the ranks that differ, their places, the cause, a remedy."""
     facts = replace(facts, ranks=tuple(map(_as_waiting, facts.ranks)))
-    cause = next(found for row in CAUSES if (found := row(facts)) is not None)
+    cause = next(match for row in CAUSES if (match := row(facts)) is not None)
     host = cause.host or (cause.ranks[0].host if len({r.host for r in cause.ranks}) == 1 else "")
     odd = {r.rank for r in cause.ranks}
     others = [

@@ -41,9 +41,9 @@ def telling_line(output: str) -> str:
     """The first line of standard error that reports a fault; later lines are its consequences."""
     for line in output.splitlines():
         if match := _ENDS.match(line):
-            said = match["said"].strip()
-            if timed_out(said) or device_fault(said):
-                return said[:500]
+            line_of_fault = match["said"].strip()
+            if timed_out(line_of_fault) or device_fault(line_of_fault):
+                return line_of_fault[:500]
     return ""
 
 
@@ -109,15 +109,15 @@ class RankFacts:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> RankFacts:
         """Parse `to_json` of another host of the job. Raises TypeError, KeyError, ValueError."""
-        known = {item.name for item in fields(cls)}
-        given = {key: value for key, value in raw.items() if key in known}
-        given["stack"] = tuple(Frame(str(f), int(n), str(w)) for f, n, w in raw.get("stack", ()))
-        given["recorded"] = tuple(Recorded.from_json(each) for each in raw.get("recorded", ()))
-        return cls(**given)
+        names = {item.name for item in fields(cls)}
+        values = {key: value for key, value in raw.items() if key in names}
+        values["stack"] = tuple(Frame(str(f), int(n), str(w)) for f, n, w in raw.get("stack", ()))
+        values["recorded"] = tuple(Recorded.from_json(record) for record in raw.get("recorded", ()))
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         stack = [[f.file, f.line, f.function] for f in self.stack]
-        return {**vars(self), "stack": stack, "recorded": [vars(each) for each in self.recorded]}
+        return {**vars(self), "stack": stack, "recorded": [vars(record) for record in self.recorded]}
 
 
 @dataclass(frozen=True, kw_only=True)

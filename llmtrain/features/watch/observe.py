@@ -71,9 +71,9 @@ def has_mark(pid: int, mark: str) -> bool:
 def descendants(roots: set[int]) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid in processes.pids():
-        found = processes.stat(pid)
-        if found is not None:
-            children.setdefault(found.parent, []).append(pid)
+        stat = processes.stat(pid)
+        if stat is not None:
+            children.setdefault(stat.parent, []).append(pid)
     below: set[int] = set()
     queue = list(roots)
     while queue:
@@ -100,10 +100,10 @@ def waits_in(pid: int) -> str:
     """The kernel function in which a process waits; empty if unknown."""
     try:
         with open(f"/proc/{pid}/wchan") as file:
-            found = file.read().strip()
+            function = file.read().strip()
     except OSError:
         return ""
-    return "" if found == "0" else found
+    return "" if function == "0" else function
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ class HostRanks:
         for seen in self._seen.values():
             seen.beat = read(seen.page) or seen.beat
             facts = self._facts(seen, now)
-            own = {"beats": seen.beat.beats, "timed_steps": seen.beat.timed_steps, "own_s": seen.beat.own_s}
-            reports.append({**facts.to_json(), **own, "active": self._active(seen, facts)})
+            counts = {"beats": seen.beat.beats, "timed_steps": seen.beat.timed_steps, "own_s": seen.beat.own_s}
+            reports.append({**facts.to_json(), **counts, "active": self._active(seen, facts)})
         return reports
 
     def endings(self) -> list[int]:
@@ -193,11 +193,11 @@ class HostRanks:
         for report in reports:
             self._add_stack(report)
             if report["state"] == "dead" and not report["error"]:
-                said = _text(of_rank(self._folder, report["rank"], "stderr"))
-                report["said"] = telling_line(said)
+                output = _text(of_rank(self._folder, report["rank"], "stderr"))
+                report["said"] = telling_line(output)
             if record:
-                kept = read_json(of_rank(self._folder, report["rank"], "record")) or {}
-                report["recorded"] = kept.get("groups", [])
+                record_file = read_json(of_rank(self._folder, report["rank"], "record")) or {}
+                report["recorded"] = record_file.get("groups", [])
         return reports
 
     def _take_stacks(self) -> None:
@@ -206,8 +206,8 @@ class HostRanks:
             os.write(seen.ask, b"?")
         for rank in self._without_answer():  # Python's lock is held, by a C function perhaps: then no frame changes
             process = Process(self._seen[rank].beat.pid, self._seen[rank].beat.started)
-            found = processes.stat(process.pid)
-            if self._seen[rank].beat.left is None and found is not None and found.state not in "Tt":
+            stat = processes.stat(process.pid)
+            if self._seen[rank].beat.left is None and stat is not None and stat.state not in "Tt":
                 process.send(STACK_SIGNAL)
         self._without_answer()
 
@@ -236,10 +236,10 @@ class HostRanks:
             time.sleep(0.05)
 
     def _add_stack(self, report: dict[str, Any]) -> None:
-        whole = _content(self._seen[report["rank"]].stack)
-        text = whole[self._written.get(report["rank"], 0) :]
+        stacks = _content(self._seen[report["rank"]].stack)
+        text = stacks[self._written.get(report["rank"], 0) :]
         if not text and report["state"] == "dead":  # faulthandler wrote the stack of a crash
-            text = whole[max(0, whole.rfind(b"Fatal Python error: ")) :]  # after the answers to earlier questions
+            text = stacks[max(0, stacks.rfind(b"Fatal Python error: ")) :]  # after the answers to earlier questions
             crash = _CRASHES.get(text.partition(b"\n")[0].decode(errors="replace"), "")
             report["signal"] = report["signal"] or crash
             report["native"] = bool(crash) and b"\nCurrent thread" not in text
@@ -264,11 +264,11 @@ class HostRanks:
 
     def _facts(self, seen: _Seen, now: float) -> RankFacts:
         beat = seen.beat
-        found = processes.stat(beat.pid)
-        there = found is not None and found.started == beat.started
-        if found is not None and there and found.state in "ZX":
-            seen.exit_status = found.exit_status
-        ended = found is None or not there or found.state in "ZX"
+        stat = processes.stat(beat.pid)
+        is_same = stat is not None and stat.started == beat.started
+        if stat is not None and is_same and stat.state in "ZX":
+            seen.exit_status = stat.exit_status
+        ended = stat is None or not is_same or stat.state in "ZX"
         if ended:
             beat = seen.beat = read(seen.page) or beat  # the rank may have left after the first reading
         if ended and seen.pidfd is not None:
@@ -279,13 +279,13 @@ class HostRanks:
         state = "running"
         if ended or error:
             state = "left" if beat.left is not None and not error else "dead"
-        elif found is not None and found.state in "Tt":
+        elif stat is not None and stat.state in "Tt":
             state = "stopped"
-        elif found is not None and found.state == "D" and idle_s > _D_STATE_S:
+        elif stat is not None and stat.state == "D" and idle_s > _D_STATE_S:
             state = "disk"
-        if found is not None and not ended:
-            seen.resident = found.resident
-            self._sample(seen, found, idle_s, now)
+        if stat is not None and not ended:
+            seen.resident = stat.resident
+            self._sample(seen, stat, idle_s, now)
         return RankFacts(
             rank=beat.rank,
             host=self._host,
@@ -312,7 +312,7 @@ class HostRanks:
             resident=seen.resident,
         )
 
-    def _sample(self, seen: _Seen, found: Stat, idle_s: float, now: float) -> None:
+    def _sample(self, seen: _Seen, stat: Stat, idle_s: float, now: float) -> None:
         if idle_s < _SAMPLE_S:
             seen.use, seen.computes, seen.works = None, True, True
             return
@@ -321,7 +321,7 @@ class HostRanks:
             return
         if seen.use is not None and now - seen.sampled_s < _SAMPLE_S:
             return
-        use, before = _used(seen.beat, found), seen.use
+        use, before = _used(seen.beat, stat), seen.use
         if before is not None and before.root == use.root:
             least_s = _BUSY_SHARE * (now - seen.sampled_s)
             seen.computes = use.own_s - before.own_s > least_s
@@ -358,30 +358,30 @@ class HostRanks:
         return str(raw.get("error", "")), str(raw.get("at", "")), str(raw.get("phase", ""))
 
 
-def _used(beat: Beat, found: Stat) -> _Use:
+def _used(beat: Beat, stat: Stat) -> _Use:
     """Return the resources used by a rank, whose /proc stat is `found`, and by the processes below it; or by another
     process that it awaits."""
-    pid, own_s, below_s, resident = beat.pid, found.cpu_s - beat.asked_s, 0.0, found.resident
+    pid, own_s, below_s, resident = beat.pid, stat.cpu_s - beat.asked_s, 0.0, stat.resident
     if beat.awaits not in (0, OTHERS, pid):
         pid, child = beat.awaits, processes.stat(beat.awaits)
         own_s, below_s, resident = 0.0, child.cpu_s if child else 0.0, child.resident if child else 0
     moved = processes.bytes_moved(pid)
-    for each in descendants({pid}):
-        below = processes.stat(each)
+    for child_pid in descendants({pid}):
+        below = processes.stat(child_pid)
         below_s += below.cpu_s if below else 0.0
-        moved += processes.bytes_moved(each)
+        moved += processes.bytes_moved(child_pid)
     return _Use(root=pid, own_s=own_s, below_s=below_s, moved=moved, resident=resident)
 
 
 def _awaited(pid: int) -> dict[str, str]:
     """Describe a process for which a rank waits; `file`: the one that it has opened last."""
-    words, found, files = processes.words(pid), processes.stat(pid), [""]
+    words, stat, files = processes.words(pid), processes.stat(pid), [""]
     with contextlib.suppress(OSError):
         for handle in sorted(int(name) for name in os.listdir(f"/proc/{pid}/fd"))[3:]:
             file = os.readlink(f"/proc/{pid}/fd/{handle}")
             files += [file] if file.startswith("/") and not file.startswith(("/dev/", "/memfd:")) else []
     program = words[words.index("-m") + 1] if "-m" in words[:-1] else " ".join(words[:1])
-    state = found.state if found else ""
+    state = stat.state if stat else ""
     return {"program": program, "state": state, "waits_in": waits_in(pid), "file": files[-1]}
 
 

@@ -243,15 +243,15 @@ class Stragglers:
         steps = min(own[rank][0] - self._since[rank][0] for rank in own) if own else 0
         if steps < self.WINDOW_STEPS or now - self._began_s < self.WINDOW_S:
             return {}
-        each = {r: (own[r][1] - self._since[r][1]) / (own[r][0] - self._since[r][0]) for r in own}
+        own_s = {r: (own[r][1] - self._since[r][1]) / (own[r][0] - self._since[r][0]) for r in own}
         self._since, self._began_s = dict(own), now
         slow = {}
-        for rank, seconds in each.items():
-            others = [s for r, s in each.items() if r != rank]
+        for rank, seconds in own_s.items():
+            others = [s for r, s in own_s.items() if r != rank]
             if others and seconds - median(others) > max(self.MARGIN * median(others), self.MARGIN_S):
                 slow[rank] = (seconds, median(others))
         self._slow.append(set(slow))
         steady = set.intersection(*self._slow) if len(self._slow) == self.WINDOWS else set()
         new = steady - self._named
-        self._named = {rank for rank in self._named | new if any(rank in each for each in self._slow)}
+        self._named = {rank for rank in self._named | new if any(rank in slow_ranks for slow_ranks in self._slow)}
         return {rank: slow[rank] for rank in sorted(new)}

@@ -63,7 +63,7 @@ class Meeting:
 
     def meet(self, member_id: str, said: Mapping[str, Any], limit_s: float) -> list[Member]:
         with self._changed:
-            self._here[member_id] = Member(id=member_id, said=json.loads(json.dumps(said)))
+            self._here[member_id] = Member(id=member_id, message=json.loads(json.dumps(said)))
             mine = self._here[member_id]
             self.look()
             if not self._changed.wait_for(lambda: any(each is mine for each in self._met), timeout=max(limit_s, 0)):
@@ -229,7 +229,7 @@ class Lighthouse:
         return {id_ for id_, at in self._heard.items() if time.monotonic() - at < self._silent_s}
 
     def _meet(self, member_id: str, said: Mapping[str, Any], limit_s: float) -> list[Member]:
-        deadline_s, me = time.monotonic() + limit_s, Member(id=member_id, said=json.loads(json.dumps(said)))
+        deadline_s, me = time.monotonic() + limit_s, Member(id=member_id, message=json.loads(json.dumps(said)))
         with self._changed:
             self._heard[member_id] = math.inf
             self._asked[member_id] = (time.monotonic(), me)

@@ -242,8 +242,8 @@ def test_a_site_that_trains_something_else_does_not_get_in(joined) -> None:
     ids=str,
 )  # fmt: skip
 def test_nonsense_is_no_status(wrong) -> None:
-    assert peer_status(Member(id="b:0", said={**SENSE, "run": "run"})) is not None
-    assert peer_status(Member(id="b:0", said={**SENSE, "run": "run", **wrong})) is None
+    assert peer_status(Member(id="b:0", message={**SENSE, "run": "run"})) is not None
+    assert peer_status(Member(id="b:0", message={**SENSE, "run": "run", **wrong})) is None
 
 
 def test_a_weight_that_no_steps_have_is_refused_and_named(joined) -> None:
@@ -456,7 +456,7 @@ def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(begun, n
 
 
 def told_at(site: str, round_: int, *, joined: bool = True, checksum: str = "0") -> PeerStatus:
-    told = peer_status(Member(id=f"{site}:1", said={**SENSE, "run": "run", "round": round_, "joined": joined,
+    told = peer_status(Member(id=f"{site}:1", message={**SENSE, "run": "run", "round": round_, "joined": joined,
                                                 "checksum": checksum}))  # fmt: skip
     assert told is not None
     return told

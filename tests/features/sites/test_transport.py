@@ -150,7 +150,7 @@ def test_one_rule_says_which_addresses_are_private() -> None:
 
 
 def told_by(server: Server):
-    told = peer_status(Member(id="a:1", said={**SENSE, "run": "run", "addresses": [server.address]}))
+    told = peer_status(Member(id="a:1", message={**SENSE, "run": "run", "addresses": [server.address]}))
     assert told is not None
     return told
 
@@ -332,12 +332,12 @@ def test_250_mutated_sayings_at_a_meeting_are_read_or_passed_over() -> None:
     dice = random.Random(3)
     said = {**SENSE, "phase": "meet", "run": "run", "common": COMMON, "addresses": ["127.0.0.1:9", "10.0.0.1:80"],
             "ledger": {"next": 40, "free": [[0, 4]], "dealt": {"b:0": [[8, 24], [30, 40]]}}}  # fmt: skip
-    own = Member(id="a:1", said=said)
+    own = Member(id="a:1", message=said)
     understood = others = 0
     for _ in range(250):
         told = changed(said, dice) if dice.random() < 0.8 else changed({"phase": "commit", "run": "run", "round": 1,
                                                                         "have": ["a:1"]}, dice)  # fmt: skip
-        stranger = Member(id="b:1", said=told if isinstance(told, dict) else {})
+        stranger = Member(id="b:1", message=told if isinstance(told, dict) else {})
         members = SimpleNamespace(meet=lambda _said, _limit_s, met=(own, stranger): list(met), heard=list)
         meetings = Meetings(Ranks(), members, "a:1", "run", COMMON)
         try:
