@@ -90,11 +90,11 @@ class Child:
 
     def received(self) -> list[dict[str, Any]]:
         """Return the messages since the last call."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         while data := self._out.read(1 << 20):
-            found += self._lines.of(data)
+            messages += self._lines.of(data)
         self.is_closed = data is not None
-        return found
+        return messages
 
     def end(self, within_s: float) -> None:
         """Close the program's input, and kill it after `within_s`."""

@@ -56,8 +56,8 @@ class Bound:
         return f"at least {_number(self.at_least)}" if self.at_least else "0 or greater"
 
     def json_schema(self) -> dict[str, float]:
-        limits = {"exclusiveMinimum": self.above, "minimum": self.at_least, "maximum": self.at_most,
-                  "exclusiveMaximum": self.below}  # fmt: skip
+        limits = {"exclusiveMinimum": self.above, "minimum": self.at_least}
+        limits |= {"maximum": self.at_most, "exclusiveMaximum": self.below}
         return {keyword: limit for keyword, limit in limits.items() if limit is not None}
 
 
@@ -223,11 +223,12 @@ class Rule:
 
     def breaks(self, subject: Any) -> Iterator[tuple[tuple[str, ...], str, str]]:
         """(keys, reason, remedy) of each mistake."""
-        found = self.broken(subject)
-        for broken in found if self.each else [self.keys] if found else []:
+        mistakes = self.broken(subject)
+        for broken in mistakes if self.each else [self.keys] if mistakes else []:
             keys = (broken, *self.keys[1:]) if isinstance(broken, str) else broken
-            reason, remedy = (text if isinstance(text, str) else text(subject, keys[0])
-                              for text in (self.reason, self.remedy))  # fmt: skip
+            reason, remedy = (
+                text if isinstance(text, str) else text(subject, keys[0]) for text in (self.reason, self.remedy)
+            )
             yield keys, reason, remedy
 
 

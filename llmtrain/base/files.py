@@ -62,19 +62,19 @@ def scratch_folder(what: str) -> Iterator[Path]:
                 os.close(lock_folder(old))
                 shutil.rmtree(old)
     made = Path(tempfile.mkdtemp(prefix=_UNLOCKED))
-    held = lock_folder(made)
+    lock = lock_folder(made)
     folder = made.rename(base / made.name.replace(_UNLOCKED, f"{_SCRATCH}{what}-"))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
+        os.close(lock)
 
 
 def cache_folder() -> Path:
     """This user's folder for copies of remote files."""
-    given = os.environ.get("LLMTRAIN_CACHE")
-    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llmtrain").expanduser().absolute()
+    folder = os.environ.get("LLMTRAIN_CACHE")
+    return Path(folder or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llmtrain").expanduser().absolute()
 
 
 def open_regular(path: Path, more: int = 0) -> int:

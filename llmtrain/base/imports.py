@@ -40,9 +40,11 @@ def name_cpu() -> None:
 
     With an empty CUDA_VISIBLE_DEVICES, DeepSpeed's launcher would show all GPUs to the ranks again.
     """
-    if (given := os.environ.get("DS_ACCELERATOR", "cpu")) not in _KNOWN:
-        raise ConfigError(f"DS_ACCELERATOR = {given}: DeepSpeed knows no such accelerator. Remove the variable, or set "
-                          f"it to one of {', '.join(_KNOWN)}")  # fmt: skip
+    if (name := os.environ.get("DS_ACCELERATOR", "cpu")) not in _KNOWN:
+        raise ConfigError(
+            f"DS_ACCELERATOR = {name}: DeepSpeed knows no such accelerator. Remove the variable, or set "
+            f"it to one of {', '.join(_KNOWN)}"
+        )
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(glob.glob(node) for node in _ACCELERATORS):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -94,14 +96,14 @@ def hide_torchao() -> None:
 
     def execute(load: Callable[[], None], module: Any) -> None:
         utils: Any = sys.modules["transformers.utils"]
-        if (theirs := vars(utils).get("is_torchao_available")) is None:  # another version: it imports what it wants
+        if (original := vars(utils).get("is_torchao_available")) is None:  # another version: no name to replace
             load()
             return
         utils.is_torchao_available = lambda *_: False
         try:
             load()
         finally:
-            utils.is_torchao_available = theirs
+            utils.is_torchao_available = original
 
     if "transformers" not in sys.modules:
         sys.meta_path.insert(0, _Around("transformers.quantizers.quantizer_torchao", execute))
@@ -133,8 +135,10 @@ def _structure(define: Callable[..., Any], models: Path, module_path: Any, prefi
     structure = _listed(file)
     if structure is None:
         structure = define(models)
-        rows = [[sorted(needs), {module: sorted(names) for module, names in modules.items()}]
-                for needs, modules in structure.items()]  # fmt: skip
+        rows = [
+            [sorted(needs), {module: sorted(names) for module, names in modules.items()}]
+            for needs, modules in structure.items()
+        ]
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(file, json.dumps(rows).encode())

@@ -43,14 +43,14 @@ def duration(seconds: float) -> str:
 
 def spans(numbers: Iterable[int], most: int = sys.maxsize) -> str:
     """Ascending numbers as '0-3, 7'; after `most` spans, the count of the remaining numbers."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
         else:
-            found.append([number, number])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found[:most])
-    more = sum(high - low + 1 for low, high in found[most:])
+            ranges.append([number, number])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges[:most])
+    more = sum(high - low + 1 for low, high in ranges[most:])
     return f"{text} and {more} more" if more else text
 
 
@@ -62,7 +62,7 @@ def some(numbers: Sequence[int]) -> str:
 
 def divisors(number: int, least: int = 1) -> str:
     """The degrees that divide `number`, from `least` on: '1, 2, 4'."""
-    return ", ".join(str(each) for each in range(least, number + 1) if number % each == 0)
+    return ", ".join(str(degree) for degree in range(least, number + 1) if number % degree == 0)
 
 
 def lines_of(cells: Sequence[Sequence[str]]) -> list[str]:

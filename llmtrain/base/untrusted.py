@@ -19,8 +19,8 @@ _OWN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
 def pointer(text: str | bytes) -> str:
     """A sentence if a file's first bytes show that git has put a pointer in the place of its content, else empty."""
-    found = text[:23] in ("version https://git-lfs", b"version https://git-lfs")
-    return "it is a pointer of git-lfs; `git lfs pull` in its folder fetches the file itself" if found else ""
+    is_pointer = text[:23] in ("version https://git-lfs", b"version https://git-lfs")
+    return "it is a pointer of git-lfs; `git lfs pull` in its folder fetches the file itself" if is_pointer else ""
 
 
 def loads(text: str | bytes, *, infinite: bool = False, pairs: Callable[[Any], Any] | None = None) -> Any:
@@ -109,10 +109,10 @@ def shown(text: object, most: int | None = None, *, lines: bool = False) -> str:
         most: characters; a longer text ends in `...`.
         lines: keep line breaks and tabs, with which foreign text could forge a line.
     """
-    kept = "\n\t" if lines else ""
-    whole = str(text)
-    cut = whole if most is None or len(whole) <= most else whole[:most] + "..."
-    return cut if cut.isprintable() else "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in cut)
+    allowed = "\n\t" if lines else ""
+    full = str(text)
+    cut = full if most is None or len(full) <= most else full[:most] + "..."
+    return cut if cut.isprintable() else "".join(c if c.isprintable() or c in allowed else ascii(c)[1:-1] for c in cut)
 
 
 def first_line(error: BaseException, most: int | None = None) -> str:
@@ -127,7 +127,7 @@ def names_code(fields: Any, where: str = "") -> str | None:
     transformers downloads and imports, as it does for flash attention without its package. Nested sections count.
     """
     if isinstance(fields, list):
-        return next((found for value in fields if (found := names_code(value, where))), None)
+        return next((key_of_code for value in fields if (key_of_code := names_code(value, where))), None)
     if not isinstance(fields, dict):
         return None
     for key, value in fields.items():
@@ -135,8 +135,8 @@ def names_code(fields: Any, where: str = "") -> str | None:
         fetched = key.lstrip("_").removesuffix("_internal") in _KERNELS and not _is_own(value)
         if (key in _CODE and value) or fetched:
             return path
-        if found := names_code(value, f"{path}."):
-            return found
+        if key_of_code := names_code(value, f"{path}."):
+            return key_of_code
     return None
 
 

@@ -77,20 +77,20 @@ _XIDS: Mapping[int, tuple[str, bool]] = {
 
 def read_xids(lines: Iterable[str]) -> list[Xid]:
     """Return the faults in a kernel log's lines, in order; a repeated fault of a GPU counts once."""
-    found = (_XID.search(line) for line in lines)
-    return list(dict.fromkeys(Xid(match["bus"], int(match["number"])) for match in found if match))
+    matches = (_XID.search(line) for line in lines)
+    return list(dict.fromkeys(Xid(match["bus"], int(match["number"])) for match in matches if match))
 
 
 def read_report(text: str) -> dict[str, dict[str, Any]]:
     """Parse `nvidia-smi -q`: PCI address -> sections as nested dicts; "N/A" stays a text. A repeated key (processes)
     has a list: {"Processes": {"Type": ["C", "C"]}}."""
     gpus: dict[str, dict[str, Any]] = {}
-    own: dict[str, Any]
+    gpu: dict[str, Any]
     open_: list[tuple[int, dict[str, Any]]] = []  # the sections that enclose this line, with their indents
     for line in text.splitlines():
         if line.startswith("GPU "):
-            gpus[line[4:].strip()] = own = {}
-            open_ = [(0, own)]
+            gpus[line[4:].strip()] = gpu = {}
+            open_ = [(0, gpu)]
             continue
         key, colon, value = (part.strip() for part in line.partition(" : "))
         indent = len(line) - len(line.lstrip())
@@ -98,15 +98,15 @@ def read_report(text: str) -> dict[str, dict[str, Any]]:
             continue
         while len(open_) > 1 and open_[-1][0] >= indent:
             open_.pop()
-        here = open_[-1][1]
+        enclosing = open_[-1][1]
         if not colon:
-            section = here.setdefault(key, {})
+            section = enclosing.setdefault(key, {})
             if isinstance(section, dict):
                 open_.append((indent, section))
-        elif key in here:
-            here[key] = [*as_list(here[key]), value]
+        elif key in enclosing:
+            enclosing[key] = [*as_list(enclosing[key]), value]
         else:
-            here[key] = value
+            enclosing[key] = value
     return gpus
 
 
@@ -138,14 +138,14 @@ def memory_fault(gpu: Mapping[str, Any]) -> str:
 
 def read_links(text: str) -> list[tuple[int, int]]:
     """Parse `nvidia-smi nvlink -s`: (NVLinks that are up, all NVLinks) of each GPU in order."""
-    found: list[tuple[int, int]] = []
+    links: list[tuple[int, int]] = []
     for line in text.splitlines():
         if line.startswith("GPU "):
-            found.append((0, 0))
-        elif found and re.match(r"\s+Link \d+:", line):
-            up, every = found[-1]
-            found[-1] = (up + ("inactive" not in line), every + 1)
-    return found
+            links.append((0, 0))
+        elif links and re.match(r"\s+Link \d+:", line):
+            up, every = links[-1]
+            links[-1] = (up + ("inactive" not in line), every + 1)
+    return links
 
 
 class Command:
@@ -204,21 +204,21 @@ def _kernel_log(seconds: float) -> list[str]:
     """Return recent kernel messages without their "priority,number,microseconds,...;". Raises OSError."""
     since_us = (time.monotonic() - seconds) * 1e6
     handle = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    found: list[str] = []
+    texts: list[str] = []
     try:
         while True:
             try:
                 raw = os.read(handle, 8192)
             except BlockingIOError:  # no more
-                return found
+                return texts
             except BrokenPipeError:  # overwritten while it was read: the next one is there
                 continue
             if not raw:
-                return found
+                return texts
             head, _, text = raw.decode(errors="replace").partition(";")
             with contextlib.suppress(ValueError, IndexError):
                 if int(head.split(",")[2]) >= since_us:
-                    found.append(text.partition("\n")[0])
+                    texts.append(text.partition("\n")[0])
     finally:
         os.close(handle)
 

@@ -78,15 +78,15 @@ def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | N
 def other_maps(hf: PreTrainedModel) -> dict[str, str]:
     """Modules of the decoder layers that multiply but get no adapter: path -> description."""
     inside = {id(module) for module in decoder_layers(hf).modules()}
-    found = {}
+    others = {}
     for path, module in hf.named_modules():
         if id(module) not in inside:
             continue
         if type(module).__name__ == "Conv1D":
-            found[path] = "a Conv1D, which keeps its weight transposed"
+            others[path] = "a Conv1D, which keeps its weight transposed"
         elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)) and "expert" in path:
-            found[path] = "the experts' weights in one tensor"
-    return found
+            others[path] = "the experts' weights in one tensor"
+    return others
 
 
 def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
@@ -94,29 +94,29 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
     that share a tensor. Raises ConfigError: a pattern matches no module with own parameters, a target, or a module of
     modules."""
     key, place = "adapter.modules_to_save", (places or {}).get("adapter.modules_to_save")
-    own = {path: module for path, module in hf.named_modules() if dict(module.named_parameters(recurse=False))}
+    modules = {path: module for path, module in hf.named_modules() if dict(module.named_parameters(recurse=False))}
     patterns = [*adapter.modules_to_save, *([SCORE] if gives_scores(hf.config) else [])]
     for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in own):
-            near = nearest(pattern, list(own)) or next(iter(own))
+        if not any(fnmatchcase(path, pattern) for path in modules):
+            near = nearest(pattern, list(modules)) or next(iter(modules))
             raise stop(key, pattern, "matches no module with parameters", f"correct it; one of them is {near}", place)
-    chosen = [path for path in own if any(fnmatchcase(path, pattern) for pattern in patterns)]
+    chosen = [path for path in modules if any(fnmatchcase(path, pattern) for pattern in patterns)]
     targets = target_paths(hf, adapter, places) if chosen else []
     for path in chosen:
-        if within := [name for name, _ in own[path].named_parameters() if "." in name]:
+        if within := [name for name, _ in modules[path].named_parameters() if "." in name]:
             rule = f"it names {path}, which has parameters of its own and modules with others ({within[0]})"
             raise stop(key, adapter.modules_to_save, rule, f"name modules within it, such as {path}.*", place)
         if both := [target for target in targets if f"{target}.".startswith(f"{path}.")]:
             rule = f"it names {path}, and adapter.targets names {both[0]}: a map has an adapter or trains completely"
             raise stop(key, adapter.modules_to_save, rule, "list it in only one of the two", place)
-        if [other for other in own if other.endswith(path) and other not in chosen]:
+        if [other for other in modules if other.endswith(path) and other not in chosen]:
             rule = f"peft, which goes by the ends of names, would take more modules than {path}"
             raise stop(key, adapter.modules_to_save, rule, "name those as well, or none of them", place)
     first: dict[int, str] = {}
-    for path, module in own.items():
+    for path, module in modules.items():
         for parameter in module.parameters(recurse=False):
             first.setdefault(id(parameter), path)
-    return list(dict.fromkeys(first[id(p)] for path in chosen for p in own[path].parameters()))
+    return list(dict.fromkeys(first[id(p)] for path in chosen for p in modules[path].parameters()))
 
 
 def saved_names(hf: PreTrainedModel, adapter: AdapterConfig) -> set[str]:
@@ -271,8 +271,8 @@ def without_adapter(module: nn.Module) -> Iterator[None]:
 def _name(path: str, layer: nn.Module) -> None:
     """Record the name outside of peft at each parameter of an adapter's layer and its map."""
     for name, parameter in layer.named_parameters():
-        held = local_parameter("", parameter)
-        shard = Shard(shape=held.shape, region=held.region, copy=held.copy)
+        local = local_parameter("", parameter)
+        shard = Shard(shape=local.shape, region=local.region, copy=local.copy)
         set_shard(parameter, replace(shard, name=plain_name(f"{path}.{name}")))
 
 
@@ -295,8 +295,8 @@ def read_peft(
         return stop("adapter.start", adapter.start, rule, remedy)
 
     folder = Path(adapter.start or "")
-    here = {"peft_type": "LORA", "r": adapter.r, "lora_alpha": adapter.alpha}
-    here |= {"use_rslora": adapter.rslora, "use_dora": adapter.dora}
+    required = {"peft_type": "LORA", "r": adapter.r, "lora_alpha": adapter.alpha}
+    required |= {"use_rslora": adapter.rslora, "use_dora": adapter.dora}
     try:
         config = untrusted.loads((folder / CONFIG).read_bytes())
         with TensorFile(folder / WEIGHTS):  # whose errors say more
@@ -307,7 +307,7 @@ def read_peft(
         }
     except (OSError, ValueError, AttributeError, TypeError, SafetensorError, TensorFileError) as error:
         raise refuse(f"is no PEFT folder ({error})", f"name one with {CONFIG} and {WEIGHTS}") from error
-    for key, value in here.items():
+    for key, value in required.items():
         if (settings[key] or False) != value:
             raise refuse(f"its {key} is {settings[key]!r}, the section adapter asks for {value!r}", "write the same")
     for key in _OTHERS:
@@ -327,15 +327,17 @@ def read_peft(
         if other in tensors and name in tensors and not torch.equal(tensors.pop(other), tensors[name]):
             rule = f"its {other} and {name} differ, which are one tied tensor of the run's model"
             raise refuse(rule, "set tie_word_embeddings to false in the model's config.json, where both are its own")
-    held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    shapes = {name: shape for name, shape in shapes.items() if name in held or name != WEIGHT}  # a new score is drawn
-    if odd := sorted(name for name in held.keys() | shapes.keys() if held.get(name) != shapes.get(name)):
-        rule = f"its {odd[0]} is {held.get(odd[0], 'not there')}, the run's is {shapes.get(odd[0], 'not there')}"
+    of_file = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {
+        name: shape for name, shape in shapes.items() if name in of_file or name != WEIGHT
+    }  # a new score is drawn
+    if odd := sorted(name for name in of_file.keys() | shapes.keys() if of_file.get(name) != shapes.get(name)):
+        rule = f"its {odd[0]} is {of_file.get(odd[0], 'not there')}, the run's is {shapes.get(odd[0], 'not there')}"
         remedy = (
             "name its maps in adapter.targets, its other modules in adapter.modules_to_save, and in model.pretrained "
             "the model that it was made for"
         )
-        raise refuse(rule, strange_part(held, shapes).strip(" .") or remedy)
+        raise refuse(rule, strange_part(of_file, shapes).strip(" .") or remedy)
     return {name: tensor.float().view(-1) for name, tensor in tensors.items()}
 
 
@@ -348,10 +350,10 @@ class AdaptedSource:
         base: ParameterSource,
         shapes: dict[str, tuple[int, ...]],
         seed: int,
-        given: dict[str, Tensor] | None = None,
+        first_values: dict[str, Tensor] | None = None,
     ) -> None:
         """`shapes`: of the adapter's tensors. `given`: flat values; also of modules that train completely."""
-        self.base, self.origin, self._given = base, base.origin, given or {}
+        self.base, self.origin, self._given = base, base.origin, first_values or {}
         self._shapes, self._seed = shapes, seed
 
     def order(self) -> list[str]:

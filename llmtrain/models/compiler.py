@@ -50,9 +50,9 @@ def _circumstances(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     files = [shutil.which(os.environ.get(key) or usual) for key, usual in (("CC", "gcc"), ("CXX", "g++"))]
     files += [sysconfig.get_path("include") + "/Python.h", getattr(importlib.util.find_spec("triton"), "origin", None)]
-    found = [(file, os.stat(file).st_mtime_ns) for file in files if file and os.path.exists(file)]
+    stamps = [(file, os.stat(file).st_mtime_ns) for file in files if file and os.path.exists(file)]
     variables = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
-    text = repr((platform.node(), name, sys.version, torch.__version__, found, variables))
+    text = repr((platform.node(), name, sys.version, torch.__version__, stamps, variables))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

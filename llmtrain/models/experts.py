@@ -45,17 +45,17 @@ class ExpertBlock:
 
 def expert_blocks(hf: nn.Module) -> list[ExpertBlock]:
     """In the order of the layers; none in a dense model."""
-    found = []
+    blocks = []
     for name, module in hf.named_modules():
         counts = {child: _experts_in(child) for child in module.children()}
         count = max(counts.values(), default=0)
         if count < 2:
             continue
-        experts = tuple(child for child, here in counts.items() if here == count)
+        experts = tuple(child for child, number in counts.items() if number == count)
         router = _router(module, experts, count)
         if router is not None:
-            found.append(ExpertBlock(name=name, module=module, router=router, experts=experts, count=count))
-    return found
+            blocks.append(ExpertBlock(name=name, module=module, router=router, experts=experts, count=count))
+    return blocks
 
 
 def _experts_in(module: nn.Module) -> int:
@@ -114,8 +114,8 @@ def idle_parameters(hf: nn.Module, config: PreTrainedConfig, among: Collection[T
         return 0
     idle = 0
     for block in expert_blocks(hf):
-        held = sum(p.numel() for part in block.experts for p in part.parameters() if p.dim() >= 2 and p in among)
-        idle += held - held * chosen // block.count
+        elements = sum(p.numel() for part in block.experts for p in part.parameters() if p.dim() >= 2 and p in among)
+        idle += elements - elements * chosen // block.count
     return idle
 
 
@@ -212,14 +212,14 @@ class Routing:
     def _note(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if self._noted is None or index in self._noted:
             return
-        given = output if isinstance(output, tuple) else (output,)
-        logits = next((t for t in given if torch.is_tensor(t) and t.shape[-1] == self.experts), None)
+        outputs = output if isinstance(output, tuple) else (output,)
+        logits = next((t for t in outputs if torch.is_tensor(t) and t.shape[-1] == self.experts), None)
         if logits is None:
             raise ModelError(
                 f"model: the router {type(module).__name__} does not give its scores of the {self.experts} experts, so "
                 "what it chooses cannot be watched or balanced; this mixture of experts cannot be trained here."
             )
-        chosen = next((t for t in given if torch.is_tensor(t) and not t.is_floating_point()), None)
+        chosen = next((t for t in outputs if torch.is_tensor(t) and not t.is_floating_point()), None)
         self._noted[index] = (logits, chosen)
 
     def balance(self) -> Tensor | None:

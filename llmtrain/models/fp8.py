@@ -61,12 +61,12 @@ def check_maps(hf: PreTrainedModel, recipe: str, places: Places) -> None:
 def line(hf: PreTrainedModel, recipe: str, *, emulated: bool) -> str:
     """A line for the log. `hf`: the complete skeleton."""
     layers = decoder_layers(hf)
-    found = [maps_of(layer) for layer in layers]
-    count, rest = sum(len(chosen) for chosen, _ in found), sum(len(others) for _, others in found)
+    split = [maps_of(layer) for layer in layers]
+    count, rest = sum(len(chosen) for chosen, _ in split), sum(len(others) for _, others in split)
     text = f"model.fp8 {recipe}: {count} linear maps of {units.counted(len(layers), 'decoder layer')} multiply in fp8"
     if emulated:
         text += ", emulated: a CPU has no such products, and takes longer for it"
-    reasons = {path: reason for _, others in found for path, reason in others.items()}
+    reasons = {path: reason for _, others in split for path, reason in others.items()}
     if reasons:
         path, reason = next(iter(reasons.items()))
         text += f"; {rest} do not (such as {path}: {reason})"

@@ -59,6 +59,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        kept = SimpleNamespace(saved_tensors=(x, weight.t()), linear_mm_config=ctx.products, config=ctx.config)
-        grad_x, grad_weight, *_ = matmul_with_hp_or_float8_args.backward(kept, gradient)
+        saved = SimpleNamespace(saved_tensors=(x, weight.t()), linear_mm_config=ctx.products, config=ctx.config)
+        grad_x, grad_weight, *_ = matmul_with_hp_or_float8_args.backward(saved, gradient)
         return grad_x, grad_weight.t(), None, None

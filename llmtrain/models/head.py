@@ -110,8 +110,8 @@ class Head:
             return self.scores(hidden.flatten(0, 1)[places])
         length = hidden.shape[1]
         part = places // length  # rows and their parts, row by row
-        own = self.scores(hidden[part // shared.degree, places % length])
-        return shared.of_all(own.where(part % shared.degree == shared.rank, 0.0)).sum(0)
+        scores = self.scores(hidden[part // shared.degree, places % length])
+        return shared.of_all(scores.where(part % shared.degree == shared.rank, 0.0)).sum(0)
 
     def own(self, rows: Tensor) -> Tensor:
         """Slice complete rows [B, T, ...] to this rank's columns [B, t, ...]."""
@@ -146,12 +146,12 @@ class Head:
 
         layer = self._layer
         compute = F.linear if self._vocabulary is None else self._vocabulary.logits
-        found = []
+        words = []
         with torch.no_grad():
             for some in hidden.split(few_of(self._chunk)) if len(hidden) else [hidden]:
                 values = self.form.apply(compute(some, layer.weight, layer.bias).float())
-                found.append(top_words(values, k, temperature))
-        return TopWords(words=torch.cat([each.words for each in found]), logs=torch.cat([each.logs for each in found]))
+                words.append(top_words(values, k, temperature))
+        return TopWords(words=torch.cat([part.words for part in words]), logs=torch.cat([part.logs for part in words]))
 
     def values(self, hidden: Tensor) -> Tensor:
         """Logits after the head's form, fp32 [..., V], from [..., H]; all rows of the weight must be here."""
@@ -164,8 +164,8 @@ class Head:
         """
         if counted is None or self.shared_rows is not None:
             return None
-        whole = self._chunk if has_one_shape(labels.device) else 1
-        rows = -(-counted // whole) * whole
+        unit = self._chunk if has_one_shape(labels.device) else 1
+        rows = -(-counted // unit) * unit
         if rows > _WORTH_IT * labels.numel():
             return None
         return (labels.flatten() == IGNORE).to(torch.int8).argsort(stable=True)[:rows]

@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """By Hugging Face name."""
         shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack tensors of others' heads
-        return shapes or {held.name: held.shape for held in self.local_parameters()}
+        return shapes or {local.name: local.shape for local in self.local_parameters()}
 
     def matrices(self) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
         """Yield each matrix [.., rows, columns] of a linear map in the decoder layers, its rows and columns, and True
@@ -73,11 +73,11 @@ class LanguageModel(nn.Module):
 
     def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
         """[B, T, H]."""
-        given = {} if positions is None else {"position_ids": positions}
+        options = {} if positions is None else {"position_ids": positions}
         if self.noise is not None:
             self.noise.look(inputs, positions)
         with documents_in_rows(positions):
-            return self.decoded(input_ids=inputs, **given)
+            return self.decoded(input_ids=inputs, **options)
 
     def decoded(self, **given: Any) -> Tensor:
         """Watches the routers, if any, in training."""

@@ -93,24 +93,24 @@ class FolderLayout:
         prefix or without. Raises ModelError: two tensors are the same part, or a conversion is not supported."""
         from transformers.core_model_loading import dot_natural_key
 
-        found, unread = Placement(parts={}), patterns_not_loaded(self.skeleton)
+        placement, unread = Placement(parts={}), patterns_not_loaded(self.skeleton)
         named = [(tensor, *self._model_name(tensor)) for tensor in sorted(tensors, key=dot_natural_key)]
         for tensor, name, converted in sorted(named, key=lambda item: item[1] in self._tied):
             if name not in self._known:
                 derived = f".{tensor}".endswith(_DERIVED) or any(re.search(pattern, tensor) for pattern in unread)
-                (found.derived if derived else found.surplus).append(tensor)
-            elif name in self._tied and self._tied[name] in found.parts:
-                found.twins[tensor] = self._tied[name]
+                (placement.derived if derived else placement.surplus).append(tensor)
+            elif name in self._tied and self._tied[name] in placement.parts:
+                placement.twins[tensor] = self._tied[name]
             else:
                 parameter = self._tied.get(name, name)
                 part = self._part(tensor, parameter) if converted else Part(parameter, 0, self.shapes[parameter])
-                found.parts.setdefault(parameter, []).append((tensor, part))
-        for parts in found.parts.values():
+                placement.parts.setdefault(parameter, []).append((tensor, part))
+        for parts in placement.parts.values():
             parts.sort(key=lambda item: item[1].start)
             for (a, left), (b, right) in pairwise(parts):
                 if left.start + left.numel > right.start:
                     raise ModelError(f"{a} and {b} are both the same part of the model's {left.parameter}. Remove one.")
-        return found
+        return placement
 
     def _written_tensors(self) -> dict[str, Part]:
         from transformers.core_model_loading import revert_weight_conversion

@@ -299,7 +299,7 @@ def in_chunks(
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """(kept figures of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V])."""
     hidden, weight, bias = leaves
-    kept: list[Tensor] = []
+    figures: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     # Gradients of the head are summed over chunks in fp32: bf16 would lose the small chunks' share.
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
@@ -309,12 +309,12 @@ def in_chunks(
         hidden_CH = hidden[rows]
         # The logits are an argument and nothing else: widened, they give their memory back at once.
         each_CK, grad_CV = of_chunk(F.linear(hidden_CH, weight, bias), rows)
-        kept.append(each_CK)
+        figures.append(each_CK)
         if grad_CV is not None:
             own_hidden = None if grad_hidden is None else grad_hidden[rows]
             _add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
         del grad_CV  # before the next chunk's logits exist
-    return kept, (grad_hidden, grad_weight, grad_bias)
+    return figures, (grad_hidden, grad_weight, grad_bias)
 
 
 def _token_losses(
@@ -336,10 +336,10 @@ class _ChunkedNLL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, about):
         every, wanted = Labels.of(labels, about.vocabulary), ctx.needs_input_grad[:3]
-        kept, grads = _token_losses((hidden, weight, bias), every, about, wanted)
+        figures, grads = _token_losses((hidden, weight, bias), every, about, wanted)
         ctx.grads = (*grads, weight.dtype)
         sums = hidden.new_zeros(2 if about.z_loss else 1, dtype=torch.float32)
-        for each_CK in kept:
+        for each_CK in figures:
             for index, each_C in enumerate(each_CK.unbind(1)):
                 sums[index] += each_C.sum()
         return sums
@@ -386,5 +386,5 @@ def chunked_nll_sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels
 def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, about: About) -> Tensor:
     """The negative log-likelihood of each label (nats, fp32, the shape of `labels`), 0 for labels that do not count.
     Arguments: see `chunked_nll_sums`."""
-    found: Tensor = _TokenNLL.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), about)
-    return found.view(labels.shape)
+    losses: Tensor = _TokenNLL.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), about)
+    return losses.view(labels.shape)

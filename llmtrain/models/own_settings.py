@@ -53,7 +53,7 @@ def matching(pattern: str, names: dict[str, list[str]]) -> list[str]:
 
 
 def _by_pattern(key: str, values: dict[str, float], names: dict[str, list[str]], places: Places) -> dict[str, float]:
-    found: dict[str, tuple[str, float]] = {}
+    by_name: dict[str, tuple[str, float]] = {}
     for pattern, value in values.items():
         matched = matching(pattern, names)
         place = places.get(f"{key}.{pattern}", places.get(key))
@@ -62,11 +62,11 @@ def _by_pattern(key: str, values: dict[str, float], names: dict[str, list[str]],
             rule = "matches no parameter that trains"
             raise stop(f"{key}.{pattern}", value, rule, f"correct it; one of them is {near}", place)
         for name in matched:
-            other, theirs = found.setdefault(name, (pattern, value))
-            if theirs != value:
-                rule = f"{other} gives {name} another value, {theirs:g}"
+            other, earlier = by_name.setdefault(name, (pattern, value))
+            if earlier != value:
+                rule = f"{other} gives {name} another value, {earlier:g}"
                 raise stop(f"{key}.{pattern}", value, rule, "let only one of the two match it", place)
-    return {name: value for name, (_, value) in found.items()}
+    return {name: value for name, (_, value) in by_name.items()}
 
 
 def _depths(hf: nn.Module) -> Iterator[tuple[str, int]]:

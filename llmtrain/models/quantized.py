@@ -36,8 +36,8 @@ def need_bitsandbytes() -> None:
 
 
 def packed_line(module: nn.Module) -> str:
-    maps = [each for each in module.modules() if isinstance(each, PackedLinear)]
-    before, after = (sum(getattr(each, name) for each in maps) for name in ("plain_bytes", "nbytes"))
+    maps = [packed for packed in module.modules() if isinstance(packed, PackedLinear)]
+    before, after = (sum(getattr(packed, name) for packed in maps) for name in ("plain_bytes", "nbytes"))
     return f"frozen maps below the adapter in 4 bits (NF4): {after / 2**30:.3g} GiB, were {before / 2**30:.3g}"
 
 
@@ -47,7 +47,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> None:
         """Has no values yet. `linear`: on the meta device; its complete weight, of `dtype`, never has memory."""
         super().__init__()
-        held = local_parameter("", linear.weight)
+        local = local_parameter("", linear.weight)
         self._shape, self._dtype = linear.weight.shape, dtype
         blocks = -(-self._shape.numel() // _BLOCK)
         weight = torch.empty(blocks * _BLOCK // 2, 1, dtype=torch.uint8, device=device)
@@ -55,7 +55,7 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self._scales = torch.empty(blocks, dtype=torch.float32, device=device)
         self._state: Any = None
-        set_shard(self.weight, Shard(shape=held.shape, region=held.region, copy=held.copy, name=held.name))
+        set_shard(self.weight, Shard(shape=local.shape, region=local.region, copy=local.copy, name=local.name))
         set_packed(self.weight, Packed(dtype=dtype, values=self.values, write=self.write))
 
     @property
@@ -95,8 +95,8 @@ class PackedLinear(nn.Module):
             at = low * _BLOCK // 2
             self.weight.data[at : at + packed.numel()] = packed.view(-1, 1)
             self._scales[low : low + len(some)] = state.absmax
-        self._state = QuantState(absmax=self._scales, shape=blocks.shape, dtype=self._dtype, blocksize=_BLOCK,
-                                 code=state.code, quant_type="nf4")  # fmt: skip
+        form: dict[str, Any] = {"shape": blocks.shape, "dtype": self._dtype, "blocksize": _BLOCK, "quant_type": "nf4"}
+        self._state = QuantState(absmax=self._scales, code=state.code, **form)
 
     def values(self) -> Tensor:
         """[outputs, inputs]."""

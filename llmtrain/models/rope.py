@@ -56,13 +56,13 @@ def set_rope(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str
     Raises:
         ModelError: the family has none, or transformers refuses a field.
     """
-    rotary = [module for module in model.modules() if hasattr(module, "config")
-              and any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))]  # fmt: skip
+    with_config = [module for module in model.modules() if hasattr(module, "config")]
+    rotary = [m for m in with_config if any(n.endswith("inv_freq") for n, _ in m.named_buffers(recurse=False))]
     if not rotary:
         raise ModelError("the model has no rotary positions")
     configs = {id(module.config): module.config for module in rotary}
-    whole = model.config.get_text_config(decoder=True)
-    configs[id(whole)] = whole  # an export writes this one
+    text_config = model.config.get_text_config(decoder=True)
+    configs[id(text_config)] = text_config  # an export writes this one
     for config in configs.values():
         _change(config, given, length, own or {})
     for module in rotary:
@@ -86,11 +86,8 @@ def _change(config: Any, given: Mapping[str, Any], length: int, own: Mapping[str
     if kinds and not all(key in kinds for key in given):
         raise ModelError(f"its layers have rotary positions of several kinds: give the fields below {', '.join(kinds)}")
     longest = config.max_position_embeddings
-    after = {
-        **before,
-        **({kind: _laid(before[kind], fields, longest) for kind, fields in given.items()} if kinds else
-           _laid(before, given, longest)),
-    }  # fmt: skip
+    by_kind = {kind: _laid(before[kind], fields, longest) for kind, fields in given.items()} if kinds else None
+    after = before | (_laid(before, given, longest) if by_kind is None else by_kind)
     config.rope_parameters = after
     try:
         with warnings_of_rope() as warned:

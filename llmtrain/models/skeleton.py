@@ -64,13 +64,13 @@ def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTr
 def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    given = model.pretrained or model.config
+    named = model.pretrained or model.config
     try:
-        if isinstance(given, dict):
-            fields = untrusted.loads(json.dumps(given), infinite=True)  # a config.json's fields in YAML
+        if isinstance(named, dict):
+            fields = untrusted.loads(json.dumps(named), infinite=True)  # a config.json's fields in YAML
             _refuse_endless(fields)
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
-        path = model.folder or Path(str(given))
+        path = model.folder or Path(str(named))
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():  # a pipe would keep us waiting
             raise FileNotFoundError(f"{file} is no file")
@@ -85,7 +85,7 @@ def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedC
         raise
     except Exception as error:
         key = "model.pretrained" if model.pretrained else "model.config"
-        name = given.get("model_type") if isinstance(given, dict) else given
+        name = named.get("model_type") if isinstance(named, dict) else named
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
         raise ModelError(f"{key}: {name} is not a model configuration: {reason}") from error
 
@@ -183,8 +183,8 @@ def materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None
                 if parameter not in made:
                     values = torch.empty(parameter.shape, dtype=dtype, device=device)
                     made[parameter] = nn.Parameter(values, parameter.requires_grad)
-                    own = vars(made[parameter])  # a tensor without memory keeps its device there
-                    own.update({**vars(parameter), **own})
+                    attributes = vars(made[parameter])  # a tensor without memory keeps its device there
+                    attributes.update({**vars(parameter), **attributes})
                 setattr(module, name, made[parameter])
         for buffer in module.buffers(recurse=False):
             if not buffer.is_meta:

@@ -176,8 +176,8 @@ class SafetensorsSource:
         for name, ((tensor, part), *others) in self._parts.items():
             shape = self.file_of[tensor].entries[tensor].shape
             # A surplus tensor has only its file's shape.
-            known = None if layout is None else layout.shapes.get(name)
-            self._shapes[name] = known if known is not None and (others or shape == part.shape) else shape
+            whole_shape = None if layout is None else layout.shapes.get(name)
+            self._shapes[name] = whole_shape if whole_shape is not None and (others or shape == part.shape) else shape
         for tensor, name in self.placement.twins.items():
             self._refuse_other_twin(tensor, name)
 
@@ -255,26 +255,26 @@ class SafetensorsSource:
         if layout is None:
             return Placement(parts={}, surplus=list(self.file_of))
         try:
-            found = layout.place(self.file_of)
+            placement = layout.place(self.file_of)
         except ModelError as error:
             raise self._wrong(f"{self.folder}: {error}") from error
-        if unset := sorted(layout.frozen - found.parts.keys()):
+        if unset := sorted(layout.frozen - placement.parts.keys()):
             raise self._wrong(
                 f"{self.folder} lacks {len(unset)} tensors that no training changes, first {', '.join(unset[:3])}: "
                 "nothing would give them their values. Load the folder with transformers and save it again, which "
                 "writes the values that a new model has."
             )
-        for parameter, parts in found.parts.items():
+        for parameter, parts in placement.parts.items():
             for tensor, part in parts:
                 shape = self.file_of[tensor].entries[tensor].shape
                 if len(parts) > 1 and shape != part.shape:
                     raise self._wrong(f"{self.folder}: {tensor} has shape {list(shape)}, not {list(part.shape)}.")
             if sum(part.numel for _, part in parts) < numel(layout.shapes[parameter]):
-                there = {part.start for _, part in parts}
+                begins = {part.start for _, part in parts}
                 written = layout.tensors.items()
-                lacking = next(name for name, p in written if p.parameter == parameter and p.start not in there)
+                lacking = next(name for name, p in written if p.parameter == parameter and p.start not in begins)
                 raise self._wrong(f"{self.folder} lacks {lacking}, a part of the model's {parameter}.")
-        return found
+        return placement
 
     def _weight_map(self) -> dict[str, str] | None:
         """{tensor: file name}, or None for a single file."""
@@ -318,9 +318,9 @@ class SafetensorsSource:
         for name, file in weight_map.items():
             if name not in self.file_of or self.file_of[name].path.name != file:
                 raise self._wrong(f"{self.folder / INDEX} puts {name} into {file}, which does not hold it.")
-        for name, held in self.file_of.items():
+        for name, holder in self.file_of.items():
             if name not in weight_map:
-                raise self._wrong(f"{held.path} holds {name}, which {INDEX} does not list.")
+                raise self._wrong(f"{holder.path} holds {name}, which {INDEX} does not list.")
 
     def _refuse_other_twin(self, tensor: str, name: str) -> None:
         """Compare the two copies of a tied weight in a folder: transformers 5 unties two that differ, and older ones
@@ -384,14 +384,14 @@ class ScoredSource:
         self.new = WEIGHT not in base.order()
         """True if the head's values are drawn."""
         language = language_model(layout.skeleton)
-        own = {name for name, _ in layout.skeleton.named_parameters()}
+        names = {name for name, _ in layout.skeleton.named_parameters()}
         head = {id(parameter) for parameter in language.get_output_embeddings().parameters()}
         named = language.named_parameters(remove_duplicate=False)
-        self._surplus = {name for name, parameter in named if id(parameter) in head} - own
+        self._surplus = {name for name, parameter in named if id(parameter) in head} - names
 
     def order(self) -> list[str]:
-        kept = [name for name in self.base.order() if name not in self._surplus]
-        return [*kept, *([WEIGHT] if self.new else [])]
+        names = [name for name in self.base.order() if name not in self._surplus]
+        return [*names, *([WEIGHT] if self.new else [])]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._of(name).shape(name)

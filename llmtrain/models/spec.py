@@ -121,7 +121,7 @@ class ModelSpec:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by its Hugging Face name, frozen ones included; a tied one once."""
-        return {held.name: held.shape for held in (local_parameter(*item) for item in named_tensors(self.adapted))}
+        return {local.name: local.shape for local in (local_parameter(*item) for item in named_tensors(self.adapted))}
 
     @cached_property
     def frozen(self) -> frozenset[str]:
@@ -205,8 +205,8 @@ class ModelSpec:
             return source
         from llmtrain.models.adapter import AdaptedSource
 
-        given = self.given_adapter() if self.adapter.start else None
-        return AdaptedSource(source, self.adapter_shapes, seed, given)
+        adapter_values = self.given_adapter() if self.adapter.start else None
+        return AdaptedSource(source, self.adapter_shapes, seed, adapter_values)
 
     def folder_source(
         self, folder: Path, seed: int = 0, device: torch.device | None = None
@@ -217,12 +217,12 @@ class ModelSpec:
             from llmtrain.models.vocabulary import GrownSource
 
             kind = GrownSource
-        held = kind(folder, self.layout)
+        source = kind(folder, self.layout)
         if not self.scores:
-            return held
+            return source
         from llmtrain.models.source import ScoredSource
 
-        return ScoredSource(held, self.layout, seed, device or torch.device("cpu"))
+        return ScoredSource(source, self.layout, seed, device or torch.device("cpu"))
 
     def given_adapter(self) -> dict[str, Tensor]:
         """Values from `adapter.start`: see `read_peft`. Raises ConfigError: another adapter's."""
@@ -252,8 +252,8 @@ class ModelSpec:
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        own = self.shapes.keys() - tensor_shapes(self.skeleton).keys()
-        return {name: shape for name, shape in self.shapes.items() if name in own}
+        names = self.shapes.keys() - tensor_shapes(self.skeleton).keys()
+        return {name: shape for name, shape in self.shapes.items() if name in names}
 
 
 def _unless_flash(attention: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ class Teacher:
 
 
 def teacher_model(objective: Objective, student: ModelConfig) -> ModelConfig:
-    return ModelConfig(pretrained=objective.teacher, revision=objective.teacher_revision, attention=student.attention,
-                       loss_chunk_tokens=student.loss_chunk_tokens)  # fmt: skip
+    settings: dict[str, Any] = {"attention": student.attention, "loss_chunk_tokens": student.loss_chunk_tokens}
+    return ModelConfig(pretrained=objective.teacher, revision=objective.teacher_revision, **settings)
 
 
 @torch.no_grad()
@@ -99,12 +99,12 @@ def _source(spec: ModelSpec) -> SafetensorsSource:
 def teacher_checksums(model: ModelConfig, index: int, of: int) -> dict[str, int]:
     """Checksums for part `index` in `of` of the teacher's tensors in its files, by name. Raises ModelError."""
     source = _source(ModelSpec.of(model))
-    found = {}
+    checksums = {}
     for name in sorted(source.order())[index::of]:
         heart.beat()
         values = source.read(name, 0, torch.Size(source.shape(name)).numel())
-        found[name] = checksum(values)
-    return found
+        checksums[name] = checksum(values)
+    return checksums
 
 
 def check_teacher(
@@ -115,17 +115,17 @@ def check_teacher(
     `tokenizer_dir`: of the data; `sequence`: ranks that share each row. Raises ConfigError or ModelError.
     """
     spec, place, folder = ModelSpec.of(model), places.get(KEY), str(model.pretrained)
-    own, theirs = student.facts.vocab_size, spec.facts.vocab_size
-    if own != theirs:
-        raise stop(KEY, folder, f"gives logits of {theirs:,} words, and the student of {own:,}: they are compared word "
-                   "by word", "choose a teacher and a student of the same vocabulary", place)  # fmt: skip
+    own_words, teacher_words = student.facts.vocab_size, spec.facts.vocab_size
+    if own_words != teacher_words:
+        rule = f"gives logits of {teacher_words:,} words, the student of {own_words:,}: they are compared word by word"
+        raise stop(KEY, folder, rule, "choose a teacher and a student of the same vocabulary", place)
     refuse_other_shapes(_source(spec), tensor_shapes(spec.skeleton))
     heads = getattr(spec.config.get_text_config(), "num_attention_heads", None)  # a Mamba has none
     if isinstance(heads, int) and heads % sequence:
-        raise stop(KEY, folder, f"its {heads} attention heads cannot be shared by sequence_parallel_size = {sequence} "
-                   "ranks", "set that to a number that divides them", place)  # fmt: skip
+        rule = f"its {heads} attention heads cannot be shared by sequence_parallel_size = {sequence} ranks"
+        raise stop(KEY, folder, rule, "set that to a number that divides them", place)
     assert model.folder is not None
     if not (model.folder / "tokenizer.json").is_file():  # else config/on_disk.py has compared it
-        raise stop(KEY, folder, "has no tokenizer.json, so nothing proves that its words are those of the data",
-                   f"put the one that it was trained with into the folder, and prepare the data with it (the data's "
-                   f"is {tokenizer_dir})", place)  # fmt: skip
+        rule = f"has no tokenizer.json to compare with that of the data ({tokenizer_dir})"
+        remedy = "put the one that it was trained with into the folder, and prepare the data with it"
+        raise stop(KEY, folder, rule, remedy, place)

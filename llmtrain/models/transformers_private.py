@@ -56,14 +56,14 @@ def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def warnings_of_rope() -> Iterator[list[str]]:
     """Collects the warnings of transformers.modeling_rope_utils: unknown fields, impossible values."""
-    told: list[str] = []
+    warnings_: list[str] = []
     logger = logging.getLogger("transformers.modeling_rope_utils")
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings_.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     with _replaced(logger, "level", logging.WARNING), _replaced(logger, "propagate", False):
         try:
-            yield told
+            yield warnings_
         finally:
             logger.removeHandler(handler)
 
@@ -105,8 +105,8 @@ def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
     version = tuple(int(number) for number in __version__.split(".")[:2])
 
     def of_whole_rows(config: PreTrainedConfig, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> Any:
-        whole = inputs_embeds[:, :1].expand(-1, places_BT.shape[1], -1)  # only its shape is read
-        return arguments(config, whole, *args, **kwargs)
+        full_rows = inputs_embeds[:, :1].expand(-1, places_BT.shape[1], -1)  # only its shape is read
+        return arguments(config, full_rows, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(masking_utils, "_preprocess_mask_arguments", of_whole_rows))
@@ -196,8 +196,8 @@ def score_class(config: PreTrainedConfig) -> str | None:
     """AutoModelForSequenceClassification._model_mapping: the class that a folder with this configuration loads as."""
     from transformers import AutoModelForSequenceClassification
 
-    known: Any = AutoModelForSequenceClassification._model_mapping
-    return str(known[type(config)].__name__) if type(config) in known else None
+    classes: Any = AutoModelForSequenceClassification._model_mapping
+    return str(classes[type(config)].__name__) if type(config) in classes else None
 
 
 def names_not_saved(hf: PreTrainedModel) -> set[str]:

@@ -84,8 +84,8 @@ def choose_kernel(device: torch.device) -> str:
 
         activate_flash_attention_impl("FA3")
     except Exception as error:  # another build's library, a torch that knows none, any error of the package
-        said = str(error).partition("\n")[0] or type(error).__name__
-        return f"{usual}, as {_FA3} cannot be used: {said}"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return f"{usual}, as {_FA3} cannot be used: {reason}"
     kernel = "FlashAttention 3"
     return f"attention within documents: {kernel}"
 
@@ -131,7 +131,7 @@ def attend(
     documents = _current
     if documents is None or len(documents.bounds) != rows * length + 1:  # transformers' own logits: rows are texts
         documents = Documents.rows(rows, length, query.device)
-    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
     out, _ = within_documents(q, k, v, documents.bounds, documents.sizes, scaling, sliding_window)
     return out.unflatten(0, (rows, length)), None
 
@@ -178,7 +178,7 @@ def _within_documents_backward(
 
 @_within_documents_backward.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    of_q, of_k, of_v = (each.new_empty(each.shape) for each in (query, key, value))
+    of_q, of_k, of_v = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
     return of_q, of_k, of_v
 
 
@@ -189,8 +189,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, bounds, sizes, out, sums = ctx.saved_tensors
-    given = (gradient.contiguous(), query, key, value, out, sums, bounds, sizes, ctx.scale, ctx.window)
-    return (*_within_documents_backward(*given), None, None, None, None)
+    arguments = (gradient.contiguous(), query, key, value, out, sums, bounds, sizes, ctx.scale, ctx.window)
+    return (*_within_documents_backward(*arguments), None, None, None, None)
 
 
 within_documents.register_autograd(_gradients, setup_context=_keep)
@@ -230,7 +230,7 @@ def _flash(
         if _shares_heads():
             more["enable_gqa"] = True
         else:
-            key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
+            key, value = (heads.repeat_interleave(shared, 1) for heads in (key, value))
     out, sums = varlen_attn(
         query, key, value, bounds, bounds, longest, longest,
         return_aux=AuxRequest(lse=True), scale=scale, window_size=_window(window), **more,
@@ -245,12 +245,12 @@ def _flash_backward(
     shared = query.shape[1] // key.shape[1]
     repeated = shared > 1 and not _shares_heads()
     if repeated:
-        key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
+        key, value = (heads.repeat_interleave(shared, 1) for heads in (key, value))
     of_q, of_k, of_v = varlen_backward(
         gradient, query, key, value, out, sums, bounds, longest, scale=scale, window=_window(window)
     )
     if repeated:
-        of_k, of_v = (each.unflatten(1, (-1, shared)).sum(2) for each in (of_k, of_v))
+        of_k, of_v = (gradient_of.unflatten(1, (-1, shared)).sum(2) for gradient_of in (of_k, of_v))
     return of_q, of_k, of_v
 
 
@@ -260,7 +260,7 @@ def _one_by_one(
     """Attention within documents for a device without a kernel for it."""
     out, grouped = torch.empty_like(query), query.shape[1] != key.shape[1]
     for at in _slices(bounds):
-        q, k, v = (each[at].transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+        q, k, v = (tensor[at].transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
         mask = None if window is None or window >= q.shape[2] else _seen(q.shape[2], window, q.device)
         part = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
         out[at] = part.squeeze(0).transpose(0, 1)
@@ -272,13 +272,13 @@ def _one_by_one_backward(
     longest: int, scale: float | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients by definition, in fp32: no autograd reaches into an operator. [shared heads, T, T] at a time."""
-    of_q, of_k, of_v = (torch.empty_like(each) for each in (query, key, value))
+    of_q, of_k, of_v = (torch.empty_like(tensor) for tensor in (query, key, value))
     shared, scale = query.shape[1] // key.shape[1], query.shape[2] ** -0.5 if scale is None else scale
     for at in _slices(bounds):
         hidden = ~_seen(at.stop - at.start, window, query.device)
         for head in range(key.shape[1]):
             heads = slice(head * shared, (head + 1) * shared)
-            q, o, g = (each[at, heads].transpose(0, 1).float() for each in (query, out, gradient))
+            q, o, g = (tensor[at, heads].transpose(0, 1).float() for tensor in (query, out, gradient))
             k, v = key[at, head].float(), value[at, head].float()
             chosen = (q @ k.T * scale).masked_fill(hidden, -torch.inf).softmax(-1)
             of_scores = chosen * (g @ v.T - (g * o).sum(-1, keepdim=True)) * scale

@@ -42,11 +42,11 @@ def check_growth(
     if model.vocabulary is None:
         return
     place = (places or {}).get("model.vocabulary")
-    there = load_config(replace(model, vocabulary=None)).get_text_config().vocab_size
-    if model.vocabulary < there:
-        rule = f"{model.pretrained} has {there} tokens, and none is taken away"
+    of_folder = load_config(replace(model, vocabulary=None)).get_text_config().vocab_size
+    if model.vocabulary < of_folder:
+        rule = f"{model.pretrained} has {of_folder} tokens, and none is taken away"
         raise stop("model.vocabulary", model.vocabulary, rule, "leave it out, or write more", place)
-    if model.vocabulary > there and (still := sorted(grown_names(hf) & set(frozen))):
+    if model.vocabulary > of_folder and (still := sorted(grown_names(hf) & set(frozen))):
         rule = f"the new rows of {still[0]} would never train: it is frozen"
         modules = ", ".join(name.rpartition(".")[0] for name in still)
         raise stop("model.vocabulary", model.vocabulary, rule, f"let {modules} train ({key})", place)
@@ -63,20 +63,20 @@ class GrownSource(SafetensorsSource):
         self._means: dict[str, Tensor] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        there = super().shape(name)
-        here = self.grown.get(name, there)
-        return here if here[0] > there[0] and here[1:] == there[1:] else there
+        of_folder = super().shape(name)
+        grown = self.grown.get(name, of_folder)
+        return grown if grown[0] > of_folder[0] and grown[1:] == of_folder[1:] else of_folder
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        there = numel(super().shape(name))
-        if stop <= there:
+        of_folder = numel(super().shape(name))
+        if stop <= of_folder:
             return super().read(name, start, stop)
         if name not in self._means:
             self._means[name] = self._mean(name)
         mean = self._means[name]
-        first = max(start, there)
-        new = mean[(torch.arange(first, stop) - there) % mean.numel()]
-        return new if start >= there else torch.cat([super().read(name, start, there), new])
+        first = max(start, of_folder)
+        new = mean[(torch.arange(first, stop) - of_folder) % mean.numel()]
+        return new if start >= of_folder else torch.cat([super().read(name, start, of_folder), new])
 
     def read_region(self, name: str, region: Region) -> Tensor:
         if name not in self.grown:

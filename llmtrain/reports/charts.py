@@ -157,8 +157,8 @@ def _figure(chart: dict[str, Any]) -> Figure:
         axes.axvline(step, color=_SOFT, linestyle=":", linewidth=1.0, zorder=1)
     for stage, step in chart["borders"].items():
         axes.axvline(step, color=_SOFT, linestyle="--", linewidth=1.0, zorder=1)
-        axes.annotate(f"stage {stage}", xy=(step, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -9),
-                      textcoords="offset points", color=_SOFT)  # fmt: skip
+        above: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        axes.annotate(f"stage {stage}", xy=(step, 1.0), xytext=(3, -9), color=_SOFT, **above)
     for level in chart["levels"]:
         axes.axhline(level["y"], color=COLORS[2], linestyle="--", linewidth=1.0)
         # At the right end, where the curves are below the baselines that they are meant to beat.

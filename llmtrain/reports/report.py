@@ -75,10 +75,10 @@ def load(run_dir: Path) -> Run:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = untrusted.loads(path.read_bytes())
+        tree = untrusted.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _settings(run_dir: Path) -> dict[str, str]:
@@ -86,13 +86,13 @@ def _settings(run_dir: Path) -> dict[str, str]:
         tree = strict_yaml.parse((run_dir / "config.yaml").read_text(), "config.yaml").tree
     except (OSError, ValueError, RecursionError):
         tree = None
-    found = leaves(tree) if isinstance(tree, dict) else ()
-    settings = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in found}
-    given = _json(run_dir / "deepspeed.json")
-    zero = given.get("zero_optimization")
+    fields = leaves(tree) if isinstance(tree, dict) else ()
+    settings = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in fields}
+    ds = _json(run_dir / "deepspeed.json")
+    zero = ds.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    on = [name for name in ("bf16", "fp16") if isinstance(given.get(name), dict) and given[name].get("enabled")]
-    if given:
+    on = [name for name in ("bf16", "fp16") if isinstance(ds.get(name), dict) and ds[name].get("enabled")]
+    if ds:
         settings |= {"precision": (on or ["fp32"])[0], "ZeRO stage": str(stage)}
     return settings | {"norm": norm_of(settings.get("optim.name"), zero=bool(stage))}
 
@@ -109,13 +109,13 @@ def _finite(value: Any) -> float | None:
 
 def curves_of(run: Run) -> Curves:
     """Return the finite values of each metric by step; of two rows with equal steps the later counts."""
-    found: dict[str, dict[float, float]] = {}
+    points_of: dict[str, dict[float, float]] = {}
     for row in run.rows:
         for name, value in row.items():
             if name != "step" and (number := _finite(value)) is not None:
-                found.setdefault(name, {})[float(row["step"])] = number
+                points_of.setdefault(name, {})[float(row["step"])] = number
     by_name = {}
-    for name, points in found.items():
+    for name, points in points_of.items():
         steps = sorted(points)
         by_name[name] = Curve(steps=steps, values=[points[step] for step in steps])
     resumes = sorted({step for e in run.of_kind("resume") if (step := _finite(e.get("step"))) is not None})
@@ -255,8 +255,8 @@ _MOST = 1e300  # a sum of such values is one, too
 def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
     all_curves = [curves_of(run) for run in runs]
     charts = []
-    own = dict.fromkeys(chart for objective in Objective.CHOICES.values() for chart in objective.charts)
-    for number, chart in enumerate((*_CHARTS, *own, *_by_name(all_curves))):
+    of_objectives = dict.fromkeys(chart for objective in Objective.CHOICES.values() for chart in objective.charts)
+    for number, chart in enumerate((*_CHARTS, *of_objectives, *_by_name(all_curves))):
         title, unit, metrics = chart.title, chart.unit, list(chart.curves)
         for metric, _ in chart.curves:
             if metric.startswith("eval/"):  # named sets have the figures of the validation data, too
@@ -290,21 +290,21 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
 def _by_name(of_runs: Sequence[Curves]) -> list[Chart]:
     """Draw the accuracy of multiple-choice sets and the figures of plugins, which runs name."""
     keys = dict.fromkeys(key for run in of_runs for key in run.by_name)
-    found: dict[str, dict[str, str]] = {}
+    groups: dict[str, dict[str, str]] = {}
     for key in keys:
         (first, _, rest), last = key.partition("/"), key.rpartition("/")[2]
         if last in ("accuracy", "accuracy_norm") and f"{key.removesuffix('_norm')}_norm" in keys:
             called = rest.replace("/accuracy_norm", ", normalised").removesuffix("/accuracy")
-            found.setdefault(_CHOICES, {})[key] = called
+            groups.setdefault(_CHOICES, {})[key] = called
         elif metric_of(key) is None and (first == "eval" or not rest):
-            found.setdefault(last, {}).update({last: "training", f"eval/{last}": "validation"})
+            groups.setdefault(last, {}).update({last: "training", f"eval/{last}": "validation"})
         elif metric_of(key) is None:
-            found.setdefault(first, {})[key] = rest
-    return [
-        Chart(file=re.sub(r"\W+", "_", f"named_{title}"), title=title, unit="0 to 1" if title == _CHOICES else "",
-              curves=tuple(curves.items())[:_NAMED_SHOWN])
-        for title, curves in list(found.items())[:_NAMED_SHOWN]
-    ]  # fmt: skip
+            groups.setdefault(first, {})[key] = rest
+    charts = []
+    for title, curves in list(groups.items())[:_NAMED_SHOWN]:
+        file, unit = re.sub(r"\W+", "_", f"named_{title}"), "0 to 1" if title == _CHOICES else ""
+        charts.append(Chart(file=file, title=title, unit=unit, curves=tuple(curves.items())[:_NAMED_SHOWN]))
+    return charts
 
 
 def set_of(key: str, metric: str) -> str:
@@ -318,7 +318,7 @@ def _levels(all_curves: list[Curves]) -> dict[str, float]:
     """Return the baselines on which all runs agree: runs on several data sets share no line."""
     names = all_curves[0].baselines
     values = {name: {curves.baselines.get(name) for curves in all_curves} for name in names}
-    return {f"{name} model": names[name] for name, found in values.items() if len(found) == 1}
+    return {f"{name} model": names[name] for name, losses in values.items() if len(losses) == 1}
 
 
 def _series(metric: str, curve: Curve, name: str, color: int, *, dash: bool) -> list[dict[str, Any]]:
@@ -353,8 +353,8 @@ def _period(run: Run) -> str:
 
 
 def _events(run: Run) -> tuple[str, str]:
-    told = [event for event in run.events if event.get("kind") != "samples"]
-    shown = told[-_EVENTS_SHOWN:]
+    events = [event for event in run.events if event.get("kind") != "samples"]
+    shown = events[-_EVENTS_SHOWN:]
     rows = []
     for event in shown:
         rest = {key: value for key, value in event.items() if key not in ("time_unix_s", "kind", "step")}
@@ -365,7 +365,7 @@ def _events(run: Run) -> tuple[str, str]:
         at = "" if step is None else f"{step:,.0f}"
         text = detail if len(detail) <= 500 else detail[:500] + "…"
         rows.append((_clock(event.get("time_unix_s")), at, str(event.get("kind", "")), text))
-    note = f" (the last {_EVENTS_SHOWN} of {len(told)})" if len(told) > len(shown) else ""
+    note = f" (the last {_EVENTS_SHOWN} of {len(events)})" if len(events) > len(shown) else ""
     return f"Events of {run.name}{note}", table(("Time (UTC)", "Step", "Event", "Details"), rows)
 
 
@@ -390,8 +390,8 @@ def why_slow(run: Run, curves: Curves) -> str:
     if shares:
         measured["messages between ranks"] = step_s * statistics.fmean(shares.values)
     measured["computing"] = step_s - sum(measured.values())
-    found = [event.get("step_s") for event in run.of_kind("planned")]
-    parts = found[-1] if found and isinstance(found[-1], dict) else {}
+    planned_steps = [event.get("step_s") for event in run.of_kind("planned")]
+    parts = planned_steps[-1] if planned_steps and isinstance(planned_steps[-1], dict) else {}
     parts = {
         part: number for part, value in parts.items() if part != "saves" and (number := _finite(value)) is not None
     }
@@ -404,9 +404,9 @@ def why_slow(run: Run, curves: Curves) -> str:
     if not shares:  # a device computes and sends from one queue
         planned["computing"] += planned.pop("messages between ranks")
     more = sorted(planned, key=lambda part: planned[part] - measured[part])
-    told = [f"{part} {measured[part]:.3g} s (planned {planned[part]:.3g})" for part in more]
+    delays = [f"{part} {measured[part]:.3g} s (planned {planned[part]:.3g})" for part in more]
     text = f"A step takes {step_s:.3g} s; planned were {sum(planned.values()):.3g} s. Parts, the most delayed first: "
-    return f"{text}{', '.join(told)}. {_REMEDIES[more[0]]}"
+    return f"{text}{', '.join(delays)}. {_REMEDIES[more[0]]}"
 
 
 _REMEDIES = {

@@ -113,6 +113,6 @@ def commit_of(folder: Path) -> tuple[Repository, str] | None:
 
 def here(folder: Path) -> Path:
     """The folder; or, if a snapshot is gone, the same snapshot in this host's cache."""
-    if not folder.exists() and (found := commit_of(folder)) and (own := found[0].snapshot(found[1])).is_dir():
-        return own
+    if not folder.exists() and (parsed := commit_of(folder)) and (snapshot := parsed[0].snapshot(parsed[1])).is_dir():
+        return snapshot
     return folder

@@ -125,13 +125,13 @@ def _on_device(flat: Any, start: int) -> int:
     total, done = torch.zeros((), dtype=torch.int64, device=flat.device), 0
     while done < bits.numel():
         block, first = divmod(start + done, _BLOCK)
-        whole = 0 if first else min((bits.numel() - done) // _BLOCK, _GPU_BLOCKS)
-        if whole:
-            part = bits[done : done + whole * _BLOCK].view(whole, _BLOCK)
-            factors = [as_int64(_block_factor(b)) for b in range(block, block + whole)]
+        blocks = 0 if first else min((bits.numel() - done) // _BLOCK, _GPU_BLOCKS)
+        if blocks:
+            part = bits[done : done + blocks * _BLOCK].view(blocks, _BLOCK)
+            factors = [as_int64(_block_factor(b)) for b in range(block, block + blocks)]
             sums = (part.long() * row).sum(dim=1) * torch.tensor(factors, device=flat.device)
             total += sums.sum()
-            done += whole * _BLOCK
+            done += blocks * _BLOCK
         else:
             part = bits[done : done + _BLOCK - first]
             total += (part.long() * row[first : first + part.numel()]).sum() * as_int64(_block_factor(block))

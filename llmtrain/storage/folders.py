@@ -38,8 +38,8 @@ def fetch(url: str, revision: str | None, choices: Sequence[Choose], wrong: Wron
 
     Returns: the folder, and its revision. Raises what `wrong` makes; a choice may raise too.
     """
-    if found := problem_of(url):
-        raise wrong("; ".join(found))
+    if problem := problem_of(url):
+        raise wrong("; ".join(problem))
     place = place_of(url)
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -56,17 +56,17 @@ def fetch(url: str, revision: str | None, choices: Sequence[Choose], wrong: Wron
                     return folder, revision
         try:
             store = Store(url)
-            there = _files(store)
-            now = _revision(there)
-            if not there:
+            stored = _files(store)
+            now = _revision(stored)
+            if not stored:
                 raise wrong("no file is there. Correct the address")
             if revision not in (None, now):
                 raise wrong("its files have changed since the run began. Put the former ones back")
             folder, note = place / now, place / f"{now}.json"
             folder.mkdir(exist_ok=True)
-            replace_file(note, json.dumps({name: stored.bytes for name, stored in there.items()}).encode())
+            replace_file(note, json.dumps({name: stored.bytes for name, stored in stored.items()}).encode())
             for choose in choices:
-                _complete(store, there, folder, choose(sorted(there), folder), wrong)
+                _complete(store, stored, folder, choose(sorted(stored), folder), wrong)
             if _revision(_files(store)) != now:
                 shutil.rmtree(folder)
                 raise wrong("its files were changed while they were fetched. Start again")
@@ -109,8 +109,8 @@ def announce(name: str, files: Mapping[str, int], place: Path, remedy: str, wron
 
 def _files(store: Store) -> dict[str, Stored]:
     """Files of the folder and one level below, without names that no path can have."""
-    found = store.files()
-    return {name: stored for name, stored in found.items() if name.count("/") < 2 and ".." not in name.split("/")}
+    files = store.files()
+    return {name: stored for name, stored in files.items() if name.count("/") < 2 and ".." not in name.split("/")}
 
 
 def _revision(files: Mapping[str, Stored]) -> str:
@@ -118,8 +118,8 @@ def _revision(files: Mapping[str, Stored]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
 
 
-def _complete(store: Store, there: Mapping[str, Stored], folder: Path, chosen: Sequence[str], wrong: Wrong) -> None:
-    todo = {name: there[name].bytes for name in chosen if not (folder / name).is_file()}
+def _complete(store: Store, stored: Mapping[str, Stored], folder: Path, chosen: Sequence[str], wrong: Wrong) -> None:
+    todo = {name: stored[name].bytes for name in chosen if not (folder / name).is_file()}
     if todo:
         announce(store.url, todo, folder, "LLMTRAIN_CACHE to a folder with room", wrong)
     for name in todo:

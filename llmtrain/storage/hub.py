@@ -63,7 +63,7 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
             "the path, fetch it where there is a network, or unset HF_HUB_OFFLINE"
         )
     chain, status = chain_of(error)
-    classes = {cls.__name__ for each in chain for cls in type(each).__mro__}
+    classes = {cls.__name__ for cause in chain for cls in type(cause).__mro__}
     token = get_token() is not None
     who = "the account of this token" if token else "a user without a token"
     if full := [each for each in chain if isinstance(each, OSError) and each.errno in _DISK]:
@@ -102,11 +102,11 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
 
 def chain_of(error: BaseException) -> tuple[list[BaseException], int | None]:
     """The error with its causes, and the status of the Hub's answer."""
-    found = [error]
-    while (following := found[-1].__cause__ or found[-1].__context__) is not None and following not in found:
-        found.append(following)
-    answers = [response for each in found if (response := getattr(each, "response", None)) is not None]
-    return found, answers[0].status_code if answers else None
+    chain = [error]
+    while (following := chain[-1].__cause__ or chain[-1].__context__) is not None and following not in chain:
+        chain.append(following)
+    answers = [response for cause in chain if (response := getattr(cause, "response", None)) is not None]
+    return chain, answers[0].status_code if answers else None
 
 
 _NOTES = "llmtrain"  # a folder next to huggingface_hub's, and deleted with them
@@ -165,8 +165,8 @@ def fetch_model(given: str, revision: str | None, choices: Sequence[Choose], wro
 
 def known_files(repository: Repository, commit: str) -> list[str]:
     """The names of all known files of a commit that was fetched before."""
-    found = _in_cache(repository, commit)
-    return sorted(found[1]) if found else []
+    cached = _in_cache(repository, commit)
+    return sorted(cached[1]) if cached else []
 
 
 def _launch() -> str:
@@ -182,8 +182,8 @@ def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[st
     from huggingface_hub import HfApi, constants
 
     if constants.is_offline_mode():
-        if found := _in_cache(repository, revision):
-            return found
+        if cached := _in_cache(repository, revision):
+            return cached
         raise wrong(explain(None, repository, revision))
     try:
         info = HfApi().repo_info(
@@ -191,16 +191,16 @@ def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[st
         )
     except Exception as error:  # classes of the HTTP library and huggingface_hub
         message = explain(error, repository, revision)
-        if message.unreachable and (found := _in_cache(repository, revision)):
-            log.warn(f"{repository.name}: the Hub does not answer, the cache's commit {found[0]} is taken")
-            return found
+        if message.unreachable and (cached := _in_cache(repository, revision)):
+            log.warn(f"{repository.name}: the Hub does not answer, the cache's commit {cached[0]} is taken")
+            return cached
         raise wrong(message) from error
     if info.sha is None or not COMMIT.fullmatch(info.sha):
         raise wrong(f"the Hub names no commit ({info.sha!a}). Is HF_ENDPOINT the address of a Hub?")
     files: Files = {
-        each.rfilename: (each.lfs.size, each.lfs.sha256) if each.lfs else (each.size, each.blob_id)
-        for each in getattr(info, "siblings", None) or ()
-        if ".." not in each.rfilename.split("/") and not each.rfilename.startswith("/")
+        sibling.rfilename: (sibling.lfs.size, sibling.lfs.sha256) if sibling.lfs else (sibling.size, sibling.blob_id)
+        for sibling in getattr(info, "siblings", None) or ()
+        if ".." not in sibling.rfilename.split("/") and not sibling.rfilename.startswith("/")
     }
     _note(repository, info.sha, {**_read_note(repository, info.sha), "files": files})
     return info.sha, files
@@ -224,8 +224,8 @@ def _in_cache(repository: Repository, revision: str | None) -> tuple[str, Files]
     for path in () if files else sorted(folder.rglob("*")):
         if path.is_file():
             digest = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
-            known = re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", digest)
-            files[str(path.relative_to(folder))] = path.stat().st_size, digest if known else None
+            is_digest = re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", digest)
+            files[str(path.relative_to(folder))] = path.stat().st_size, digest if is_digest else None
     return commit, files
 
 
@@ -238,8 +238,8 @@ def _complete(repository: Repository, commit: str, chosen: Files, wrong: Wrong) 
     if missing := [name for name in todo if not (folder / name).is_file()]:
         _download(repository, commit, {name: todo[name][0] or 0 for name in missing}, wrong)
     with ThreadPoolExecutor(_WORKERS) as pool:
-        found = pool.map(lambda name: _digest(folder / name, todo[name][1]), todo)
-    for (name, (_, checksum)), digest in zip(todo.items(), found, strict=True):
+        digests = pool.map(lambda name: _digest(folder / name, todo[name][1]), todo)
+    for (name, (_, checksum)), digest in zip(todo.items(), digests, strict=True):
         if digest != checksum:
             path = folder / name
             while path.is_symlink():  # snapshot -> blob, or -> the blob of all repositories
@@ -273,10 +273,8 @@ def _download(repository: Repository, commit: str, missing: Mapping[str, int], w
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        snapshot_download(
-            repository.name, repo_type=repository.kind, revision=commit, max_workers=_WORKERS,
-            allow_patterns=[glob.escape(name) for name in missing],
-        )  # fmt: skip
+        options: dict[str, Any] = {"max_workers": _WORKERS, "allow_patterns": list(map(glob.escape, missing))}
+        snapshot_download(repository.name, repo_type=repository.kind, revision=commit, **options)
         # Without an answer of the Hub, snapshot_download may accept the local part of a snapshot.
         for name in missing:
             if not (repository.snapshot(commit) / name).is_file():
@@ -352,8 +350,8 @@ def weights(wrong: Wrong) -> Choose:
 
     def choose(names: Sequence[str], folder: Path) -> list[str]:
         if INDEX not in names:
-            if found := [name for name in (SINGLE, ADAPTER) if name in names]:
-                return found[:1]
+            if present := [name for name in (SINGLE, ADAPTER) if name in names]:
+                return present[:1]
             pickles = [name for name in names if name.endswith(_PICKLES)]
             has = f"it has {', '.join(pickles[:3])}, and pickles are not read" if pickles else "it has no weights"
             raise wrong(
@@ -363,11 +361,11 @@ def weights(wrong: Wrong) -> Choose:
         if SINGLE in names:
             raise wrong(f"the repository has both {SINGLE} and {INDEX}. One is stale: name a revision with one of them")
         try:
-            found = sorted(set(untrusted.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+            present = sorted(set(untrusted.loads((folder / INDEX).read_bytes())["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise wrong(f"its {INDEX} is not a weight index: {error!r}") from error
-        if odd := [n for n in found if not str(n).endswith(".safetensors") or Path(str(n)).name != n]:
+        if odd := [n for n in present if not str(n).endswith(".safetensors") or Path(str(n)).name != n]:
             raise wrong(f"its {INDEX} names {odd[0]!a}, which is no safetensors file of the repository")
-        return found
+        return present
 
     return choose

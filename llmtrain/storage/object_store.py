@@ -84,27 +84,27 @@ class Store:
         """
         import fsspec
 
-        here = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}
+        options = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}
         self.url = url
         self._pauses_s = (*_PAUSES_S, None) if again else (None,)
-        self._files, self._root = self._tried(lambda: fsspec.core.url_to_fs(url, **here))
+        self._files, self._root = self._tried(lambda: fsspec.core.url_to_fs(url, **options))
 
     def files(self) -> dict[str, Stored]:
         """All files below the folder, by relative name in order; none: an empty folder, or no folder."""
-        found = self._tried(self._find)
+        entries = self._tried(self._find)
         root = self._root.rstrip("/")
-        return {path[len(root) + 1 :]: _stored(info) for path, info in sorted(found.items())}
+        return {path[len(root) + 1 :]: _stored(info) for path, info in sorted(entries.items())}
 
     def _find(self) -> dict[str, Any]:
         self._files.invalidate_cache()
         try:
-            found: dict[str, Any] = self._files.find(self._root, detail=True)
+            entries: dict[str, Any] = self._files.find(self._root, detail=True)
         except FileNotFoundError:
-            found = {}
-        if not found:
+            entries = {}
+        if not entries:
             self._need_bucket()
         # A web server is asked for a file's size by itself.
-        return {path: info if "size" in info else self._files.info(path) for path, info in found.items()}
+        return {path: info if "size" in info else self._files.info(path) for path, info in entries.items()}
 
     def _need_bucket(self) -> None:
         """Keep a misspelt bucket from passing for an empty folder. Raises StoreError."""
@@ -119,9 +119,9 @@ class Store:
             return
 
     def matching(self, pattern: str) -> dict[str, Stored]:
-        found = self._tried(lambda: self._files.glob(self._path(pattern), detail=True))
+        paths = self._tried(lambda: self._files.glob(self._path(pattern), detail=True))
         root = self._root.rstrip("/")
-        return {path[len(root) + 1 :]: _stored(info) for path, info in sorted(found.items()) if info["type"] == "file"}
+        return {path[len(root) + 1 :]: _stored(info) for path, info in sorted(paths.items()) if info["type"] == "file"}
 
     def stat(self, name: str = "") -> Stored:
 
@@ -170,9 +170,9 @@ class Store:
         def once(alive: Any) -> None:
             self._files.put_file(str(path), self._path(name), callback=alive)
             self._files.invalidate_cache()
-            there = self._files.info(self._path(name))["size"]
-            if there is not None and there != size:
-                raise OSError(f"{there} bytes are there of {size}")
+            stored = self._files.info(self._path(name))["size"]
+            if stored is not None and stored != size:
+                raise OSError(f"{stored} of {size} bytes are stored")
 
         self._sent(lambda: self._moved(once, size))
 

@@ -60,13 +60,13 @@ class Region:
         period = self._period
         before = min(self.numel, -self.skip % period)
         periods, after = divmod(self.numel - before, period)
-        found = [Block(position, at, 1, count) for position, at, count in self._piece(0, before).spans()]
+        blocks = [Block(position, at, 1, count) for position, at, count in self._piece(0, before).spans()]
         begin, at = self.start + (self.stride if self.skip else 0), before
         for offset, length in self.runs if periods else ():
-            found.append(Block(begin + offset, at, periods, length, self.stride, period))
+            blocks.append(Block(begin + offset, at, periods, length, self.stride, period))
             at += length
         rest = self._piece(self.numel - after, self.numel)
-        return found + [Block(position, self.numel - after + at, 1, count) for position, at, count in rest.spans()]
+        return blocks + [Block(position, self.numel - after + at, 1, count) for position, at, count in rest.spans()]
 
     def part(self, low: int, high: int) -> Region:
         """Elements [low, high) of the piece, 0 <= low <= high <= numel."""

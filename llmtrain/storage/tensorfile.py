@@ -171,10 +171,10 @@ class TensorFile:
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("a key appears twice")
-    return found
+    return fields
 
 
 def _entry(name: str, raw: dict[str, Any], data_start: int) -> Entry:

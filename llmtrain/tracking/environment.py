@@ -53,11 +53,11 @@ READ_DEEPSPEED = "0.19.8"
 replaces."""
 
 
-def unverified(found: Mapping[str, str | None]) -> str | None:
+def unverified(installed: Mapping[str, str | None]) -> str | None:
     """One line about installed versions that no test has run with; None if all are known."""
     odd = []
     for package, (low, high) in VERIFIED.items():
-        version = found.get(package)
+        version = installed.get(package)
         if version is not None and not _series(low) <= _series(version) <= _series(high):
             odd.append(f"{package} {version} (tested: {low if low == high else f'{low} to {high}'})")
     if not odd:
@@ -73,19 +73,19 @@ def _series(version: str) -> tuple[int, ...]:
 def new_run_id() -> str:
     """The id of a new run: that of the environment, the mark of its launch, which restarts have as well, or 8 random
     characters (from no seeded generator)."""
-    if given := features.run_id() or os.environ.get(LAUNCH):
-        return given
+    if run_id := features.run_id() or os.environ.get(LAUNCH):
+        return run_id
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in (*_PACKAGES, *features.packages()):
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def _git(*words: str) -> str | None:

@@ -83,15 +83,15 @@ def repair(path: Path) -> None:
     if not path.is_file():
         return
     data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    tail = data[whole:]
+    complete = data.rfind(b"\n") + 1
+    tail = data[complete:]
     if not tail:
         return
     if _parse(tail) is not None:
         with open(path, "ab") as file:
             file.write(b"\n")
     else:
-        os.truncate(path, whole)
+        os.truncate(path, complete)
 
 
 def truncate_after(path: Path, step: int) -> int:
@@ -99,15 +99,15 @@ def truncate_after(path: Path, step: int) -> int:
     if not path.is_file():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = []
+    remaining = []
     for line in lines:
         row = _parse(line)
         at = row.get("step") if row is not None else None
         if row is None or not isinstance(at, (int, float)) or at <= step:
-            kept.append(line)
-    if len(kept) < len(lines):
-        replace_file(path, b"".join(kept))
-    return len(lines) - len(kept)
+            remaining.append(line)
+    if len(remaining) < len(lines):
+        replace_file(path, b"".join(remaining))
+    return len(lines) - len(remaining)
 
 
 class HeldFile:
@@ -123,16 +123,16 @@ class HeldFile:
         """Write the file again if it was removed; returns True if so. Raises OSError."""
         if os.fstat(self.fd).st_nlink:
             return False
-        again, done, size = HeldFile(self.path), 0, os.fstat(self.fd).st_size
+        replacement, done, size = HeldFile(self.path), 0, os.fstat(self.fd).st_size
         try:
             while done < size:  # a call may move less than it is asked to
-                done += os.write(again.fd, os.pread(self.fd, min(size - done, 1 << 20), done))
+                done += os.write(replacement.fd, os.pread(self.fd, min(size - done, 1 << 20), done))
         except OSError:
-            os.close(again.fd)
+            os.close(replacement.fd)
             self.path.unlink(missing_ok=True)  # the next write tries again, from the complete file
             raise
         os.close(self.fd)
-        self.fd = again.fd
+        self.fd = replacement.fd
         return True
 
 
@@ -229,14 +229,14 @@ class LocalFiles(Sink):
 
     def close(self, *, exit_code: int) -> None:
         self._put_back(None)
-        for held in self._held:
-            os.close(held.fd)
+        for file in self._held:
+            os.close(file.fd)
         self._metrics.close()
         self._events.close()
 
     def _put_back(self, step: Any) -> None:
         with contextlib.suppress(OSError):  # metrics.jsonl reports it
-            if gone := [held.path.name for held in self._held if held.put_back()]:
+            if gone := [file.path.name for file in self._held if file.put_back()]:
                 log.warn(
                     f"{self._held[0].path.parent}: something outside the run has removed {', '.join(gone)}, which are "
                     "written again; checkpoints that were removed with them are gone until the next save"

@@ -112,10 +112,10 @@ def metrics() -> dict[str, MetricKey]:
 def metric_of(key: str) -> MetricKey | None:
     """The definition of a key for any set, task or place in a list."""
     kind, _, rest = key.partition("/")
-    figure, known = rest.partition("/")[2], metrics()
+    figure, definitions = rest.partition("/")[2], metrics()
     named = ("eval/NAME/", "eval/") if kind == "eval" and figure else ()
     keys = (key, *(prefix + figure for prefix in named), re.sub(r"/\d+$", "", key), f"{kind}/TASK/METRIC")
-    return next((known[each] for each in keys if each in known), None)
+    return next((definitions[name] for name in keys if name in definitions), None)
 
 
 def mode_of(metric: str) -> Literal["min", "max"] | None:
@@ -200,8 +200,8 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         return None
     # Spaces and hyphens both separate words: "A100-SXM4-80GB" is an A100, "L40S" is no L4.
     name = f" {device_name.replace('-', ' ').upper()} "
-    for known, tflops in _PEAK_TFLOPS_16BIT:
-        if f" {known.upper()} " in name:
+    for name_part, tflops in _PEAK_TFLOPS_16BIT:
+        if f" {name_part.upper()} " in name:
             return tflops * 1e12
     return None
 

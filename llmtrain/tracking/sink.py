@@ -64,10 +64,10 @@ class Sink(Entry, section="trackers"):
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers in a row of metrics; a list's as KEY/INDEX."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, (int, float)) and key not in ("step", "time_unix_s"):
-            found[key] = float(value)
+            numbers[key] = float(value)
         elif isinstance(value, (list, tuple)):
-            found |= {f"{key}/{index}": float(each) for index, each in enumerate(value)}
-    return found
+            numbers |= {f"{key}/{index}": float(number) for index, number in enumerate(value)}
+    return numbers

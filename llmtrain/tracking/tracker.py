@@ -179,10 +179,10 @@ class Tracker:
         show: Callable[[str, float | None], None] | None = None,
     ) -> None:
         self._began_s = time.monotonic()
-        given = config.get("run", {})
-        self._parts = tuple(f"{name}/" for name in given.get("parts", {}))
+        run = config.get("run", {})
+        self._parts = tuple(f"{name}/" for name in run.get("parts", {}))
         """Beginnings of the keys of plugins' figures."""
-        self._metrics = set(given.get("metrics", {}))
+        self._metrics = set(run.get("metrics", {}))
         epochs = config.get("run", {}).get("train", {}).get("epochs")
         self._sinks: list[Sink] = []
         self._queued: list[Queued] = []
@@ -301,8 +301,9 @@ class Queued:
             self._failed = True
             if self._abandoned:
                 return
-            log.warn(f"{self._name} is given up ({self._reason(error)}); training continues, metrics.jsonl holds "
-                     "everything")  # fmt: skip
+            log.warn(
+                f"{self._name} is given up ({self._reason(error)}); training continues, metrics.jsonl holds everything"
+            )
 
     def _reason(self, error: Exception) -> str:
         return self._where(error) + redact_text(f"{type(error).__name__}: {error}".splitlines()[0])

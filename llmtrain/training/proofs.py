@@ -228,7 +228,7 @@ def prove_sharding(spec: ModelSpec, degree: int, ranks: Ranks) -> None:
     AgreedError."""
     with ranks.together(), divided(spec, "tensor_parallel.autotp_size", degree):
         mine = spec.projections
-    words = f"{len(mine.maps)} linear maps{'; ' * bool(mine.whole)}{mine.whole}"
+    words = f"{len(mine.maps)} linear maps{'; ' * bool(mine.note)}{mine.note}"
     said = ranks.gather((hashlib.sha256(repr(mine).encode()).hexdigest(), words))
     other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
     if other is not None:

@@ -60,8 +60,8 @@ def of_rank(folder: Path, rank: int, what: str) -> Path:
 def own(folder: Path) -> None:
     """Create the folder if missing. Raises OSError, also if other users can use the folder."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or folder.is_symlink() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or folder.is_symlink() or status.st_mode & 0o077:
         raise PermissionError(13, "another user's folder is in the way of the watch", str(folder))
 
 
@@ -73,10 +73,10 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None without a valid one."""
     try:
-        found = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> None:

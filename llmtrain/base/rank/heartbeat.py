@@ -110,10 +110,10 @@ class Heartbeat:
         view = memoryview(memory)
         self._words = view.cast("q")
         self._times = view.cast("d")
-        own = processes.stat(os.getpid())
+        stat = processes.stat(os.getpid())
         for name, value in (
             ("pid", os.getpid()),
-            ("started", own.started if own else 0),
+            ("started", stat.started if stat else 0),
             ("rank", rank),
             ("local_rank", local_rank),
             ("left", _RUNNING),

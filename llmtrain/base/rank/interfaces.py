@@ -21,29 +21,30 @@ def choose_interfaces(backend: str) -> str | None:
     """Set unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards MASTER_ADDR, NCCL's also to equal
     cards (`_alike`): NCCL would take bridges and tunnels and hang. Loopback only if MASTER_ADDR or all ranks are local.
     Returns gloo's interface or None. Raises ConfigError: the user's value, or MASTER_ADDR, is unknown."""
-    here = _addresses()
-    _check(GLOO, here)
+    interfaces = _addresses()
+    _check(GLOO, interfaces)
     if backend == "nccl":
-        _check(NCCL, here)
+        _check(NCCL, interfaces)
     if os.environ.get(GLOO) and os.environ.get(NCCL):
         return os.environ[GLOO]
-    chosen = interface_towards(os.environ["MASTER_ADDR"], here)
+    chosen = interface_towards(os.environ["MASTER_ADDR"], interfaces)
     if chosen is not None:
         if not os.environ.get(GLOO):
             os.environ[GLOO] = chosen
         if not os.environ.get(NCCL):
-            names = ",".join([chosen, *_alike(chosen, here)])
+            names = ",".join([chosen, *_alike(chosen, interfaces)])
             os.environ[NCCL] = f"={names}"  # NCCL takes a plain name for the beginning of one
     return os.environ.get(GLOO)
 
 
-def _alike(chosen: str, here: Iterable[str]) -> list[str]:
+def _alike(chosen: str, interfaces: Iterable[str]) -> list[str]:
     """Further interfaces for NCCL's data: cards of equal speed, up, with an address. None with InfiniBand or RoCE,
     which carries the data, or without a known speed (a virtual machine's cards may lead elsewhere)."""
     speed = _speed(chosen)
     if speed <= 0 or any(_INFINIBAND.glob("*")):
         return []
-    return [name for name in here if name != chosen and (_NET / name / "device").exists() and _speed(name) == speed]
+    cards = (name for name in interfaces if name != chosen and (_NET / name / "device").exists())
+    return [name for name in cards if _speed(name) == speed]
 
 
 def _speed(name: str) -> int:
@@ -55,25 +56,29 @@ def _speed(name: str) -> int:
         return -1
 
 
-def interface_towards(master: str, here: dict[str, list[str]]) -> str | None:
-    """The interface with this host's address towards `master`. `here`: addresses by name. Raises ConfigError."""
+def interface_towards(master: str, interfaces: dict[str, list[str]]) -> str | None:
+    """The interface with this host's address towards `master`. `interfaces`: addresses by name. Raises ConfigError."""
     address = _own_address(master)
     if address is None:
         return None
-    loopback = ipaddress.ip_address(address).is_loopback
+    loopback = _is_loopback(address)
     world = number_in("WORLD_SIZE", 1)
     several = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world) < world
     if loopback and several and not _says_loopback(master):
         # Debian's /etc/hosts gives a host's own name 127.0.1.1; the other hosts know it by another address.
         outside = _own_address(_ELSEWHERE)
-        others = [name for name, held in here.items() if not any(ipaddress.ip_address(a).is_loopback for a in held)]
+        others = [name for name, addresses in interfaces.items() if not any(map(_is_loopback, addresses))]
         if outside is None:
             return others[0] if len(others) == 1 else None
         address, loopback = outside, False
-    for name, held in here.items():
-        if address in held or (loopback and any(ipaddress.ip_address(a).is_loopback for a in held)):
+    for name, addresses in interfaces.items():
+        if address in addresses or (loopback and any(map(_is_loopback, addresses))):
             return name
     return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def _own_address(target: str) -> str | None:
@@ -101,32 +106,32 @@ def _says_loopback(master: str) -> bool:
 
 
 def _addresses() -> dict[str, list[str]]:
-    found = {}
-    for name, held in psutil.net_if_addrs().items():
-        addresses = [a.address.partition("%")[0] for a in held if a.family in (socket.AF_INET, socket.AF_INET6)]
+    by_name = {}
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = [a.address.partition("%")[0] for a in entries if a.family in (socket.AF_INET, socket.AF_INET6)]
         if addresses:
-            found[name] = addresses
-    return found
+            by_name[name] = addresses
+    return by_name
 
 
-def _check(variable: str, here: dict[str, list[str]]) -> None:
+def _check(variable: str, interfaces: dict[str, list[str]]) -> None:
     value = os.environ.get(variable)
-    if value and named_interfaces(variable, value, here) is None:
+    if value and named_interfaces(variable, value, interfaces) is None:
         raise ConfigError(
             f"{variable} is {value!r}, but {socket.gethostname()} has no interface of that name with an address. "
-            f"It has {', '.join(here)}. Unset the variable (the one towards MASTER_ADDR is then taken), or name one."
+            f"It has {', '.join(interfaces)}. Unset the variable (to take the one towards MASTER_ADDR), or name one."
         )
 
 
-def named_interfaces(variable: str, value: str, here: Collection[str]) -> list[str] | None:
-    """The interfaces in `here` (kernel's order) that the variable names; None when the backend would fail. gloo needs
+def named_interfaces(variable: str, value: str, interfaces: Collection[str]) -> list[str] | None:
+    """Those of `interfaces` (kernel's order) that the variable names; None when the backend would fail. gloo needs
     every name to exist (torch/csrc/distributed/c10d/init.cpp). NCCL takes prefixes, `=` before complete names, `^`
     before excluded ones, NAME:PORT as NAME (src/misc/socket.cc, ncclFindInterfaces)."""
     if variable == GLOO:
         words = [word for word in value.split(",") if word]
-        return words if words and all(word in here for word in words) else None
+        return words if words and all(word in interfaces for word in words) else None
     others, value = value.startswith("^"), value.removeprefix("^")
     exact, value = value.startswith("="), value.removeprefix("=")
     words = [word.partition(":")[0] for word in value.split(",") if word]
-    found = [n for n in here if others != any(n == word if exact else n.startswith(word) for word in words)]
-    return found or None
+    named = [n for n in interfaces if others != any(n == word if exact else n.startswith(word) for word in words)]
+    return named or None

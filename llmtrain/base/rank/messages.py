@@ -111,9 +111,9 @@ def parse(line: str, launch: str = "") -> dict[str, Any] | None:
     kind = message.get("kind") if isinstance(message, dict) else None
     if kind not in list(_NEEDED):
         return None
-    given = {key: type_ for key, type_ in _OPTIONAL.items() if message.get(key) is not None}
+    types = {key: type_ for key, type_ in _OPTIONAL.items() if message.get(key) is not None}
     each_is = _ADDRESS if kind == "place" else int
-    fits = _is(message, {**given, **_NEEDED[kind]}) and all(_is(each, each_is) for each in message.get("ranks") or [])
+    fits = _is(message, {**types, **_NEEDED[kind]}) and all(_is(rank, each_is) for rank in message.get("ranks") or [])
     return message if fits else None
 
 

@@ -17,15 +17,15 @@ BUILD_LOCK = "llmtrain-build.lock"
 def users_of(path: str) -> list[int]:
     """Ids of the processes that have a file open, as a running build has its lock."""
     wanted = os.stat(path)
-    found = []
+    users = []
     for folder in glob.glob("/proc/[0-9]*/fd"):
         with contextlib.suppress(OSError):
-            for each in os.scandir(folder):
+            for link in os.scandir(folder):
                 with contextlib.suppress(OSError):
-                    status = os.stat(each.path)
+                    status = os.stat(link.path)
                     if (status.st_dev, status.st_ino) == (wanted.st_dev, wanted.st_ino):
-                        found.append(int(folder.split("/")[2]))
-    return found
+                        users.append(int(folder.split("/")[2]))
+    return users
 
 
 def is_held(folder: str) -> bool:

@@ -86,8 +86,8 @@ class Process:
 
     def alive(self) -> bool:
         """True if it runs; a zombie does not."""
-        found = stat(self.pid)
-        return found is not None and found.started == self.started and found.state not in "ZX"
+        current = stat(self.pid)
+        return current is not None and current.started == self.started and current.state not in "ZX"
 
     def send(self, number: int) -> None:
         if self.alive():
@@ -96,5 +96,5 @@ class Process:
 
 
 def identify(pid: int) -> Process | None:
-    found = stat(pid)
-    return None if found is None else Process(pid, found.started)
+    current = stat(pid)
+    return None if current is None else Process(pid, current.started)

@@ -35,9 +35,9 @@ def short(file: str) -> str:
 
 def own_line(stack: Sequence[Frame]) -> Frame | None:
     """The innermost line outside of libraries."""
-    ours = [f for f in stack if "/llmtrain/" in f.file or not re.search(r"/lib(64)?/python[\d.]+/", f.file)]
-    around = [f for f in ours if not f.file.endswith(_WRAPS)]
-    return next(iter(around or ours or stack), None)
+    own_frames = [f for f in stack if "/llmtrain/" in f.file or not re.search(r"/lib(64)?/python[\d.]+/", f.file)]
+    around = [f for f in own_frames if not f.file.endswith(_WRAPS)]
+    return next(iter(around or own_frames or stack), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,12 @@ def excerpt(trace: Mapping[str, Any]) -> list[Recorded]:
     for entry in trace.get("entries", ()):
         if not entry["is_p2p"]:
             groups.setdefault(str(entry["process_group"][0]), []).append(entry)
-    found = []
+    records = []
     for group, entries in groups.items():
         about = trace["pg_config"].get(group, {})
         open_ = [entry for entry in entries if entry["state"] != "completed"]
         oldest = min(open_, key=_number) if open_ else None
-        found.append(
+        records.append(
             Recorded(
                 group=group,
                 ranks=tuple(ast.literal_eval(about.get("ranks") or "[]")),
@@ -82,7 +82,7 @@ def excerpt(trace: Mapping[str, Any]) -> list[Recorded]:
                 name="" if oldest is None else str(oldest["profiling_name"]).removeprefix("nccl:"),
             )
         )
-    return found
+    return records
 
 
 def _number(entry: Mapping[str, Any]) -> int:

@@ -35,9 +35,9 @@ def launchers() -> tuple[Process, ...]:
 def _parents() -> tuple[Process, ...]:
     if "LOCAL_SIZE" not in os.environ:
         return ()
-    found = identify(os.getppid())
-    above = stat(found.pid) if found else None
-    parents = (found, identify(above.parent) if above else None)
+    launcher = identify(os.getppid())
+    above = stat(launcher.pid) if launcher else None
+    parents = (launcher, identify(above.parent) if above else None)
     return tuple(process for process in parents if process is not None and process.pid > 1)
 
 
@@ -78,7 +78,7 @@ def met(everyone: list[dict[str, Any]]) -> None:
     `agent_address`."""
     if log.rank() == 0:
         keys = ("rank", "host", "local_rank", "device", "pid")
-        messages.emit("place", ranks=[{key: each.get(key) for key in keys} for each in everyone])
+        messages.emit("place", ranks=[{key: rank.get(key) for key in keys} for rank in everyone])
     if (first := _first_of_host()) is not None:
         first.met(everyone)
 

@@ -100,8 +100,8 @@ class Watched:
         if root["agent"] is None:
             return
         ranks: dict[str, list[int]] = {}
-        for each in everyone:
-            ranks.setdefault(each["host"], []).append(each["rank"])
+        for rank in everyone:
+            ranks.setdefault(rank["host"], []).append(rank["rank"])
         job = {
             "root": {"host": root["host"], "address": os.environ.get("MASTER_ADDR", "127.0.0.1"), **root["agent"]},
             "is_root": log.rank() == 0,

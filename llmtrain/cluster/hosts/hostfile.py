@@ -90,8 +90,8 @@ def _parse(raw: bytes) -> tuple[list[Host], list[str]]:
             name = re.split(r"[ \t]", text.strip(" \t"), maxsplit=1)[0]
             first = seen.setdefault(name.lower(), number)
             if first != number:
-                again = f"host {_shown(name)} is in line {first} already: one line for each host, with all its slots"
-                problem = again if problem is None else f"{again}; {problem}"
+                repeated = f"host {_shown(name)} is in line {first} already: one line for each host, with all its slots"
+                problem = repeated if problem is None else f"{repeated}; {problem}"
             if host is not None:
                 hosts.append(host)
         if problem is not None:
@@ -157,8 +157,8 @@ def name_problem(name: str) -> str | None:
         return f"host {_shown(name)} has {len(name)} characters: at most 253"
     if with_port := re.fullmatch(r"([^:@]+):(\d{1,5})", name):
         return (
-            f"host {_shown(name)}: a port has no place here: write {with_port[1]}, and `Port {with_port[2]}` for this "
-            "host in ~/.ssh/config"
+            f"host {_shown(name)}: a port cannot be given here: write {with_port[1]}, and `Port {with_port[2]}` for "
+            "this host in ~/.ssh/config"
         )
     if re.fullmatch(r"\[?[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%.*)?\]?", name):
         return (
@@ -286,15 +286,15 @@ def is_here(name: str) -> bool:
     if name.lower().removesuffix(".") in ("localhost", socket.gethostname().lower()):
         return True
     addresses = _addresses(name)
-    own = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
-    return bool(addresses) and all(a in own or ipaddress.ip_address(a).is_loopback for a in addresses)
+    own_addresses = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
+    return bool(addresses) and all(a in own_addresses or ipaddress.ip_address(a).is_loopback for a in addresses)
 
 
 def _addresses(name: str) -> set[str]:
     """Return IPv4 addresses, or else IPv6 ones: the ranks meet by the first."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(name, None, family)}
+            return {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(name, None, family)}
         except (OSError, UnicodeError):
             continue
     return set()

@@ -103,11 +103,11 @@ _REMEDIES: dict[Kind, str] = {
 
 
 def _host_key(host: str, stderr: str, port: int | None) -> Trouble:
-    known = host if port in (None, 22) else f"[{host}]:{port}"
+    entry = host if port in (None, 22) else f"[{host}]:{port}"
     scan = f"ssh-keyscan {'' if port in (None, 22) else f'-p {port} '}{host} >> ~/.ssh/known_hosts"
     if "HAS CHANGED" in stderr:
         why = f"{host} shows another host key than the one that ~/.ssh/known_hosts has"
-        return Trouble("host_key", why, f"if the host was set up again: ssh-keygen -R {shlex.quote(known)} && {scan}")
+        return Trouble("host_key", why, f"if the host was set up again: ssh-keygen -R {shlex.quote(entry)} && {scan}")
     if "REVOKED" in stderr:
         return Trouble("host_key", f"the host key of {host} is marked as revoked", "ask who keeps the known hosts")
     return Trouble(
@@ -354,8 +354,8 @@ class _Talk:
                     ready = {key.fd for key, _ in waiting.select(max(0.0, left_s))}
                     if wake in ready:
                         return
-                    for file, kept in ((process.stdout.fileno(), self.out), (process.stderr.fileno(), self.err)):
-                        if file in ready and not self._read(file, kept):
+                    for file, stream in ((process.stdout.fileno(), self.out), (process.stderr.fileno(), self.err)):
+                        if file in ready and not self._read(file, stream):
                             waiting.unregister(file)
                     if gone in ready:
                         # Its last output may still be in the pipes.
@@ -369,7 +369,7 @@ class _Talk:
         finally:
             os.close(gone)
 
-    def _read(self, file: int, kept: bytearray, to_end: bool = False) -> bool:
+    def _read(self, file: int, stream: bytearray, to_end: bool = False) -> bool:
         """Read the content of a pipe; False at its end."""
         while True:
             try:
@@ -378,12 +378,12 @@ class _Talk:
                 return True
             if not chunk:
                 return False
-            room = MAX_BYTES - len(kept)
-            kept += chunk[:room]
+            room = MAX_BYTES - len(stream)
+            stream += chunk[:room]
             if len(chunk) > room:
                 self.dropped = True
-                if kept is self.out:
-                    self.tail = ((self.tail or kept[-200:]) + chunk[room:])[-200:]
+                if stream is self.out:
+                    self.tail = ((self.tail or stream[-200:]) + chunk[room:])[-200:]
             if not to_end:
                 return True
 
@@ -396,8 +396,8 @@ class _Talk:
 
     def payload(self) -> tuple[str, int | None]:
         """Return the command's output, and its exit code if it has ended."""
-        _, found, rest = bytes(self.out).partition(self._mark + b"\n")
-        if not found:
+        _, mark, rest = bytes(self.out).partition(self._mark + b"\n")
+        if not mark:
             return "", None
         ended = self._end.search(self.tail or self.out)
         inside = self._end.split(rest, maxsplit=1)[0]

@@ -284,8 +284,8 @@ def deepspeed_env_problems(environ: Mapping[str, str] | None = None, folder: str
     for path in dict.fromkeys((Path(os.path.expanduser("~")) / name, Path(folder) / name)):
         if path.is_file():
             lines, bad = _lines(path)
-            found = bad + [(number, why) for number, line in lines for why in [_deepspeed_line(line)] if why]
-            problems += [f"{path} line {n}: {why}" if n else f"{path}: {why}" for n, why in sorted(found)]
+            wrong = bad + [(number, why) for number, line in lines for why in [_deepspeed_line(line)] if why]
+            problems += [f"{path} line {n}: {why}" if n else f"{path}: {why}" for n, why in sorted(wrong)]
     return problems
 
 

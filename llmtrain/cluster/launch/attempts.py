@@ -60,7 +60,7 @@ class Attempt:
     """Step of the newest checkpoint at its start."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """Ranks of the message `place`; empty until they have met."""
-    here: list[Process] = field(default_factory=list)
+    local: list[Process] = field(default_factory=list)
     """Processes on this host with their start times: an id may be another job's later."""
     met_s: float | None = None
     checkpoint: int | None = None
@@ -79,8 +79,8 @@ class Attempt:
             self.began_s = now
         elif kind == "place":
             self.ranks, self.met_s = list(message.get("ranks") or []), now
-            mine = (identify(int(each["pid"])) for each in self.ranks if each.get("host") == socket.gethostname())
-            self.here = [process for process in mine if process is not None]
+            started = (identify(int(rank["pid"])) for rank in self.ranks if rank.get("host") == socket.gethostname())
+            self.local = [process for process in started if process is not None]
         elif kind == "checkpoint":
             self.checkpoint, self.saved_s = int(message["step"]), now
         elif kind == "fault":
@@ -178,9 +178,9 @@ class Supervisor:
             return Decision(restart=False, code=outcome.code, text=outcome.text)
         if attempt.fault is not None and attempt.fault.get("again") is False:
             return self._give_up(f"not restarted: a restart would meet the same fault ({outcome.signature})")
-        again = outcome.signature == self._before
+        same_fault = outcome.signature == self._before
         self._before = outcome.signature
-        if again:
+        if same_fault:
             rule = "the same step failed twice with the same error, and a third time would not differ"
             return self._give_up(f"not restarted: {rule} ({outcome.signature})", outcome.code)
         if self.restarts >= self._max:
@@ -287,7 +287,7 @@ class Attempts:
         """Follow the job to its end; return its starter's exit code."""
         answered = 0
         by_force = False
-        while (code := job.code()) is None or any(rank.alive() for rank in attempt.here):  # they notice it, and save
+        while (code := job.code()) is None or any(rank.alive() for rank in attempt.local):  # they notice it, and save
             for message in job.take(_POLL_S):
                 self._hear(placement, attempt, message)
             now = time.monotonic()
@@ -318,9 +318,9 @@ class Attempts:
             say("launch: ending all processes")
             return True
         ranks = len(attempt.ranks)
-        again = "; Ctrl-C again ends it at once" if attempt.asked == signal.SIGINT else ""
+        hint = "; Ctrl-C again ends it at once" if attempt.asked == signal.SIGINT else ""
         say(
-            f"launch: {ranks} rank{' is' if ranks == 1 else 's are'} asked to save and leave{again}"
+            f"launch: {ranks} rank{' is' if ranks == 1 else 's are'} asked to save and leave{hint}"
         )  # before asking: a host may take long to answer
         self._launcher.ask_to_leave(placement, job, attempt.ranks, attempt.asked)
         return False
@@ -341,22 +341,24 @@ class Attempts:
         self._sleep(wait_s)
         if attempt.fault and attempt.fault.get("unfit"):
             self._unfit |= {host_of_rank(self._hosts, rank) for rank in attempt.fault.get("ranks", ())} - {""}
-        found = tuple(host for host in self._answering() if host.name not in self._unfit)
+        usable = tuple(host for host in self._answering() if host.name not in self._unfit)
         if self._signals:
             return None
-        if len(found) < self._options.min_hosts:
-            absent = [host.name for host in self._options.hosts if host not in found and host.name not in self._unfit]
+        if len(usable) < self._options.min_hosts:
+            absent = [host.name for host in self._options.hosts if host not in usable and host.name not in self._unfit]
             reasons = {"no answer": absent, "unfit after a fault of their own": sorted(self._unfit)}
             because = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items() if names)
-            return f"{units.counted(len(found), 'host')} left, and --min-hosts is {self._options.min_hosts} ({because})"
+            return (
+                f"{units.counted(len(usable), 'host')} left, and --min-hosts is {self._options.min_hosts} ({because})"
+            )
         step = max(attempt.newest, self._newest())
         words = self._options.words
         if step and self._run.resume != "auto":
             others = ("--resume_weights_only", "false", "--resume_data", "same", "--resume_model", "same")
             words = (*words, "--resume", "auto", *others)
-        chosen, self._words, why = self._solvable(found, words)
+        chosen, self._words, why = self._solvable(usable, words)
         if not chosen:
-            return f"the run cannot continue with {units.counted(len(found), 'host')}: {why}"
+            return f"the run cannot continue with {units.counted(len(usable), 'host')}: {why}"
         dropped = [host.name for host in self._options.hosts if host not in chosen]
         self._hosts = chosen
         size = f"{units.counted(len(chosen), 'host')}, {units.counted(sum(host.slots for host in chosen), 'rank')}"
@@ -374,33 +376,33 @@ class Attempts:
         return None
 
     def _answering(self) -> tuple[Host, ...]:
-        """Return the answering hosts, in the hostfile's order; earlier dropped ones may be back."""
+        """Return the usable hosts, in the hostfile's order; earlier dropped ones may be back."""
         hosts = self._options.hosts
         began = time.monotonic()
         while True:
-            found = self._launcher.answering(hosts)
-            enough = len(found) >= self._options.min_hosts
+            usable = self._launcher.answering(hosts)
+            enough = len(usable) >= self._options.min_hosts
             waited_s = time.monotonic() - began
-            if len(found) == len(hosts) or self._signals or waited_s > (_WAIT_SPARE_S if enough else _WAIT_NEEDED_S):
-                return found
+            if len(usable) == len(hosts) or self._signals or waited_s > (_WAIT_SPARE_S if enough else _WAIT_NEEDED_S):
+                return usable
             self._sleep(2.0)
 
     def _solvable(
-        self, found: tuple[Host, ...], words: tuple[str, ...]
+        self, hosts: tuple[Host, ...], words: tuple[str, ...]
     ) -> tuple[tuple[Host, ...], tuple[str, ...], str]:
         """Return as many hosts as can train the first attempt's batches, with the words for it; else the reason."""
         why, wanted = "", list(self._run.batches)
-        kept = (*words, "--train.global_batch", str(wanted[0]), "--train.accumulation", "null")
-        for count in range(len(found), self._options.min_hosts - 1, -1):
-            for each in (words, kept):  # with a micro_batch alone, the accumulation goes up
+        same_batch = (*words, "--train.global_batch", str(wanted[0]), "--train.accumulation", "null")
+        for count in range(len(hosts), self._options.min_hosts - 1, -1):
+            for candidate in (words, same_batch):  # with a micro_batch alone, the accumulation goes up
                 try:
-                    batches = list(self._run.resolve(each, sum(host.slots for host in found[:count])))
+                    batches = list(self._run.resolve(candidate, sum(host.slots for host in hosts[:count])))
                 except ConfigError as error:
                     why = why or str(error)
                     continue
                 if batches == wanted:
-                    return found[:count], each, ""
-                if each is kept:
+                    return hosts[:count], candidate, ""
+                if candidate is same_batch:
                     why = why or f"the global batches of its stages would be {batches} instead of {wanted}"
         return (), words, why
 

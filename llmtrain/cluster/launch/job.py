@@ -76,8 +76,8 @@ def message_or_line(raw: bytes, launch: str) -> dict[str, Any] | bytes:
     return _NCCL.sub(_hidden, raw) if message is None else message
 
 
-def _hidden(found: re.Match[bytes]) -> bytes:
-    return found[1] + b"=" + REDACTED.encode() if is_secret(found[1].decode("utf-8", "replace")) else found[0]
+def _hidden(match: re.Match[bytes]) -> bytes:
+    return match[1] + b"=" + REDACTED.encode() if is_secret(match[1].decode("utf-8", "replace")) else match[0]
 
 
 def say(text: str) -> None:
@@ -132,12 +132,12 @@ class Job:
 
     def take(self, wait_s: float) -> list[dict[str, Any]]:
         """Return the messages since the last call; wait for the first one at most `wait_s`."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._messages.get(timeout=wait_s))
+            messages.append(self._messages.get(timeout=wait_s))
             while True:
-                found.append(self._messages.get_nowait())
-        return found
+                messages.append(self._messages.get_nowait())
+        return messages
 
     def code(self) -> int | None:
         """Return the exit code, once it has ended; negative: the signal. Only `__exit__` reaps, so `kill` hits no
@@ -166,9 +166,9 @@ class Job:
 
 def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]], number: int) -> int:
     """Send a signal to all ranks of the message `place` at once; return the number that got it."""
-    text = "".join(f"{int(each['pid'])} {int(each['rank'])}\n" for each in ranks)
-    here, answers = _everywhere(hosts, _SIGNAL, (mark, str(number)), text, _REACH_S)
-    outputs = [here, *(answer.stdout for answer in answers)]
+    text = "".join(f"{int(rank['pid'])} {int(rank['rank'])}\n" for rank in ranks)
+    local, answers = _everywhere(hosts, _SIGNAL, (mark, str(number)), text, _REACH_S)
+    outputs = [local, *(answer.stdout for answer in answers)]
     return len({word for text in outputs for word in text.split()})
 
 
@@ -231,7 +231,7 @@ class Guardian:
         self._process.wait()
 
     def met(self, ranks: Sequence[dict[str, Any]]) -> None:
-        self._send(ranks=[{"pid": each["pid"], "rank": each["rank"]} for each in ranks])
+        self._send(ranks=[{"pid": rank["pid"], "rank": rank["rank"]} for rank in ranks])
 
     def _send(self, **facts: Any) -> None:
         assert self._process.stdin is not None
@@ -240,10 +240,10 @@ class Guardian:
             self._process.stdin.flush()
 
 
-def take_over(known: dict[str, Any], output: int) -> None:
+def take_over(facts: dict[str, Any], output: int) -> None:
     """Act for a killed launch: send a first Ctrl-C's request to the ranks, then clean up."""
-    hosts, mark = known["hosts"], known["mark"]
-    ranks = known.get("ranks", [])
+    hosts, mark = facts["hosts"], facts["mark"]
+    ranks = facts.get("ranks", [])
     if ranks:
         reached = signal_ranks(hosts, mark, ranks, signal.SIGTERM)
         _print(f"launch was killed: {reached} of {len(ranks)} ranks were asked to save and leave")
@@ -261,9 +261,9 @@ def take_over(known: dict[str, Any], output: int) -> None:
         printing.join(_SAVES_S)
     for line in end_all(hosts, mark, AGENTS_LEAVE_S if ranks else 0.0):
         _print(f"warning: {line}")
-    if known["secret"] is not None:
-        remove(hosts, known["secret"])
-    shutil.rmtree(known["folder"], ignore_errors=True)
+    if facts["secret"] is not None:
+        remove(hosts, facts["secret"])
+    shutil.rmtree(facts["folder"], ignore_errors=True)
 
 
 def _print(text: str) -> None:
@@ -275,12 +275,12 @@ def main(output: int) -> int:
     """Read JSON lines from standard input, which ends with launch."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the guardian ends with launch
-    known: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for line in sys.stdin:
         with contextlib.suppress(ValueError):  # killed while it wrote
-            known.update(json.loads(line))
-    if "mark" in known and not known.get("ended"):
-        take_over(known, output)
+            facts.update(json.loads(line))
+    if "mark" in facts and not facts.get("ended"):
+        take_over(facts, output)
     return 0
 
 

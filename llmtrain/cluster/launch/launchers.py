@@ -95,14 +95,14 @@ class Pdsh(Launcher):
         if placement.travel.private and not placement.alone:
             secret = deliver(placement.names, placement.travel.private)
             placement = placement.sending(**{messages.SECRETS: secret})
-        with contextlib.ExitStack() as kept:
+        with contextlib.ExitStack() as stack:
             try:
-                folder = kept.enter_context(scratch_folder("launch"))
+                folder = stack.enter_context(scratch_folder("launch"))
                 write_files(placement, folder)
                 argv = command(placement, folder, address, port)
                 with Job(argv, environment(placement, folder, os.environ), self._mark) as job:
                     guardian = Guardian(placement.names, self._mark, str(folder), secret, job.output)
-                    self._guardian = kept.enter_context(guardian)
+                    self._guardian = stack.enter_context(guardian)
                     yield job
             finally:
                 # The agents of a complete job leave at once; after a fault one may still be reporting to a tracker.
@@ -114,8 +114,8 @@ class Pdsh(Launcher):
     def _address(self, placement: Placement, port: int) -> str:
         """Return the first host's address for the others. Raises ConfigError."""
         examine, self._examine = self._examine, None  # once: `answering` finds the hosts that have gone since
-        known = None if examine is None else examine(placement.hosts, port)
-        return known or address_of_first(placement.hosts)
+        address = None if examine is None else examine(placement.hosts, port)
+        return address or address_of_first(placement.hosts)
 
     def met(self, ranks: Sequence[dict[str, Any]]) -> None:
         if self._guardian is not None:
@@ -202,8 +202,8 @@ _FACTS = (
 def _cores_and_port(placement: Placement) -> tuple[dict[str, int], int]:
     """Return the cores of each host, and a free port of the first one. Raises ConfigError, which names failed hosts."""
     if placement.alone:
-        found = _facts_here()
-        return {placement.names[0]: found["cores"]}, found["port"]
+        local = _facts_here()
+        return {placement.names[0]: local["cores"]}, local["port"]
     answers = on_hosts(placement.names, (sys.executable, "-c", _FACTS), timeout_s=30.0)
     problems = []
     facts = {}
@@ -217,7 +217,7 @@ def _cores_and_port(placement: Placement) -> tuple[dict[str, int], int]:
     if problems:
         head = f"{len(problems)} of {len(placement.hosts)} hosts cannot be used"
         raise ConfigError("\n".join([head, *problems]))
-    return {name: int(found["cores"]) for name, found in facts.items()}, int(facts[placement.names[0]]["port"])
+    return {name: int(fact["cores"]) for name, fact in facts.items()}, int(facts[placement.names[0]]["port"])
 
 
 def _facts_here() -> dict[str, int]:

@@ -100,11 +100,11 @@ class Placement:
 
 def make_placement(options: Options, hosts: Sequence[Host], mark: str, words: Sequence[str] = ()) -> Placement:
     """Return the placement for some of the hosts; `words` replace the command line's. Raises ConfigError."""
-    given = read_env_file(options.env_file) if options.env_file else {}
-    ours = {messages.SUPERVISED: "1", messages.LAUNCH: mark}
-    ours |= {messages.VERBOSE: "1"} if options.verbose else {}
-    ours |= {messages.TERMINAL: "1"} if on_terminal() else {}
-    travel = travelling(os.environ, {**given, **ours})
+    of_file = read_env_file(options.env_file) if options.env_file else {}
+    own_variables = {messages.SUPERVISED: "1", messages.LAUNCH: mark}
+    own_variables |= {messages.VERBOSE: "1"} if options.verbose else {}
+    own_variables |= {messages.TERMINAL: "1"} if on_terminal() else {}
+    travel = travelling(os.environ, {**of_file, **own_variables})
     travel = replace(travel, private={**travel.private, **options.carried})
     return Placement(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel, verbose=options.verbose)
 
@@ -119,8 +119,8 @@ def check(placement: Placement) -> None:
         for word in placement.words
         if "\n" in word or "\r" in word
     ]
-    if found := [problem for problem in dict.fromkeys(problems) if problem]:
-        raise ConfigError("\n".join(found))
+    if wrong := [problem for problem in dict.fromkeys(problems) if problem]:
+        raise ConfigError("\n".join(wrong))
     if (length := command_length(placement)) > _MAX_COMMAND:
         raise ConfigError(
             f"the command for each of {len(placement.hosts)} hosts would have {length} bytes, and Linux takes "
@@ -170,9 +170,9 @@ def environment(placement: Placement, folder: Path | str, environ: Mapping[str, 
     private."""
     if placement.alone:
         return {**environ, **placement.travel.open, **placement.travel.private, "DS_ENV_FILE": f"{folder}/environment"}
-    kept = {name: value for name, value in environ.items() if name not in placement.travel.private}
+    public = {name: value for name, value in environ.items() if name not in placement.travel.private}
     options = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {_SSH_OPTIONS}".strip()
-    return {**kept, "DS_ENV_FILE": f"{folder}/environment", "PDSH_SSH_ARGS_APPEND": options}
+    return {**public, "DS_ENV_FILE": f"{folder}/environment", "PDSH_SSH_ARGS_APPEND": options}
 
 
 def address_of_first(hosts: Sequence[Host]) -> str:
@@ -229,10 +229,10 @@ def describe(placement: Placement, options: Options, argv: Sequence[str]) -> str
 def place_lines(placement: Placement, ranks: list[dict[str, Any]]) -> list[str]:
     """Return one line for each rank, with the hostfile's name and the host's own if they differ."""
     lines = []
-    for each in ranks:
-        name = host_of_rank(placement.hosts, each["rank"]) or each["host"]
-        own = "" if each["host"] == name else f" ({each['host']})"
-        lines.append(f"rank {each['rank']} -> {name}{own} -> {each['device']}, local rank {each['local_rank']}")
+    for rank in ranks:
+        name = host_of_rank(placement.hosts, rank["rank"]) or rank["host"]
+        own_name = "" if rank["host"] == name else f" ({rank['host']})"
+        lines.append(f"rank {rank['rank']} -> {name}{own_name} -> {rank['device']}, local rank {rank['local_rank']}")
     return lines
 
 

@@ -58,7 +58,7 @@ def expand(nodelist: str) -> list[str]:
 
 def _numbers(text: str, nodelist: str) -> list[str]:
     """`001-003,7` -> 001 002 003 7."""
-    found: list[str] = []
+    numbers: list[str] = []
     for part in text.split(","):
         matched = _RANGE.fullmatch(part)
         if matched is None or len(part) > 20:
@@ -66,8 +66,8 @@ def _numbers(text: str, nodelist: str) -> list[str]:
         first, last = int(matched[1]), int(matched[2] or matched[1])
         if not 0 <= last - first < MAX_HOSTS:
             raise _wrong(nodelist, f"has the range {part!a}")
-        found += [f"{number:0{len(matched[1])}}" for number in range(first, last + 1)]
-    return found
+        numbers += [f"{number:0{len(matched[1])}}" for number in range(first, last + 1)]
+    return numbers
 
 
 def _wrong(nodelist: str, why: str) -> ConfigError:
@@ -130,11 +130,11 @@ def ask_to_leave(step: str) -> str | None:
         try:
             jobs = f"--jobs={os.environ['SLURM_JOB_ID']}"
             steps = _slurm("squeue", "--noheader", "--steps", jobs, "--format=%i %j").splitlines()
-            found = [line.removesuffix(f" {step}") for line in steps if line.endswith(f" {step}")]
+            steps_of_run = [line.removesuffix(f" {step}") for line in steps if line.endswith(f" {step}")]
             if _slurm("squeue", "--noheader", jobs, "--format=%t").strip() == "CG":
                 return None  # cancelled, or out of time: Slurm has sent its own signal, and takes no other
-            if found:
-                _slurm("scancel", "--signal=TERM", *found)
+            if steps_of_run:
+                _slurm("scancel", "--signal=TERM", *steps_of_run)
                 return None
             problem = "Slurm does not know their step"
         except (KeyError, OSError, subprocess.SubprocessError) as error:

@@ -116,13 +116,13 @@ class TravellingTokens(AutoEPMoELayer):
         came_RL = came_E.view(self.ep_size, -1)
         both = torch.stack([counts_E.view(self.ep_size, -1).sum(1), came_RL.sum(1)])
         on_host = both.to("cpu", non_blocking=True)  # page-locked: it is there when the event is
-        there = torch.cuda.Event() if both.is_cuda else None
-        if there is not None:
-            there.record()
+        copied = torch.cuda.Event() if both.is_cuda else None
+        if copied is not None:
+            copied.record()
 
         def numbers() -> list[list[int]]:
-            if there is not None:
-                there.synchronize()
+            if copied is not None:
+                copied.synchronize()
             return on_host.tolist()
 
         return came_RL, numbers

@@ -142,8 +142,8 @@ def shard_experts(
     if device.type != "cuda" or mix.precision != "bf16":
         activate_in_pytorch()
     surgeon = found[0]
-    here = {name for name, _ in hf.named_modules()}
-    specs = [spec for spec in found[1] if spec.moe_module_name in here]
+    paths = {name for name, _ in hf.named_modules()}
+    specs = [spec for spec in found[1] if spec.moe_module_name in paths]
     before = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf.named_parameters()}
     try:
         for spec in specs:
@@ -182,15 +182,15 @@ def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> 
     except ValueError:
         raise
     except Exception as error:  # any error of two libraries about blocks that do not fit
-        found = f"they do not run ({type(error).__name__}: {' '.join(str(error).split())})"
+        difference = f"they do not run ({type(error).__name__}: {' '.join(str(error).split())})"
     else:
         if apart <= _ROUNDING:
             return
-        found = f"its logits are off by {apart:.0%} of their spread"
+        difference = f"its logits are off by {apart:.0%} of their spread"
     asked = f"expert_parallel.preset_model {preset!r}" if preset else f"expert_parallel.autoep_size {degree}"
     raise ModelError(
         f"{asked}: DeepSpeed's blocks of experts do not compute what transformers' {hf.config.model_type} does: in a "
-        f"small copy of the model on one batch {found}. {_offer(hf, section)}."
+        f"small copy of the model on one batch {difference}. {_offer(hf, section)}."
     )
 
 
@@ -208,18 +208,18 @@ def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> flo
     for tensor in frozen_tensors(small).values():  # a correction of the routers that is 0 would hide its loss
         tensor.add_(0.3 * torch.randn(tensor.shape, generator=draw))
     ids = torch.arange(_TOKENS).unsqueeze(0) * 7 % small.config.get_text_config().vocab_size
-    theirs = _pass(small, ids)
-    given = {key: value for key, value in section.items() if key not in _HERE_ONLY}
-    if given.get("top_k") == experts_per_token(hf.config):
-        given.pop("top_k")  # the copy's may differ
-    surgeon = AutoEP(small, parse_autoep_config({**given, "enabled": True, "autoep_size": 1, "use_grouped_mm": False}))
+    expected = _pass(small, ids)
+    keys = {key: value for key, value in section.items() if key not in _HERE_ONLY}
+    if keys.get("top_k") == experts_per_token(hf.config):
+        keys.pop("top_k")  # the copy's may differ
+    surgeon = AutoEP(small, parse_autoep_config({**keys, "enabled": True, "autoep_size": 1, "use_grouped_mm": False}))
     with torch.random.fork_rng(devices=[]):
         for spec in surgeon.ep_parser():
             replace_block(surgeon, spec, 1, 0)
-    ours = _pass(small, ids)
+    computed = _pass(small, ids)
     # A reward model's logit of one row has no spread.
-    sizes = [other.std() if other.numel() > 1 else other.abs().max() for other in theirs]
-    apart = [(mine - other).abs().max() / size for mine, other, size in zip(ours, theirs, sizes, strict=True)]
+    sizes = [other.std() if other.numel() > 1 else other.abs().max() for other in expected]
+    apart = [(mine - other).abs().max() / size for mine, other, size in zip(computed, expected, sizes, strict=True)]
     return float(max(apart))
 
 
@@ -236,12 +236,12 @@ def fitting_presets(hf: PreTrainedModel, section: dict[str, Any]) -> list[str]:
     """AutoEP's presets whose blocks match transformers' in a small copy."""
     from deepspeed.module_inject.auto_ep_config import available_preset_names
 
-    found = []
+    presets = []
     for name in available_preset_names():
         with contextlib.suppress(Exception):  # it does not fit: AutoEP refuses it, or its forward pass fails
             if apart_from_transformers(hf, {**section, "preset_model": name}) <= _ROUNDING:
-                found.append(name)
-    return found
+                presets.append(name)
+    return presets
 
 
 def _offer(hf: PreTrainedModel, section: dict[str, Any]) -> str:
@@ -274,7 +274,7 @@ def _filled(hf: PreTrainedModel, section: dict[str, Any], mix: Mix) -> dict[str,
 
 def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], rank: int) -> None:
     """Record each new parameter's part of a Hugging Face tensor."""
-    here = spec.num_experts // block.ep_size
+    local_experts = spec.num_experts // block.ep_size
     prefix = spec.moe_module_name
     fused, down = (f"{prefix}.{spec.experts_name}.{name}" for name in (spec.expert_w1_name, spec.expert_w2_name))
     if before.get(fused) != (spec.num_experts, 2 * spec.ffn_hidden_size, spec.hidden_size):
@@ -284,34 +284,34 @@ def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], 
         )
     half = spec.ffn_hidden_size * spec.hidden_size  # elements of the gate, and of the up projection, of one expert
     for parameter, offset in ((block.experts.w1, 0), (block.experts.w3, half)):
-        region = Region(rank * here * 2 * half, here * half, ((offset, half),), 2 * half)
+        region = Region(rank * local_experts * 2 * half, local_experts * half, ((offset, half),), 2 * half)
         set_shard(parameter, Shard(name=fused, shape=before[fused], region=region))
-    region = Region(rank * here * half, here * half)
+    region = Region(rank * local_experts * half, local_experts * half)
     set_shard(block.experts.w2, Shard(name=down, shape=before[down], region=region))
     renamed = (
         (block.router.gate, spec.router_name),
         (block.shared_experts, spec.shared_experts_name),
         (block.shared_experts_gate, spec.shared_experts_gate_name),
     )
-    for module, theirs in renamed:
+    for module, old_name in renamed:
         for name, parameter in [] if module is None else module.named_parameters():
-            full = f"{prefix}.{theirs}.{name}"
+            full = f"{prefix}.{old_name}.{name}"
             set_shard(parameter, Shard(name=full, shape=before[full], region=whole(before[full])))
 
 
 def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
     """Record frozen tensors, too: AutoEP keeps the bias of a score under another name."""
-    prefix, here = spec.moe_module_name, frozen_tensors(block)
+    prefix, tensors = spec.moe_module_name, frozen_tensors(block)
     path, renamed = spec.e_score_correction_bias_path, "router.e_score_correction_bias"
-    theirs = {name: renamed if name == f"{path}.e_score_correction_bias" else name for name in frozen}
-    if lost := sorted(name for name, new in theirs.items() if new not in here):
+    new_names = {name: renamed if name == f"{path}.e_score_correction_bias" else name for name in frozen}
+    if lost := sorted(name for name, new in new_names.items() if new not in tensors):
         raise ModelError(
             f"expert_parallel.autoep_size: DeepSpeed's AutoEP does not know {prefix}.{lost[0]}, without which tokens "
             "go to other experts. Remove the section: all ranks then hold all experts."
         )
-    for name, new in theirs.items():
+    for name, new in new_names.items():
         shape = tuple(frozen[name].shape)
-        set_shard(here[new], Shard(name=f"{prefix}.{name}", shape=shape, region=whole(shape)))
+        set_shard(tensors[new], Shard(name=f"{prefix}.{name}", shape=shape, region=whole(shape)))
 
 
 def _partition(block: Any, hf: nn.Module) -> None:

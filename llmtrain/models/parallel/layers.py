@@ -28,9 +28,9 @@ def set_up_layers(hf: PreTrainedModel, layers: Sequence[nn.Module], model: Model
 
         # The first ones: the backward pass begins with the last, which are gone when a recomputed layer needs room.
         asked = model.recompute.layers
-        again = layers[:asked] if isinstance(asked, int) else layers
-        recompute(again, keep_attention=mix.keep_attention, on_host=mix.layer_inputs_on_host,
-                  compiled=bool(model.compile_layers))  # fmt: skip
+        recomputed = layers[:asked] if isinstance(asked, int) else layers
+        on_host, compiled = mix.layer_inputs_on_host, bool(model.compile_layers)
+        recompute(recomputed, keep_attention=mix.keep_attention, on_host=on_host, compiled=compiled)
     if model.compile_layers:
         for layer in layers:
             # Not layer.compile(), which takes the layer's hooks in: ZeRO 3 gathers and releases weights in them. A run
@@ -45,6 +45,6 @@ def _ask_for_a_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     """Give the hidden state before a trained layer a gradient, also after frozen embeddings: all trained layers are
     then one graph, and ZeRO 3 releases a layer's weights after its backward pass instead of before."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
-        given = (*args, *kwargs.values())
-        hidden = next(t for t in given if isinstance(t, Tensor) and t.is_floating_point())
+        arguments = (*args, *kwargs.values())
+        hidden = next(t for t in arguments if isinstance(t, Tensor) and t.is_floating_point())
         hidden.requires_grad_()

@@ -88,9 +88,9 @@ def given(counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
     """Layers divided evenly: the middle gets one more first, the stage with the head last."""
     _check_stages(layers, stages)
-    each, more = divmod(layers, stages)
+    count, more = divmod(layers, stages)
     middle = sorted(range(stages), key=lambda stage: (abs(2 * stage - stages + 1), stage))
-    return tuple(each + (stage in middle[:more]) for stage in range(stages))
+    return tuple(count + (stage in middle[:more]) for stage in range(stages))
 
 
 def balanced(weights: Weights, stages: int) -> tuple[int, ...]:
@@ -353,10 +353,10 @@ def build_pipeline(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) 
             put_around(hf, spec.adapted, device, DTYPES[run.mix.precision], share)
         if model.neftune_noise_alpha and part.first:
             stage.noise = Neftune(hf.get_submodule(anatomy.embedding), model.neftune_noise_alpha)
-        own = [hf.get_submodule(anatomy.layers[index].path) for index in part.layers]
+        layers = [hf.get_submodule(anatomy.layers[index].path) for index in part.layers]
         if model.fp8 is not None:
-            use_fp8(own, model.fp8, emulated=device.type == "cpu")
-        set_up_layers(hf, own, model, run.mix)
+            use_fp8(layers, model.fp8, emulated=device.type == "cpu")
+        set_up_layers(hf, layers, model, run.mix)
         return stage
 
     counts = layer_counts(run.pipeline_partition, degrees.pipeline, hf, anatomy)
@@ -365,20 +365,20 @@ def build_pipeline(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) 
     first = sum(counts[:index])
     part = Part(range(first, first + counts[index]), first=index == 0, last=index == degrees.pipeline - 1)
 
-    found = None
+    experts = None
     if degrees.expert > 1:
         from llmtrain.models.parallel.expert_parallel import find_experts, shard_experts
 
-        found = find_experts(hf, run.mix, run.expert_parallel)
+        experts = find_experts(hf, run.mix, run.expert_parallel)
 
     def shard(rest: PreTrainedModel) -> None:
         if plan is not None:
             shard_model(rest, words, plan, mesh.tensor, device, DTYPES[run.mix.precision])
-        if found is not None:
-            shard_experts(rest, found, run.mix, run.expert_parallel, device)
+        if experts is not None:
+            shard_experts(rest, experts, run.mix, run.expert_parallel, device)
 
     pipeline = PipelineLanguageModel(
-        build(hf, part, None if plan is None and found is None else shard),
+        build(hf, part, None if plan is None and experts is None else shard),
         mesh,
         _local_parameters(hf, anatomy, min(index, 1)),
         spec.shapes,
@@ -386,9 +386,9 @@ def build_pipeline(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) 
         model.loss_chunk_tokens,
     )
     pipeline.notes.append(explain(counts, run.batch.accumulation))
-    if plan is not None and plan.whole:
-        pipeline.notes.append(plan.whole)
-    if found is not None:
+    if plan is not None and plan.note:
+        pipeline.notes.append(plan.note)
+    if experts is not None:
         pipeline.notes.append(f"experts shared by {degrees.expert} ranks of each stage (DeepSpeed's AutoEP)")
     return pipeline
 
@@ -417,12 +417,12 @@ def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:
 
 def _local_parameters(hf: nn.Module, anatomy: Anatomy, copy: int) -> list[LocalParameter]:
     """A tied weight has the embedding's name on the last stage, too, with copies 0 and 1."""
-    found = []
+    parameters = []
     tied = [f"{anatomy.embedding}.weight", f"{anatomy.head}.weight"] if anatomy.tied else []
     for name, parameter in named_tensors(hf):
-        held = local_parameter(tied[0] if name in tied else name, parameter)
+        local = local_parameter(tied[0] if name in tied else name, parameter)
         if name in tied:
-            index, count = held.copy
-            held = replace(held, copy=(index + count * copy, 2 * count))
-        found.append(held)
-    return found
+            index, count = local.copy
+            local = replace(local, copy=(index + count * copy, 2 * count))
+        parameters.append(local)
+    return parameters

@@ -31,25 +31,26 @@ def recompute(layers: Iterable[nn.Module], *, keep_attention: bool, on_host: boo
     """Let each of these layers run again in the backward pass; called before compilation. `keep_attention`: except
     attention (`ATTENTION`). `on_host`: kept tensors wait in host memory. `compiled`: torch.compile sees torch's own
     policy only."""
-    again: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False)
+    run_again: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False)
     if keep_attention:
         policy = functools.partial(create_selective_checkpoint_contexts, _policy)
-        again = functools.partial(again, context_fn=policy if compiled else functools.partial(_contexts, on_host))
+        contexts = policy if compiled else functools.partial(_contexts, on_host)
+        run_again = functools.partial(run_again, context_fn=contexts)
     if on_host:
         # DeepSpeed's own function for this loses the gathered weights of ZeRO 3 in the recomputation.
-        again = functools.partial(_with_inputs_on_host, again)
+        run_again = functools.partial(_with_inputs_on_host, run_again)
 
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = functools.partial(type(layer).forward, layer, **kwargs)
-        return again(plain, *args) if layer.training else plain(*args)
+        return run_again(plain, *args) if layer.training else plain(*args)
 
     for layer in layers:
         layer.forward = MethodType(forward, layer)  # one function: compiled layers of one kind share their graph
 
 
-def _with_inputs_on_host(again: Callable[..., Any], function: Any, *args: Any) -> Any:
+def _with_inputs_on_host(run_again: Callable[..., Any], function: Any, *args: Any) -> Any:
     with saved_tensors_hooks(to_host, from_host):
-        return again(function, *args)
+        return run_again(function, *args)
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -133,10 +134,10 @@ def to_host(tensor: Tensor) -> OnHost:
 
 def from_host(kept: OnHost) -> Tensor:
     device, shape, pieces = kept
-    whole = torch.empty(shape.numel(), dtype=pieces[0].dtype, device=device)
-    for piece, room in zip(pieces, whole.split(max(1, pieces[0].numel())), strict=True):
+    flat = torch.empty(shape.numel(), dtype=pieces[0].dtype, device=device)
+    for piece, room in zip(pieces, flat.split(max(1, pieces[0].numel())), strict=True):
         room.copy_(piece, non_blocking=True)
-    return whole.view(shape)
+    return flat.view(shape)
 
 
 # The MLPs of a decoder over slices of the sequence: they keep one slice's tensors for the backward pass.
@@ -181,16 +182,16 @@ class _Tiled(torch.autograd.Function):
 
 def tiled(mlp: nn.Module, tile: int) -> Callable[[Tensor], Tensor]:
     """In and out: [B, T, H]."""
-    own = mlp.forward
+    forward_of_mlp = mlp.forward
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules())
 
     def run(tokens_NH: Tensor) -> Tensor:
-        return own(tokens_NH.unsqueeze(0)).squeeze(0)
+        return forward_of_mlp(tokens_NH.unsqueeze(0)).squeeze(0)
 
     def forward(hidden_BTH: Tensor) -> Tensor:
         flat_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])
         if len(flat_NH) <= tile:
-            return own(hidden_BTH)
+            return forward_of_mlp(hidden_BTH)
         if torch.is_grad_enabled():
             output_NH = _Tiled.apply(run, tile, drops and mlp.training, flat_NH, *mlp.parameters())
         else:

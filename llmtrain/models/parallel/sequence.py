@@ -95,8 +95,10 @@ class Exchange:
         """`inner`: transformers' attention function."""
         query, key, value = qkv
         if query.shape[1] % self.degree:
-            raise ModelError(f"model: its {query.shape[1]} attention heads cannot be shared by {self.degree} ranks; "
-                             f"{_KEY} can be {divisors(query.shape[1])}.")  # fmt: skip
+            raise ModelError(
+                f"model: its {query.shape[1]} attention heads cannot be shared by {self.degree} ranks; "
+                f"{_KEY} can be {divisors(query.shape[1])}."
+            )
         # Too few key/value heads are repeated until each rank has its own.
         copies = self.degree // math.gcd(key.shape[1], self.degree)
         if copies > 1:
@@ -151,14 +153,14 @@ def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
 
     They read the length from the largest position, so each rank also gives the row's last one.
     """
-    own = rotary.forward
+    forward_of_rotary = rotary.forward
 
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not exchange.active or exchange.places_BT is None:
-            return own(x, position_ids, *args, **kwargs)
+            return forward_of_rotary(x, position_ids, *args, **kwargs)
         last_B1 = exchange.places_BT.amax(1, keepdim=True)  # positions are [B, T], or [axes, B, T] (cohere_compass)
         longer = torch.cat([position_ids, last_B1.expand(*position_ids.shape[:-1], 1)], -1)
-        angles = own(x, longer, *args, **kwargs)
+        angles = forward_of_rotary(x, longer, *args, **kwargs)
         cut = lambda part: part[..., :-1, :]  # noqa: E731
         return cut(angles) if isinstance(angles, Tensor) else tuple(map(cut, angles))  # deepseek_v2: one, complex
 

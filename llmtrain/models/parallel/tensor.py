@@ -223,7 +223,7 @@ def sharded_model(
     if spec.adapter.r is not None:
         put_around(hf, spec.adapted, device, DTYPES[mix.precision], functools.partial(share_adapter, plan, mesh.tensor))
         hf.whole_shapes = spec.shapes  # type: ignore[assignment]
-    return hf, plan.whole
+    return hf, plan.note
 
 
 def _leave(parameter: nn.Parameter) -> None:
@@ -287,9 +287,9 @@ def shard_model(
     span = Span(group, dropout=_drops(hf.modules()))
     for entry in plan.maps:
         if entry.path in modules:
-            own: dict[str, Any] = {"transposed": entry.transposed, "name": entry.path}
+            options: dict[str, Any] = {"transposed": entry.transposed, "name": entry.path}
             kind = functools.partial(Column, inside=entry.inside) if entry.column else Row
-            hf.set_submodule(entry.path, kind(modules[entry.path], span, **own))
+            hf.set_submodule(entry.path, kind(modules[entry.path], span, **options))
     for path in plan.entries:
         if path in modules:
             modules[path].register_forward_hook(lambda _, args, output: _read(output, group))
@@ -330,9 +330,9 @@ def share_adapter(plan: Projections, group: Any, path: str, layer: Any) -> None:
         a.register_forward_hook(lambda _, args, output: summed(output, group))
     for linear in (a, b):
         shape = tuple(linear.weight.shape)
-        own, local = cuts.get(linear, (Shard(shape=shape, region=whole(shape), copy=(rank, degree)), shape))
+        shard, local = cuts.get(linear, (Shard(shape=shape, region=whole(shape), copy=(rank, degree)), shape))
         linear.weight = nn.Parameter(torch.empty(local, device="meta"))
-        set_shard(linear.weight, own)
+        set_shard(linear.weight, shard)
         linear.weight.tensor_model_parallel = linear in cuts  # see _replace_parameters
 
 
@@ -363,36 +363,36 @@ def _cut(parameter: Any, dim: int, rank: int, degree: int, sections: Any = None)
 
 
 def _map_shards(modules: dict[str, Any], plan: Projections, rank: int, degree: int) -> _Shards:
-    found: _Shards = {}
+    shards: _Shards = {}
     for entry in plan.maps:
         if entry.path not in modules:
             continue
         module = modules[entry.path]
         outputs, inputs = (1, 0) if entry.transposed else (0, 1)
         dim = outputs if entry.column else inputs
-        found[module.weight] = _cut(module.weight, dim, rank, degree, entry.sections)
+        shards[module.weight] = _cut(module.weight, dim, rank, degree, entry.sections)
         if entry.bias and entry.column:
-            found[module.bias] = _cut(module.bias, 0, rank, degree, entry.sections)
-    return found
+            shards[module.bias] = _cut(module.bias, 0, rank, degree, entry.sections)
+    return shards
 
 
 def _vocabulary_shards(modules: dict[str, Any], vocabularies: dict[str, VocabularyShard]) -> _Shards:
     """Rows of the embedding and of the head; the two may be one parameter."""
-    found: _Shards = {}
+    shards: _Shards = {}
     for path, mine in vocabularies.items():
         for parameter in modules[path].parameters():
             shape = tuple(parameter.shape)
             inner = math.prod(shape[1:])
-            own = Shard(shape=shape, region=Region(mine.first * inner, mine.count * inner))
-            found[parameter] = own, (mine.count, *shape[1:])
-    return found
+            shard = Shard(shape=shape, region=Region(mine.first * inner, mine.count * inner))
+            shards[parameter] = shard, (mine.count, *shape[1:])
+    return shards
 
 
 def _expert_width(path: str, experts: Any) -> int:
     """Features within each expert. All fused experts of transformers have the same names and layouts."""
     names = {name for name, _ in experts.named_parameters()}
-    known = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
-    if names not in known or not hasattr(experts, "is_transposed") or getattr(experts, "has_post_expert_norm", False):
+    forms = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
+    if names not in forms or not hasattr(experts, "is_transposed") or getattr(experts, "has_post_expert_norm", False):
         raise ModelError(
             f"tensor_parallel.autotp_size: {path} ({type(experts).__name__}) keeps its experts in a form that ranks "
             "cannot shard here. Remove the key and use ZeRO 3, or expert parallelism."
@@ -414,21 +414,21 @@ def _expert_shards(experts: Any, rank: int, degree: int) -> _Shards:
 
 def _norm_shards(modules: dict[str, Any], plan: Projections, rank: int, degree: int) -> _Shards:
     """Norms with weights for each head. If each head has its own norm module, those of other ranks are removed."""
-    found: _Shards = {}
+    shards: _Shards = {}
     lists: dict[str, list[str]] = {}
     for norm in plan.norms:
         if norm.path in modules and norm.kind == "own_heads":
-            found |= {p: _cut(p, 0, rank, degree) for p in modules[norm.path].parameters()}
+            shards |= {p: _cut(p, 0, rank, degree) for p in modules[norm.path].parameters()}
         elif norm.path in modules and norm.kind == "one_head":
             lists.setdefault(norm.path.rpartition(".")[0], []).append(norm.path)
     for parent, paths in lists.items():
-        each = len(paths) // degree
-        for path in paths[rank * each : (rank + 1) * each]:
+        count = len(paths) // degree
+        for path in paths[rank * count : (rank + 1) * count]:
             for name, parameter in modules[path].named_parameters():
                 shape = tuple(parameter.shape)
-                found[parameter] = Shard(shape=shape, region=whole(shape), name=f"{path}.{name}"), shape
-        modules[""].set_submodule(parent, modules[parent][rank * each : (rank + 1) * each])
-    return found
+                shards[parameter] = Shard(shape=shape, region=whole(shape), name=f"{path}.{name}"), shape
+        modules[""].set_submodule(parent, modules[parent][rank * count : (rank + 1) * count])
+    return shards
 
 
 def _replace_parameters(
@@ -446,9 +446,9 @@ def _replace_parameters(
             if parameter not in made:
                 assert parameter.is_meta, name
                 shape = tuple(parameter.shape)
-                own, local = shards.get(parameter, (Shard(shape=shape, region=whole(shape), copy=place), shape))
+                shard, local = shards.get(parameter, (Shard(shape=shape, region=whole(shape), copy=place), shape))
                 new = nn.Parameter(torch.empty(local, dtype=dtype, device=device), parameter.requires_grad)
-                set_shard(new, own)
+                set_shard(new, shard)
                 # DeepSpeed's gradient norm counts parameters with this mark on every rank, the others on the first.
                 new.tensor_model_parallel = parameter in shards  # type: ignore[attr-defined]
                 settle(new)
@@ -474,11 +474,11 @@ def _sum_of(grad: Tensor, group: Any) -> Tensor:
 
 def _gather_around(module: nn.Module, group: Any) -> None:
     """Let a module that normalises across heads see all of them; this rank keeps its part of the result."""
-    own = module.forward
+    inner = module.forward
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
     def forward(module: nn.Module, part: Tensor) -> Tensor:
-        return own(gathered(part, group, -1)).chunk(degree, -1)[rank]
+        return inner(gathered(part, group, -1)).chunk(degree, -1)[rank]
 
     module.forward = types.MethodType(forward, module)
 
@@ -486,12 +486,12 @@ def _gather_around(module: nn.Module, group: Any) -> None:
 def _sum_around(experts: nn.Module, group: Any) -> None:
     """Sum over the ranks the output of experts with shares of the width, and the gradients for their inputs and the
     router's weights."""
-    own = experts.forward
+    inner = experts.forward
 
     def forward(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(_read(value, group) for value in args)
         kwargs = {name: _read(value, group) for name, value in kwargs.items()}
-        return summed(own(*args, **kwargs).contiguous(), group)
+        return summed(inner(*args, **kwargs).contiguous(), group)
 
     experts.forward = types.MethodType(forward, experts)
 
@@ -523,10 +523,10 @@ class VocabularyShard:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., V] from the shards, without a gradient."""
-        own = F.linear(hidden, weight, bias).detach()
+        part = F.linear(hidden, weight, bias).detach()
         counts = _counts(self.total, dist.get_world_size(self.group))
-        parts = [own.new_empty(*own.shape[:-1], counts[0]) for _ in counts]
-        dist.all_gather(parts, F.pad(own, (0, counts[0] - self.count)), group=self.group)
+        parts = [part.new_empty(*part.shape[:-1], counts[0]) for _ in counts]
+        dist.all_gather(parts, F.pad(part, (0, counts[0] - self.count)), group=self.group)
         return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], dim=-1)
 
     def shared(self, hidden: Tensor) -> Tensor:
@@ -541,8 +541,8 @@ class VocabularyShard:
 
 
 def _counts(total: int, degree: int) -> list[int]:
-    each, more = divmod(total, degree)
-    return [each + (rank < more) for rank in range(degree)]
+    share, more = divmod(total, degree)
+    return [share + (rank < more) for rank in range(degree)]
 
 
 def shard_embedding(embedding: nn.Embedding, vocabulary: VocabularyShard) -> None:
@@ -550,15 +550,15 @@ def shard_embedding(embedding: nn.Embedding, vocabulary: VocabularyShard) -> Non
 
     The module's own forward stays in between: some scale their output (Gemma 3).
     """
-    own = embedding.forward
+    inner = embedding.forward
     padding = embedding.padding_idx
     if padding is not None:
-        here = vocabulary.first <= padding < vocabulary.first + vocabulary.count
-        embedding.padding_idx = padding - vocabulary.first if here else None
+        is_local = vocabulary.first <= padding < vocabulary.first + vocabulary.count
+        embedding.padding_idx = padding - vocabulary.first if is_local else None
 
     def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
         row = input - vocabulary.first
         elsewhere = (row < 0) | (row >= vocabulary.count)
-        return summed(own(row.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0), vocabulary.group)
+        return summed(inner(row.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0), vocabulary.group)
 
     embedding.forward = types.MethodType(forward, embedding)  # type: ignore[method-assign]

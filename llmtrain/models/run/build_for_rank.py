@@ -82,9 +82,9 @@ def build_model(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) -> 
         from llmtrain.models.fp8 import line
 
         language.notes.append(line(spec.skeleton, model.fp8, emulated=device.type == "cpu"))
-    for held in language.local_parameters():
-        if held.name in spec.frozen:
-            held.parameter.requires_grad_(False)
+    for local in language.local_parameters():
+        if local.name in spec.frozen:
+            local.parameter.requires_grad_(False)
     if spec.frozen:
         _check_trained(language, run.config, run.places, mesh)
     return language
@@ -94,7 +94,7 @@ def _check_trained(
     language: LanguageModel | PipelineLanguageModel, config: RunConfig, places: Places, mesh: Mesh
 ) -> None:
     """DeepSpeed's optimizers need trained parameters on every stage. Raises ConfigError."""
-    if any(held.trains for held in language.local_parameters()):
+    if any(local.trains for local in language.local_parameters()):
         return
     key, patterns = next(
         (key, patterns)
@@ -115,12 +115,12 @@ def divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        about_the_model, _, found = str(error).partition("model: ")
+        about_the_model, _, reason = str(error).partition("model: ")
         if about_the_model:  # a key's value is wrong, and the message names it
             raise
         raise ModelError(
             f"{key} {degree}: the ranks cannot divide a {spec.config.model_type} model so. Remove the section: ZeRO 3 "
-            f"shards weights, gradients and optimizer of every model. What stands in the way: {found}"
+            f"shards weights, gradients and optimizer of every model. What stands in the way: {reason}"
         ) from error
 
 

@@ -74,10 +74,10 @@ def _family(model_type: str, problems: Problems) -> Any:
 
     if model_type in CAUSAL and model_type in CONFIG_MAPPING:
         return CONFIG_MAPPING[model_type]
-    known = model_type in CONFIG_MAPPING
-    rule = "transformers has no causal language model of this type" if known else "transformers knows no such type"
+    is_config = model_type in CONFIG_MAPPING
+    rule = "transformers has no causal language model of this type" if is_config else "transformers knows no such type"
     text = f"{model_type}_text"
-    near = text if text in CAUSAL else None if known else closest(model_type, CAUSAL)
+    near = text if text in CAUSAL else None if is_config else closest(model_type, CAUSAL)
     remedy = f"did you mean {near}?" if near else "name a decoder, such as llama, qwen3 or gpt2"
     problems.add(_FAMILY, model_type, rule, remedy)
     return None
@@ -92,11 +92,11 @@ class _Section:
         self._fields = {item.name: item for item in dataclasses.fields(family)}
 
     def check(self, given: dict[str, Any]) -> None:
-        known = {*self._fields, *self._family.attribute_map, *_ANYWHERE, *_read_by(self._family)}
-        known |= _EARLIER if "rope_parameters" in self._fields else set()
+        names = {*self._fields, *self._family.attribute_map, *_ANYWHERE, *_read_by(self._family)}
+        names |= _EARLIER if "rope_parameters" in self._fields else set()
         for key, value in given.items():
-            if key not in known:
-                self._unknown(key, value, known)
+            if key not in names:
+                self._unknown(key, value, names)
             elif key in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
                 self._check_rope(value, f"{self._prefix}.{key}")
             elif isinstance(value, dict) and (inner := self._inner(key, value)) is not None:
@@ -110,8 +110,8 @@ class _Section:
         """None: another section has it."""
         name = self._family.attribute_map.get("vocab_size", "vocab_size")
         default = self._fields[name].default if name in self._fields else None
-        found = given.get("vocab_size", given.get(name, default))
-        return found if type(found) is int else None
+        size = given.get("vocab_size", given.get(name, default))
+        return size if type(size) is int else None
 
     def _unknown(self, key: str, value: Any, known: set[str]) -> None:
         from transformers import GenerationConfig
@@ -140,15 +140,16 @@ class _Section:
         field = self._fields.get(name)
         default = getattr(self._family, "default_theta", None) if field is None else field.default
         if rule := _impossible(name, value, default):
-            known = isinstance(default, (int, float))
-            self._add(key, value, rule, f"{default} is the family's default" if known else "correct the number")
+            has_default = isinstance(default, (int, float))
+            self._add(key, value, rule, f"{default} is the family's default" if has_default else "correct the number")
             return
         if field is None:
             return
         if rule_and_remedy := self._wrong_type(name, value, field):
             self._add(key, value, *rule_and_remedy)
             return
-        share = isinstance(value, bool) or (isinstance(value, (int, float)) and 0 <= value <= 1)  # some drop, or do not
+        # A few families use a bool for a dropout.
+        share = isinstance(value, bool) or (isinstance(value, (int, float)) and 0 <= value <= 1)
         if "drop" in name and isinstance(field.default, (int, float)) and not share:
             self._add(key, value, "a dropout is a number from 0 to 1", f"{field.default} is the family's default")
             return
@@ -170,8 +171,8 @@ class _Section:
     def _wrong_type(self, name: str, value: Any, field: Any) -> tuple[str, str] | None:
         """Rule and remedy for a value that the field's type hint, or a validator of the class, refuses."""
         # Values are read for hints of numbers, text, words, and lists of these alone.
-        kinds = [get_args(each) if get_origin(each) in (list, tuple) else (each,) for each in members(field.type)]
-        if all(each in _PLAIN or each is ... or get_origin(each) is Literal for several in kinds for each in several):
+        kinds = [get_args(hint) if get_origin(hint) in (list, tuple) else (hint,) for hint in members(field.type)]
+        if all(kind in _PLAIN or kind is ... or get_origin(kind) is Literal for several in kinds for kind in several):
             made, words = read(field.type, value, name, Problems()), type_name(field.type)
             if made is WRONG:
                 usual = "" if field.default is None else f", such as the family's default, {show(field.default)}"
@@ -187,8 +188,8 @@ class _Section:
             except (TypeError, ValueError) as error:
                 if bounds := re.search(r"must be (.*), got", str(error)):
                     return f"must be {bounds[1]}", f"{field.default} is the family's default"
-                said = str(error).strip().splitlines()[0]
-                return f"{self._family.__name__} of transformers says: {said}", "correct the value"
+                message = str(error).strip().splitlines()[0]
+                return f"{self._family.__name__} of transformers says: {message}", "correct the value"
         return None
 
     def _check_rope(self, rope: dict[str, Any], prefix: str) -> None:
@@ -198,12 +199,12 @@ class _Section:
         numbers = {key for key, kind in RopeParameters.__annotations__.items() if {int, float} & set(get_args(kind))}
         # Every name in quotes of the family's code: kinds of layers, and keys that the family adds.
         words = {word for text in _sources(self._family) for word in re.findall(r"""["'](\w+)["']""", text)}
-        known = {*RopeParameters.__annotations__, "type", *words}
+        names = {*RopeParameters.__annotations__, "type", *words}
         for key, value in rope.items():
             dotted = f"{prefix}.{key}"
             place = self._problems.places.get(dotted, self._problems.places.get(prefix))
-            if key not in known:
-                near = closest(key, known)
+            if key not in names:
+                near = closest(key, names)
                 remedy = f"did you mean {near}?" if near else "remove it"
                 self._problems.add(dotted, value, "rotary positions have no such parameter", remedy, place)
             elif isinstance(value, dict):
@@ -265,8 +266,8 @@ def _sources(family: Any) -> list[str]:
     """The Python text of the family's classes above PreTrainedConfig, and of modules that read it."""
     from transformers import PreTrainedConfig
 
-    own = [kind for kind in family.__mro__ if issubclass(kind, PreTrainedConfig) and kind is not PreTrainedConfig]
-    texts = [inspect.getsource(kind) for kind in own]
+    classes = [kind for kind in family.__mro__ if issubclass(kind, PreTrainedConfig) and kind is not PreTrainedConfig]
+    texts = [inspect.getsource(kind) for kind in classes]
     module = family.__module__
     reader = module.replace(".configuration_", ".modeling_")
     if reader != module:
@@ -279,16 +280,16 @@ def _sources(family: Any) -> list[str]:
 
 def _read_by(family: Any) -> set[str]:
     """Fields that a family has without a declaration: it writes them to a file, accepts them, or reads them."""
-    found: set[str] = set()
+    names: set[str] = set()
     with contextlib.suppress(Exception):  # a few families have no defaults for all fields
-        found |= set(family().to_dict())
+        names |= set(family().to_dict())
     within = f"|{family.base_config_key}" if family.base_config_key else ""  # DBRX reads attn_config.rope_theta
     for text in _sources(family):
-        found |= set(re.findall(r"""\bkwargs(?:\.(?:pop|get)\(\s*|\[)["'](\w+)""", text))
-        found |= set(re.findall(r"""["'](\w+)["'] in kwargs""", text))
-        found |= set(re.findall(rf"\b(?:config{within})\.(\w+)", text))
-        found |= set(re.findall(r"""(?:get|has)attr\(\s*(?:self\.)?\w*config,\s*["'](\w+)""", text))
-    return found
+        names |= set(re.findall(r"""\bkwargs(?:\.(?:pop|get)\(\s*|\[)["'](\w+)""", text))
+        names |= set(re.findall(r"""["'](\w+)["'] in kwargs""", text))
+        names |= set(re.findall(rf"\b(?:config{within})\.(\w+)", text))
+        names |= set(re.findall(r"""(?:get|has)attr\(\s*(?:self\.)?\w*config,\s*["'](\w+)""", text))
+    return names
 
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -341,8 +342,8 @@ def check_model(run: Run) -> tuple[ModelSpec, tuple[str, ...]]:
     before = None
     for number, stage in enumerate(run.stages):
         if stage.rope and (before is None or before.rope != stage.rope):
-            own = config.data.stages[number - 1].rope or {}
-            _check_rope(hf, f"data.stages[{number - 1}].rope", stage, own, problems)
+            new_fields = config.data.stages[number - 1].rope or {}
+            _check_rope(hf, f"data.stages[{number - 1}].rope", stage, new_fields, problems)
         elif before is None or (stage.data.sequence_length > before.data.sequence_length and not stage.rope):
             later = before is not None
             notes += _check_length(hf, stage.data.sequence_length, key, problems, later=later)
@@ -389,16 +390,16 @@ def _load_config(model: ModelConfig, key: str, problems: Problems) -> None:
             raise
         reason = str(error.__cause__).strip().splitlines()[-1].strip()
         reason = re.sub(r"^\w*(Error|Exception): ", "", reason)
-        rule, given = f"transformers says: {reason}", model.pretrained or model.config
-        fields = given if isinstance(given, dict) else {}
-        said = reason.lower()
-        named = [name for name in fields if name.removeprefix("num_").replace("_", " ") in said]
+        rule, named_config = f"transformers says: {reason}", model.pretrained or model.config
+        fields = named_config if isinstance(named_config, dict) else {}
+        lowered = reason.lower()
+        named = [name for name in fields if name.removeprefix("num_").replace("_", " ") in lowered]
         if named:
             values = " with ".join(f"{key}.{name} = {fields[name]}" for name in named)
             place = problems.places.get(f"{key}.{named[-1]}")
             problems.add_text(f"{key}.{named[-1]}", values, rule, "change one of them", place)
         else:
-            problems.add(key, fields.get("model_type", given), rule, "correct what it names")
+            problems.add(key, fields.get("model_type", named_config), rule, "correct what it names")
         raise problems.error() from error
 
 
@@ -455,10 +456,9 @@ def _check_length(
     tables: list[torch.Tensor] = [m.weight for m in hf.modules() if isinstance(m, nn.Embedding) and m is not words]
     tables += [buffer for buffer in hf.buffers() if buffer.dim() == 2]
     if any(longest <= table.shape[0] <= longest + 8 for table in tables):
-        problems.add(
-            "data.sequence_length", length, f"the model has a table of {longest} positions ({name})",
-            f"set it to {longest} or less" + (f", or raise {name}" if key == "model.config" else ""),
-        )  # fmt: skip
+        remedy = f"set it to {longest} or less" + (f", or raise {name}" if key == "model.config" else "")
+        rule = f"the model has a table of {longest} positions ({name})"
+        problems.add("data.sequence_length", length, rule, remedy)
         return ()
     more = f"; set {name} to {length} if that is meant" if key == "model.config" else ""
     more = "; give the stage rope, such as another rope_theta, which raises that number" if later else more
@@ -473,8 +473,8 @@ def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any]
     from llmtrain.models import rope  # most runs have none
 
     if why := rope.refuse(hf, stage.rope, stage.data.sequence_length, own):
-        problems.add(key, stage.rope, why, "write fields of rope_parameters that transformers has for this family, or "
-                     "remove them")  # fmt: skip
+        remedy = "write fields of rope_parameters that transformers has for this family, or remove them"
+        problems.add(key, stage.rope, why, remedy)
 
 
 def _check_experts(hf: PreTrainedModel, run: Run, problems: Problems) -> None:
@@ -522,13 +522,13 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
         other[0, -1] += 1
         with torch.no_grad():
             if gives_scores(hf.config):
-                scores, after = (language(each, lambda head, hidden: head.scores(hidden)) for each in (ids, other))
+                scores, after = (language(tokens, lambda head, hidden: head.scores(hidden)) for tokens in (ids, other))
                 _refuse_both_directions(hf, scores[:, :-1], after[:, :-1], key)
                 compare_losses(small, float(scores[0, -1]), float(language.logits(ids)))
                 return
-            logits, changed = (language.logits(each)[:, :-1] for each in (ids, other))
+            logits, changed = (language.logits(tokens)[:, :-1] for tokens in (ids, other))
             counted = labels.masked_fill(labels == ids[0, 0], IGNORE)
-            ours = float(language(ids, lambda head, hidden: head.nll_sum(hidden, counted))) / (ids.shape[1] - 1)
+            our_loss = float(language(ids, lambda head, hidden: head.nll_sum(hidden, counted))) / (ids.shape[1] - 1)
     except ModelError:
         raise
     except Exception:  # the copy's sizes do not fit together, or it needs more than tokens
@@ -540,8 +540,8 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
             "those of a published model."
         )
     _refuse_both_directions(hf, logits, changed, key)
-    theirs = float(nn.functional.cross_entropy(logits.float().flatten(0, 1), labels[:, :-1].flatten()))
-    compare_losses(hf, ours, theirs)
+    own_loss = float(nn.functional.cross_entropy(logits.float().flatten(0, 1), labels[:, :-1].flatten()))
+    compare_losses(hf, our_loss, own_loss)
 
 
 def _refuse_both_directions(hf: PreTrainedModel, before: torch.Tensor, after: torch.Tensor, key: str) -> None:

@@ -110,22 +110,22 @@ def anatomy_of(hf: PreTrainedModel) -> Anatomy:
     small = probe_copy(hf)
     check_same_structure(hf, small)
     layer_list = _layer_list(small)
-    found = _Found(small, layer_list)
-    head = found.head()
-    before, after = found.sort_parts(head)
-    found.prove(before, after, head)
+    parts = _Found(small, layer_list)
+    head = parts.head()
+    before, after = parts.sort_parts(head)
+    parts.prove(before, after, head)
     _check_parameters(hf, layer_list, [*before, *after, head])
-    embedding = found.embedding(before)
+    embedding = parts.embedding(before)
     words: Any = hf.get_submodule(embedding)
     width, hidden = words.embedding_dim, hf.config.hidden_size
     return Anatomy(
         embedding=embedding,
         before=tuple(
-            Before(path=path, width=width if found.width(path) == found.width(embedding) else hidden) for path in before
+            Before(path=path, width=width if parts.width(path) == parts.width(embedding) else hidden) for path in before
         ),
         layer_list=layer_list,
-        layers=tuple(_layers(hf, layer_list, found.sliding())),
-        layers_return_tuples=found.returns_tuples,
+        layers=tuple(_layers(hf, layer_list, parts.sliding())),
+        layers_return_tuples=parts.returns_tuples,
         after=tuple(after),
         head=head,
         tied=hf.get_submodule(head).weight is hf.get_submodule(embedding).weight,
@@ -173,13 +173,13 @@ def _parts(hf: nn.Module, layer_list: str) -> list[str]:
     """All children of the trunk and its parents, except the list of layers and its parents."""
     names = layer_list.split(".")
     chain = [".".join(names[:depth]) for depth in range(len(names) + 1)]
-    found = []
+    paths = []
     for parent in chain[:-1]:
         for child, _ in hf.get_submodule(parent).named_children():
             path = f"{parent}.{child}" if parent else child
             if path not in chain:
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
 def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None:
@@ -271,8 +271,8 @@ class _Found:
     def embedding(self, before: list[str]) -> str:
         words = self._small.config.vocab_size
         modules = {path: self._small.get_submodule(path) for path in before}
-        given = [path for path, m in modules.items() if isinstance(m, nn.Embedding) and m.num_embeddings >= words]
-        tokens = [path for path in given if any(torch.equal(t, self._ids) for t in self._calls[path][0].inputs())]
+        embeddings = [path for path, m in modules.items() if isinstance(m, nn.Embedding) and m.num_embeddings >= words]
+        tokens = [path for path in embeddings if any(torch.equal(t, self._ids) for t in self._calls[path][0].inputs())]
         if len(tokens) != 1:
             raise self._no(f"{len(tokens)} modules embed the tokens ({', '.join(tokens) or 'none'})")
         return tokens[0]
@@ -289,7 +289,7 @@ class _Found:
     def prove(self, before: list[str], after: list[str], head: str) -> None:
         """Run each layer, and the modules after them, without the others. Raises ModelError: a bit differs."""
         small, count = self._small, len(self._layers)
-        own = {
+        modules = {
             path: small.get_submodule(path) for path in [*before, *(call.path for call in self._layers), *after, head]
         }
         absent: dict[str, nn.Module] = {path: AbsentBefore(self.width(path), self._logits.dtype) for path in before}
@@ -299,7 +299,7 @@ class _Found:
         assert last is not None
         try:
             for index, call in enumerate(self._layers):
-                _put(small, {**absent, call.path: own[call.path]})
+                _put(small, {**absent, call.path: modules[call.path]})
                 with Watch(small, [call.path], replace=call.hidden) as watch:
                     self._run(f"layer {index} without the others")
                 if not (watch.calls and watch.calls[0].same_result(call)):
@@ -307,11 +307,11 @@ class _Found:
                         f"layer {index} gives something else without the other layers: they share more than "
                         "the hidden state"
                     )
-            _put(small, {**absent, **{path: own[path] for path in [*after, head]}})
+            _put(small, {**absent, **{path: modules[path] for path in [*after, head]}})
             with Watch(small, [self._layers[count - 1].path], replace=last):
                 logits = self._run("the parts after the layers without those")
         finally:
-            _put(small, own)
+            _put(small, modules)
         if not torch.equal(logits, self._logits):
             raise self._no(f"{', '.join([*after, head])} without the layers do not give the model's logits")
         form = HeadForm.of(small.config)

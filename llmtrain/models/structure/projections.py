@@ -81,7 +81,7 @@ class LayerGraph:
         self._give_roles()
         self._first = self.nodes
         inner = {node.path for node in self.nodes if node.role == "inner"}
-        if inner:  # a second run without them assigns outputs to heads
+        if inner:  # run again without these modules to see which head each output belongs to
             roles = {node.path: node.role for node in self.nodes}
             norms = [node for node in self.nodes if node.role == "inner"]
             self._run(passed=inner)
@@ -179,21 +179,21 @@ class LayerGraph:
         reads = [set().union(*(self._reads(value) for value in node.inputs)) for node in self.nodes]
         end = self._reads(self.output)
         heads = [self._reads(tensor) for tensor in self.heads]
-        kept = set() if self._mlps is None else set(range(len(self.nodes)))
+        complete = set() if self._mlps is None else set(range(len(self.nodes)))
         bare = {node.path for node in self.nodes}  # a parameter of the MLP itself may act anywhere in it
         for mlp in set(self._mlps or ()) - bare:
-            kept -= {index for index, node in enumerate(self.nodes) if node.path.startswith(f"{mlp}.")}
+            complete -= {index for index, node in enumerate(self.nodes) if node.path.startswith(f"{mlp}.")}
         while True:
             stream, inner = {-1}, {-2}
             joined: set[int] = set()
             for index, (node, read) in enumerate(zip(self.nodes, reads, strict=True)):
-                own = read & inner
-                if not own:
-                    node.role = "column" if node.linear and index not in kept else "stream"
+                inner_reads = read & inner
+                if not inner_reads:
+                    node.role = "column" if node.linear and index not in complete else "stream"
                 elif read <= inner:
                     node.role = "row" if node.linear else "inner"
                 else:
-                    joined |= own
+                    joined |= inner_reads
                     node.role = "stream"
                 (inner if node.role in ("column", "inner") else stream).add(index)
             joined |= end & inner
@@ -205,9 +205,9 @@ class LayerGraph:
             joined = {index for index in joined if index >= 0}
             if not joined:
                 break
-            if not joined - kept:
+            if not joined - complete:
                 raise self.no("its maps are connected in a way that is not understood")
-            kept |= joined
+            complete |= joined
         self._check_heads(reads, end, heads)
 
     def _check_heads(self, reads: list[set[int]], end: set[int], heads: list[set[int]]) -> None:
@@ -262,11 +262,11 @@ class LayerGraph:
         plain, counted = (grad.reshape(self.tokens, -1) for grad in grads)
         strong = plain.abs() > 1e-2 * plain.abs().amax(0, keepdim=True).clamp_min(1e-20)
         quotient = torch.where(strong, counted / torch.where(strong, plain, 1), 0)
-        found = quotient.abs().amax(0).round()
-        off = torch.where(strong, (quotient - found).abs(), 0)
-        if bool((off > (_SMALL * found).clamp(_SMALL, 0.25)).any()):
+        nearest = quotient.abs().amax(0).round()
+        off = torch.where(strong, (quotient - nearest).abs(), 0)
+        if bool((off > (_SMALL * nearest).clamp(_SMALL, 0.25)).any()):
             return None
-        return torch.where(plain.abs().amax(0) > 1e-20, found.long() - 1, -1)
+        return torch.where(plain.abs().amax(0) > 1e-20, nearest.long() - 1, -1)
 
     def sections(self, node: Node) -> tuple[int, ...] | None:
         """The parts of a column map's outputs that are cut into shards separately."""
@@ -281,12 +281,12 @@ class LayerGraph:
             of_target = self._owners(target, count, source)
             if of_target is None:
                 raise self.no(f"an output of {node.path} goes to several heads or features of what reads it")
-            own = of_target >= 0
-            if bool((own & (owners >= 0)).any() and not torch.equal(owners[own], of_target[own])):
+            owned = of_target >= 0
+            if bool((owned & (owners >= 0)).any() and not torch.equal(owners[owned], of_target[owned])):
                 raise self.no(f"an output of {node.path} goes to several places")
-            if bool(own.any()):
+            if bool(owned.any()):
                 counts.add(count)
-            owners = torch.where(own, of_target, owners)
+            owners = torch.where(owned, of_target, owners)
         if bool((owners < 0).any()) or len(counts) != 1:
             raise self.no(f"what {int((owners < 0).sum())} outputs of {node.path} are for is not to be found")
         return self._parts(node, owners.tolist(), counts.pop())
@@ -343,7 +343,7 @@ class Projections:
     kv_heads: int
     widths: tuple[int, ...]
     """Sharded features of maps other than attention's; each number must be a multiple of the ranks."""
-    whole: str
+    note: str
     """A note with the reason if the attention of some layers cannot be sharded."""
 
 
@@ -357,7 +357,7 @@ class _OfLayer:
     attention: str
     """Empty: attention is not sharded."""
     numbers: tuple[str, ...]
-    whole: str
+    note: str
     """The reason why attention is not sharded."""
 
 
@@ -384,10 +384,10 @@ def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
                 kinds[kind] = _of_layer(layer, call, heads, kv_heads, attended)
             except ModelError as error:
                 kinds[kind] = _of_layer(layer, call, heads, kv_heads, attended, str(error))
-    whole = next((found.whole for found in kinds.values() if found.whole), "")
-    if whole and not any(found.maps for found in kinds.values()) and not any(part.experts for part in anatomy.layers):
-        raise ModelError(whole)
-    return _of_whole_model(hf, anatomy, kinds, whole)
+    reason = next((kind.note for kind in kinds.values() if kind.note), "")
+    if reason and not any(kind.maps for kind in kinds.values()) and not any(part.experts for part in anatomy.layers):
+        raise ModelError(reason)
+    return _of_whole_model(hf, anatomy, kinds, reason)
 
 
 def _calls(small: PreTrainedModel, layer_list: str) -> list[Call]:
@@ -397,21 +397,21 @@ def _calls(small: PreTrainedModel, layer_list: str) -> list[Call]:
 
 
 def _of_layer(
-    layer: nn.Module, call: Call, heads: int, kv_heads: int, attended: list[Attended], whole: str = ""
+    layer: nn.Module, call: Call, heads: int, kv_heads: int, attended: list[Attended], reason: str = ""
 ) -> _OfLayer:
-    graph = LayerGraph(layer, call, kv_heads, attended, mlps_of(layer, call) if whole else None)
+    graph = LayerGraph(layer, call, kv_heads, attended, mlps_of(layer, call) if reason else None)
     maps, norms = _maps(graph), _norms(graph)
     divided = rehearse(layer, call, maps, norms, graph.attention, heads=heads, kv_heads=kv_heads)
     entries = [node.path for node in graph.nodes if node.role == "entry"]
-    return _OfLayer(maps, norms, entries, graph.attention, divided, whole)
+    return _OfLayer(maps, norms, entries, graph.attention, divided, reason)
 
 
 def _maps(graph: LayerGraph) -> list[Map]:
-    found = []
+    maps = []
     for node in graph.nodes:
         if node.role in ("column", "inside", "row"):
             column = node.role != "row"
-            found.append(
+            maps.append(
                 Map(
                     path=node.path,
                     column=column,
@@ -424,14 +424,14 @@ def _maps(graph: LayerGraph) -> list[Map]:
     for node in graph.nodes:
         if node.role == "row":
             graph.check_row(node)
-    return found
+    return maps
 
 
 def _norms(graph: LayerGraph) -> list[InnerNorm]:
-    found = []
+    norms = []
     for node in graph.nodes:
         if node.role == "behind":
-            found.append(InnerNorm(path=node.path, kind="each_head"))
+            norms.append(InnerNorm(path=node.path, kind="each_head"))
         if node.role != "inner":
             continue
         shapes = {tuple(p.shape) for p in node.module.parameters()}
@@ -447,12 +447,12 @@ def _norms(graph: LayerGraph) -> list[InnerNorm]:
             kind = "across_heads"
         else:
             raise graph.no(f"{node.path} acts on a shard of the features in a way that is not understood")
-        found.append(InnerNorm(path=node.path, kind=kind))
-    return found
+        norms.append(InnerNorm(path=node.path, kind=kind))
+    return norms
 
 
 def _of_whole_model(
-    hf: PreTrainedModel, anatomy: Anatomy, kinds: dict[frozenset[tuple[str, int]], _OfLayer], whole: str
+    hf: PreTrainedModel, anatomy: Anatomy, kinds: dict[frozenset[tuple[str, int]], _OfLayer], note: str
 ) -> Projections:
     maps: list[Map] = []
     norms: list[InnerNorm] = []
@@ -475,9 +475,9 @@ def _of_whole_model(
             norms += [InnerNorm(path=f"{part.path}.{path}", kind=norm.kind) for path in _alike(norm.path, layer)]
     heads = hf.config.num_attention_heads if attentions else 0
     kv_heads = getattr(hf.config, "num_key_value_heads", None) or heads
-    if whole:
-        count, reason = len(anatomy.layers), whole.removeprefix("model: ").removesuffix(".")
-        whole = (
+    if note:
+        count, reason = len(anatomy.layers), note.removeprefix("model: ").removesuffix(".")
+        note = (
             f"the attention of {count - len(attentions)} of {count} layers is complete on every rank; their MLPs and "
             f"experts are sharded ({reason})"
         )
@@ -486,11 +486,11 @@ def _of_whole_model(
         norms=_unique(norms),
         entries=tuple(entries),
         attentions=tuple(attentions),
-        local_numbers=tuple(sorted({number for found in kinds.values() for number in found.numbers})),
+        local_numbers=tuple(sorted({number for kind in kinds.values() for number in kind.numbers})),
         heads=heads,
         kv_heads=kv_heads if attentions else 0,
         widths=tuple(sorted(widths)),
-        whole=whole,
+        note=note,
     )
 
 
@@ -498,18 +498,18 @@ def _alike(path: str, layer: nn.Module) -> list[str]:
     """Paths in a layer of the full model that match `path`, with any numbers of module lists (experts, heads)."""
     paths = [""]
     for name in path.split("."):
-        found = []
+        below = []
         for parent in paths:
             module = layer.get_submodule(parent)
             several = isinstance(module, nn.ModuleList)
             names = [child for child, _ in module.named_children()] if several else [name]
-            found += [f"{parent}.{child}" if parent else child for child in names]
-        paths = found
+            below += [f"{parent}.{child}" if parent else child for child in names]
+        paths = below
     return paths
 
 
-def _unique(found: list[Any]) -> tuple[Any, ...]:
-    return tuple({entry.path: entry for entry in found}.values())
+def _unique(items: list[Any]) -> tuple[Any, ...]:
+    return tuple({entry.path: entry for entry in items}.values())
 
 
 def _full_sections(entry: Map, module: Any) -> tuple[int, ...] | None:
@@ -565,20 +565,20 @@ def mlps_of(layer: nn.Module, call: Call) -> list[str]:
     with torch.no_grad(), Watch(layer, [path for path, _ in layer.named_modules() if path]) as watch:
         layer(*call.args, **call.kwargs)
     calls = {inner.path: inner for inner in watch.calls}
-    found: list[str] = []
+    mlps: list[str] = []
     for path, module in layer.named_modules():
-        inside = any(path.startswith(f"{mlp}.") for mlp in found)
+        inside = any(path.startswith(f"{mlp}.") for mlp in mlps)
         if path in calls and not inside and experts.isdisjoint(module.modules()) and _is_mlp(module, calls[path]):
-            found.append(path)
-    return found
+            mlps.append(path)
+    return mlps
 
 
 def _is_mlp(module: nn.Module, call: Call) -> bool:
-    given, result = call.hidden, call.result
-    if given is None or result is None or len(call.args) != 1 or call.kwargs or call.output is not result:
+    hidden, result = call.hidden, call.result
+    if hidden is None or result is None or len(call.args) != 1 or call.kwargs or call.output is not result:
         return False
-    if given.shape != result.shape or sum(p.dim() == 2 for p in module.parameters()) < 2:
+    if hidden.shape != result.shape or sum(p.dim() == 2 for p in module.parameters()) < 2:
         return False
     with torch.no_grad():  # not compared with the result, to which some layers add in place
-        parts = torch.cat([module(part) for part in given.split(5, dim=1)], dim=1)
-        return torch.allclose(parts, module(given), rtol=1e-4, atol=1e-5)
+        parts = torch.cat([module(part) for part in hidden.split(5, dim=1)], dim=1)
+        return torch.allclose(parts, module(hidden), rtol=1e-4, atol=1e-5)

@@ -112,12 +112,12 @@ def rehearse(
     ]
     reason = "its shards do not add up"
     with torch.no_grad():
-        whole = _result(layer(*call.args, **call.kwargs))
+        expected = _result(layer(*call.args, **call.kwargs))
         for count in range(len(names) + 1):
             for chosen in itertools.combinations(names, count):
                 ranks = _ranks(layer, maps, norms, attention, chosen, _Meeting(degree))
                 outputs, error = _play(ranks, call)
-                if error is None and all(torch.allclose(out, whole, rtol=1e-4, atol=1e-5) for out in outputs):
+                if error is None and all(torch.allclose(out, expected, rtol=1e-4, atol=1e-5) for out in outputs):
                     return chosen
                 reason = str(error) if error is not None and count == 0 else reason
     raise ModelError(
@@ -135,24 +135,24 @@ def _ranks(
 ) -> list[nn.Module]:
     made = []
     for rank in range(meeting.degree):
-        own = copy.deepcopy(layer)
+        sharded = copy.deepcopy(layer)
         for entry in maps:
-            own.set_submodule(entry.path, _ShardedMap(layer.get_submodule(entry.path), entry, rank, meeting))
+            sharded.set_submodule(entry.path, _ShardedMap(layer.get_submodule(entry.path), entry, rank, meeting))
         for path in {norm.path.rpartition(".")[0] for norm in norms if norm.kind == "one_head"}:
-            items = own.get_submodule(path)
+            items = sharded.get_submodule(path)
             assert isinstance(items, nn.ModuleList)
-            each = len(items) // meeting.degree
-            own.set_submodule(path, items[rank * each : (rank + 1) * each])
+            share = len(items) // meeting.degree
+            sharded.set_submodule(path, items[rank * share : (rank + 1) * share])
         for norm in norms:
             if norm.kind == "own_heads":
-                for parameter in own.get_submodule(norm.path).parameters():
+                for parameter in sharded.get_submodule(norm.path).parameters():
                     parameter.data = parameter.data.chunk(meeting.degree, 0)[rank]
             elif norm.kind == "across_heads":
-                of_all = own.get_submodule(norm.path)
+                of_all = sharded.get_submodule(norm.path)
                 of_all.forward = _gathering(of_all.forward, rank, meeting)
         if attention:
-            divide_heads(own.get_submodule(attention), numbers, meeting.degree)
-        made.append(own)
+            divide_heads(sharded.get_submodule(attention), numbers, meeting.degree)
+        made.append(sharded)
     return made
 
 

@@ -72,10 +72,10 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def check_same_structure(hf: nn.Module, small: nn.Module) -> None:
     """Raises ModelError: the parameters differ, apart from numbers in names and sizes."""
-    there, here = structure(hf), structure(small)
-    if different := sorted(there ^ here):
+    of_model, of_copy = structure(hf), structure(small)
+    if different := sorted(of_model ^ of_copy):
         name, dimensions = different[0]
-        holder = "the model itself" if (name, dimensions) in there else "its small copy"
+        holder = "the model itself" if (name, dimensions) in of_model else "its small copy"
         raise ModelError(
             f"model: a small copy of {type(hf).__name__} has another structure: only {holder} has {name} "
             f"({dimensions} dimensions), so what is found in the copy does not hold for the model."
@@ -114,9 +114,9 @@ def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int
     if fields.get("text_config"):
         text = fields["text_config"].get("model_type")
         raise ModelError(f"model: {kind} is a text model together with others: use its text model by itself ({text}).")
-    own = {key for layer in fields.get("per_layer_config", {}).values() for key in layer}
-    if own - {"head_dim"}:
-        differing = ", ".join(sorted(own - {"head_dim"}))
+    differing_keys = {key for layer in fields.get("per_layer_config", {}).values() for key in layer}
+    if differing_keys - {"head_dim"}:
+        differing = ", ".join(sorted(differing_keys - {"head_dim"}))
         raise ModelError(f"model: no small copy of a {kind} model can be made: its layers differ in {differing}.")
     if not isinstance(hidden, int) or not isinstance(heads, int):
         raise ModelError(
@@ -128,15 +128,15 @@ def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int
         raise ModelError(f"model: num_attention_heads {heads} is no multiple of num_key_value_heads {kv}.")
     fewer_kv = _divisor(kv, kv_heads)
     fewer = fewer_kv * (heads // kv) if kv > 1 else _divisor(heads, kv_heads)
-    given = fields.get("head_dim")
+    head_dim = fields.get("head_dim")
     factors = [rope["partial_rotary_factor"] for rope in _ropes(fields) if rope.get("partial_rotary_factor")]
     factor = min(factors) if factors else fields.get("partial_rotary_factor") or 1.0
-    whole = given or hidden // heads
+    full = head_dim or hidden // heads
     sizes = (8, 16, 32) if fewer >= 16 else (16, 32)
-    size = next((s for s in sizes if s < whole and int(s * factor) >= 2 and int(s * factor) % 2 == 0), whole)
+    size = next((s for s in sizes if s < full and int(s * factor) >= 2 and int(s * factor) % 2 == 0), full)
     small = fewer * size
-    if given and given * heads != hidden:  # heads that do not fill the hidden size must not do so in the copy
-        small = min(hidden, fewer * size * 2 if given * heads < hidden else fewer * size // 2)
+    if head_dim and head_dim * heads != hidden:  # heads that do not fill the hidden size must not do so in the copy
+        small = min(hidden, fewer * size * 2 if head_dim * heads < hidden else fewer * size // 2)
     for key, value in fields.items():
         if type(value) is int and value > 1 and _WIDTH.search(key) and not _NO_WIDTH.search(key):
             fields[key] = _width(value, hidden, small)
@@ -144,12 +144,12 @@ def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int
     size_of.put("num_attention_heads", fewer)
     if size_of.get("num_key_value_heads") is not None:
         size_of.put("num_key_value_heads", fewer_kv)
-    if given:
+    if head_dim:
         for key, value in fields.items():  # low-rank attention has heads of several sizes
             if key.endswith("head_dim") and type(value) is int:
-                fields[key] = value * size // given
+                fields[key] = value * size // head_dim
         for layer in fields.get("per_layer_config", {}).values():
-            layer.update({k: v * size // given for k, v in layer.items() if k == "head_dim"})
+            layer.update({k: v * size // head_dim for k, v in layer.items() if k == "head_dim"})
     if fields.get("query_pre_attn_scalar"):
         fields["query_pre_attn_scalar"] = size
     _shrink_state_heads(fields, small)
@@ -187,7 +187,7 @@ def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None
         raise ModelError(f"model: a {fields.get('model_type')} config has no num_hidden_layers.")
     indices = {key: value for key, value in lists.items() if "layer" in key and _ascending(value, count)}
     lists = {key: value for key, value in lists.items() if key not in indices and len(value) == count}
-    own = {int(layer): values for layer, values in fields.get("per_layer_config", {}).items()}  # Gemma 4
+    by_layer = {int(layer): values for layer, values in fields.get("per_layer_config", {}).items()}  # Gemma 4
     dense = fields.get("first_k_dense_replace")
     # (step, place): layer i is special if i % step == place.
     sparse = fields.get("decoder_sparse_step") or 1
@@ -198,24 +198,24 @@ def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None
     for layer in range(count):
         kind = [value[layer] for value in lists.values()] + [layer in value for value in indices.values()]
         kind += [layer % step == place for step, place in repeats]
-        kinds.setdefault(repr((kind, own.get(layer), layer < (dense or 0))), layer)
+        kinds.setdefault(repr((kind, by_layer.get(layer), layer < (dense or 0))), layer)
     first = sorted(kinds.values())
     others = [layer for layer in range(count) if layer not in first]
-    kept = sorted(first + others[: max(0, min(layers, count) - len(first))])
+    stay = sorted(first + others[: max(0, min(layers, count) - len(first))])
     if repeats:  # the model computes the kinds of layers from their numbers: keep the numbers
-        kept = list(range(max(kept) + 1))
+        stay = list(range(max(stay) + 1))
     for key, value in lists.items():
-        fields[key] = [value[layer] for layer in kept]
+        fields[key] = [value[layer] for layer in stay]
     for key, value in indices.items():
-        fields[key] = [new for new, layer in enumerate(kept) if layer in value]
-    if own:
-        fields["per_layer_config"] = {new: own[layer] for new, layer in enumerate(kept) if layer in own}
+        fields[key] = [new for new, layer in enumerate(stay) if layer in value]
+    if by_layer:
+        fields["per_layer_config"] = {new: by_layer[layer] for new, layer in enumerate(stay) if layer in by_layer}
     if isinstance(dense, int):
-        fields["first_k_dense_replace"] = sum(layer < dense for layer in kept)
+        fields["first_k_dense_replace"] = sum(layer < dense for layer in stay)
     if "attention_types" in fields:  # GPT-Neo: the list again, as patterns with numbers of repeats
         fields["attention_types"] = [[fields["attention_layers"], 1]]
     if size_of.get("num_hidden_layers") is not None:
-        size_of.put("num_hidden_layers", len(kept))
+        size_of.put("num_hidden_layers", len(stay))
 
 
 def _ascending(value: list[Any], count: int) -> bool:
@@ -252,9 +252,9 @@ def _shrink_vocabulary(size_of: _Sizes, fields: dict[str, Any], vocabulary: int)
 
 def _ropes(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """One, or one for each kind of layer."""
-    given = fields.get("rope_parameters") or {}
-    nested = [value for value in given.values() if isinstance(value, dict)]
-    return nested or ([given] if given else [])
+    rope = fields.get("rope_parameters") or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or ([rope] if rope else [])
 
 
 def _shrink_positions(size_of: _Sizes, fields: dict[str, Any], positions: int, rotary_dim: int) -> None:
@@ -271,8 +271,8 @@ def _shrink_positions(size_of: _Sizes, fields: dict[str, Any], positions: int, r
             place["original_max_position_embeddings"] = max(1, original * small // longest)
         for key in ("short_factor", "long_factor"):
             if isinstance(place.get(key), list):
-                given, count = place[key], rotary_dim // 2
-                place[key] = [given[index * len(given) // count] for index in range(count)]
+                factors, count = place[key], rotary_dim // 2
+                place[key] = [factors[index * len(factors) // count] for index in range(count)]
 
 
 _MOST = 100_000_000  # parameters of a small copy: 0.4 GB, nothing written yet
@@ -299,8 +299,8 @@ class Call:
 
     @property
     def result(self) -> Tensor | None:
-        given = self.output[0] if isinstance(self.output, tuple) and self.output else self.output
-        return given if isinstance(given, Tensor) and given.dim() == 3 else None
+        first = self.output[0] if isinstance(self.output, tuple) and self.output else self.output
+        return first if isinstance(first, Tensor) and first.dim() == 3 else None
 
     def same_result(self, other: Call) -> bool:
         return self.result is not None and other.result is not None and torch.equal(self.result, other.result)

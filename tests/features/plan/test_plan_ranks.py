@@ -323,7 +323,7 @@ def test_static_bytes_are_the_arithmetic(name: str, small_data: str, monkeypatch
     found = [planned.highest for planned in rehearse(made, list(kinds(run.mix.degrees)), published.ranks)]
     elements = matrices + vectors
     if published.tensor > 1:
-        assert not spec.projections.whole
+        assert not spec.projections.note
         elements = matrices // published.tensor + vectors
     whole, shared = elements, elements // run.mix.degrees.data
     if published.stage == 3:

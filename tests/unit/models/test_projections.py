@@ -123,7 +123,7 @@ def test_low_rank_attention() -> None:
     assert found.entries == tuple(f"{layer.path}.self_attn.kv_a_proj_with_mqa" for layer in anatomy.layers)
     assert {(norm.path.rsplit(".", 1)[1], norm.kind) for norm in found.norms} == {("kv_a_layernorm", "each_head")}
     assert {entry.path.rsplit(".", 1)[1] for entry in found.maps if entry.inside} == {"kv_b_proj"}
-    assert not found.whole
+    assert not found.note
 
 
 def test_attention_of_another_kind_stays_whole() -> None:
@@ -135,7 +135,7 @@ def test_attention_of_another_kind_stays_whole() -> None:
     assert of_layer(found, "model.layers.3") == {**ATTENTION, **MLP}
     assert norms == {f"model.layers.3.self_attn.{k}_norm" for k in "qk"}
     assert found.attentions == ("model.layers.3.self_attn",)
-    assert found.whole.startswith("the attention of 3 of 4 layers is complete on every rank")
+    assert found.note.startswith("the attention of 3 of 4 layers is complete on every rank")
 
     hf = meta({"model_type": "falcon", **GPT2_LIKE})
     found = projections(hf, anatomy_of(hf))
