@@ -33,15 +33,15 @@ def trouble(device: torch.device) -> str | None:
     the user's cache folder, a failure is a warning."""
     if device.type not in _answers:
         _answers[device.type] = None
-        known = cache_folder() / "compiler" / _circumstances(device)
-        if known.exists():
+        works_mark = cache_folder() / "compiler" / _circumstances(device)
+        if works_mark.exists():
             share_cores()
         elif (reason := _attempt(device.type)) is not None:
             do_without(device, f"{reason}. {_REMEDY}")
         else:
             with contextlib.suppress(OSError):  # then the next process tries, too
-                known.parent.mkdir(parents=True, exist_ok=True)
-                known.touch()
+                works_mark.parent.mkdir(parents=True, exist_ok=True)
+                works_mark.touch()
     return _answers[device.type]
 
 

@@ -66,7 +66,7 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
     classes = {cls.__name__ for cause in chain for cls in type(cause).__mro__}
     token = get_token() is not None
     who = "the account of this token" if token else "a user without a token"
-    if full := [each for each in chain if isinstance(each, OSError) and each.errno in _DISK]:
+    if full := [cause for cause in chain if isinstance(cause, OSError) and cause.errno in _DISK]:
         text = (
             f"the cache {repository.folder} on {socket.gethostname()} cannot be written: "
             f"{os.strerror(full[0].errno or 0)}. Make room or give it back its rights, or set HF_HOME to another folder"

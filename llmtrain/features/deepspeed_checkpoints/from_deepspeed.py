@@ -392,17 +392,17 @@ def _resolve(files: Files, target: Target, names: Path | None, *, weights_only: 
     elif files.zero:
         add_zero(state, files, kinds)
         place_tied(state, files)
-    found = hf_names(state.shapes, target, listed, files.folder)
+    matched = hf_names(state.shapes, target, listed, files.folder)
     if not (files.universal or files.zero or weights_only):
-        trained = [name for name in state.copies if name in found and found[name] not in target.frozen]
+        trained = [name for name in state.copies if name in matched and matched[name] not in target.frozen]
         add_unnamed(state, files, trained, kinds)
-    lacking = [name for name in found if (PARAM, name) not in state.spans]
+    lacking = [name for name in matched if (PARAM, name) not in state.spans]
     absent = [name for name in lacking if name not in state.copies]
     if absent:
         raise CheckpointError(f"{files.folder}: no file holds the values of {absent[0]} ({len(absent)} in all).")
     add_copies_as_masters(state, lacking)
     state.check_gaps()
-    name_of = {hf: name for name, hf in found.items()}
+    name_of = {hf: name for name, hf in matched.items()}
     for alias, hf in target.aliases.items():
         alias_name = name_of[hf].removesuffix(hf) + alias
         if alias_name in state.copies:

@@ -353,7 +353,7 @@ def measure_all_reduce(survey: Survey) -> dict[str, Any]:
     names = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
     by_host = _here(survey, names)
     backend = _backend(survey, names)
-    labels = {r: f"{name} GPU {at}" if backend == "nccl" else name for name, own in by_host.items() for r, at in own}
+    labels = {r: f"{name} GPU {at}" if backend == "nccl" else name for name, gpus in by_host.items() for r, at in gpus}
     port = survey.port if survey.facts[names[0]].get("port", {}).get("free") else random.randint(32001, 32700)
     questions = {
         "mark": _MARK,
@@ -370,16 +370,16 @@ def measure_all_reduce(survey: Survey) -> dict[str, Any]:
         command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
         return on_hosts([name], command, timeout_s=_WITHIN_S[backend], port=survey.ssh_port, here=survey.alone)[name]
 
-    found: dict[str, Any] = {"hosts": names, "backend": backend, "ranks": len(labels)}
-    found |= {"steps": [], "pairs": [], "errors": {}}
+    measured: dict[str, Any] = {"hosts": names, "backend": backend, "ranks": len(labels)}
+    measured |= {"steps": [], "pairs": [], "errors": {}}
     for name, answer in in_parallel(names, one, fan_out=len(names)).items():
         result, error = _read(answer)
         if error:
-            found["errors"][name] = error
+            measured["errors"][name] = error
         elif result.get("steps"):
-            found["steps"] = result["steps"]
-            found["pairs"] = [[labels[int(a)], labels[int(b)], rate] for a, b, rate in result["pairs"]]
-    return found
+            measured["steps"] = result["steps"]
+            measured["pairs"] = [[labels[int(a)], labels[int(b)], rate] for a, b, rate in result["pairs"]]
+    return measured
 
 
 def _backend(survey: Survey, names: Sequence[str]) -> str:

@@ -49,21 +49,21 @@ class MLflow(Sink, entry="mlflow"):
         beside = f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=self.uri or os.environ.get("MLFLOW_TRACKING_URI") or beside)
         experiment = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "llmtrain"
-        known = self._client.get_experiment_by_name(experiment)
-        place = self._client.create_experiment(experiment) if known is None else known.experiment_id
-        found = self._client.search_runs([place], f"tags.`{_TAG}` = '{run_id}'", max_results=1)
+        existing = self._client.get_experiment_by_name(experiment)
+        place = self._client.create_experiment(experiment) if existing is None else existing.experiment_id
+        runs = self._client.search_runs([place], f"tags.`{_TAG}` = '{run_id}'", max_results=1)
         name = self.name or run_dir.resolve().name
-        run = found[0] if found else self._client.create_run(place, run_name=name, tags={_TAG: run_id})
-        self._id, self._resumed, self._stopped = run.info.run_id, bool(found), False
+        run = runs[0] if runs else self._client.create_run(place, run_name=name, tags={_TAG: run_id})
+        self._id, self._resumed, self._stopped = run.info.run_id, bool(runs), False
         self._last: dict[str, int] = {}
-        if found:
+        if runs:
             self._client.update_run(self._id, status="RUNNING")
         parameters = {}
         for key, value in leaves(config):
             text = value if isinstance(value, str) and value else json.dumps(to_json(value))
             parameters[_key(key)] = text[:_LONGEST]
         self._parameters(parameters, run.data.params)
-        for row in rows_after(run_dir / "metrics.jsonl", -1, self._last_of("loss")) if found else ():
+        for row in rows_after(run_dir / "metrics.jsonl", -1, self._last_of("loss")) if runs else ():
             if row["step"] <= start_step:
                 self.log(row, more=False)
 

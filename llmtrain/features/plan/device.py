@@ -88,7 +88,7 @@ class Machines:
     def room(self, peak: int, memory: int) -> tuple[int, int]:
         """Bytes that are left of a device's memory: at least, at most. Negative: they are missing."""
         left, others = memory - peak, self.others(peak)
-        return left - sum(held.high for held in others), left - sum(held.low for held in others)
+        return left - sum(other.high for other in others), left - sum(other.low for other in others)
 
 
 def memory_of(device: str | None, memory: str | None) -> int | None:

@@ -150,8 +150,8 @@ def _model_files(run: Run) -> list[str]:
 
 def in_words(chosen: dict[str, Any]) -> str:
     layers, keep = chosen["recompute"]["layers"], chosen["recompute"]["keep"]
-    kept = " but their attention" if keep else ""
-    return f"micro-batch {chosen['micro_batch']}, {layers or 'no'} layers recomputed{kept}"
+    exception = " but their attention" if keep else ""
+    return f"micro-batch {chosen['micro_batch']}, {layers or 'no'} layers recomputed{exception}"
 
 
 def with_chosen(run: Run, micro_batch: int, recompute: RecomputeConfig) -> Run:
@@ -168,7 +168,7 @@ def with_chosen(run: Run, micro_batch: int, recompute: RecomputeConfig) -> Run:
 def _with_micro_batch(run: Run, count: int) -> Run:
     """Return the run with a number for train.micro_batch auto. Raises ConfigError: the number does not go with it."""
     train = run.config.train
-    given = replace(train, micro_batch=count, max_steps=run.max_steps, max_tokens=None, epochs=None)
-    made = resolve(replace(run.config, train=given), run.mix.degrees.world_size, places=dict(run.places))
+    as_steps = replace(train, micro_batch=count, max_steps=run.max_steps, max_tokens=None, epochs=None)
+    made = resolve(replace(run.config, train=as_steps), run.mix.degrees.world_size, places=dict(run.places))
     train = replace(made.config.train, max_steps=train.max_steps, max_tokens=train.max_tokens, epochs=train.epochs)
     return replace(made, config=replace(made.config, train=train), notes=run.notes)

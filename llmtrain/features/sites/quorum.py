@@ -183,8 +183,8 @@ class Meetings:
             are = "is" if len(absent) == 1 else "are"
             return f"this site is alone: {', '.join(absent)} {are} there, but {are} not at this meeting"
         if late:
-            known = [name for name in self.before if name != self._name]
-            return f"{late}; last time {', '.join(known)} took part" if known else late
+            peers_before = [name for name in self.before if name != self._name]
+            return f"{late}; last time {', '.join(peers_before)} took part" if peers_before else late
         return f"{units.counted(len(peers), 'site')} of {least} are there ({', '.join(sorted(t.site for t in peers))})"
 
     @property
@@ -223,8 +223,8 @@ class Meetings:
 
         members, heard, wrong, late = self._ranks.first(ask)
         if wrong and not late:
-            known = [name for name in self.before if name != self._name]
-            raise RoundFailed(f"{wrong}; last time {', '.join(known)} took part" if known else wrong)
+            peers_before = [name for name in self.before if name != self._name]
+            raise RoundFailed(f"{wrong}; last time {', '.join(peers_before)} took part" if peers_before else wrong)
         return members, heard, wrong
 
 

@@ -254,17 +254,17 @@ class Detector:
         `norm`: NaN if there is none. `limit`: by default the one of spikes.
         """
         median, deviations = self._loss.measure(loss)
-        found = [("loss", loss, median, deviations, self._loss.uncertainty)]
+        measured = [("loss", loss, median, deviations, self._loss.uncertainty)]
         if not math.isnan(norm):
             median, deviations = self._norm.measure(_log(norm))
-            found.append(("gradient norm", norm, math.exp(median), deviations, self._norm.uncertainty))
-        above = [each[:4] for each in found if each[3] > (limit or _DEVIATIONS * each[4])]
+            measured.append(("gradient norm", norm, math.exp(median), deviations, self._norm.uncertainty))
+        above = [entry[:4] for entry in measured if entry[3] > (limit or _DEVIATIONS * entry[4])]
         return max(above, key=lambda each: each[3], default=None)
 
     def take(self, step: int, loss: float, norm: float) -> Spike | None:
         """Return the spike that begins with this step."""
-        found = self.outlier(loss, norm)
-        if found is None:
+        outlier = self.outlier(loss, norm)
+        if outlier is None:
             if math.isfinite(loss):
                 self._loss.take(loss)
             if math.isfinite(norm):
@@ -276,7 +276,7 @@ class Detector:
         if self._in_a_row > _NEW_LEVEL:
             self._in_a_row = 0
             self.restart()
-        figure, value, median, deviations = found
+        figure, value, median, deviations = outlier
         return Spike(step=step, figure=figure, value=value, median=median, deviations=deviations) if first else None
 
 

@@ -41,8 +41,8 @@ class TensorBoard(Sink, entry="tensorboard"):
         self._step = row["step"]
         values, plugin = [], SummaryMetadata.PluginData(plugin_name="scalars")
         for key, value in scalars(row).items():
-            known = metric_of(key)
-            words = "" if known is None else f"[{known.unit}] {known.meaning}"
+            metric = metric_of(key)
+            words = "" if metric is None else f"[{metric.unit}] {metric.meaning}"
             about = SummaryMetadata(summary_description=words, plugin_data=plugin)
             values.append(Summary.Value(tag=key, simple_value=value, metadata=about))
         summary = Summary(value=values)

@@ -111,8 +111,8 @@ def main(argv: list[str]) -> int:
     option = parser.add_argument
     option("--system", default=argparse.SUPPRESS, metavar="TEXT", help="the system message")
     option("--no-adapter", action="store_true", help="answer without the adapter")
-    own = "a Jinja template instead of the tokenizer's own"
-    option("--chat-template", type=Path, default=argparse.SUPPRESS, metavar="FILE", help=own)
+    meaning = "a Jinja template instead of the tokenizer's own"
+    option("--chat-template", type=Path, default=argparse.SUPPRESS, metavar="FILE", help=meaning)
     help_text = "variables of the template, an object of JSON, as for `llmtrain prepare`"
     option("--chat-template-kwargs", default=argparse.SUPPRESS, metavar="JSON", help=help_text)
     completion.offer(parser)
