@@ -58,31 +58,31 @@ class DurableFile:
             direct = self._filled == 0 and data.nbytes - done >= _PAGE
             if direct and np.frombuffer(data[done:], dtype=np.uint8).ctypes.data % _PAGE == 0:  # aligned
                 count = min(_PIECE, (data.nbytes - done) // _PAGE * _PAGE)
-                self._submit(data[done : done + count])
+                self._queue_write(data[done : done + count])
                 lent = True  # the disk reads the caller's memory
             else:
                 count = min(_PIECE - self._filled, data.nbytes - done)
                 self._buffers[0][self._filled : self._filled + count] = data[done : done + count]
                 self._filled += count
                 if self._filled == _PIECE:
-                    self._submit(memoryview(self._buffers[0]))
+                    self._queue_write(memoryview(self._buffers[0]))
                     self._buffers.append(self._buffers.pop(0))
                     self._filled = 0
             done += count
         self.bytes += data.nbytes
         if lent and not stays:
-            self._wait()
+            self._wait_for_writes()
 
     def close(self) -> tuple[int, str]:
         if self._filled:
             padded = -(-self._filled // _PAGE) * _PAGE
             self._digest.update(memoryview(self._buffers[0])[: self._filled])
-            self._wait()
-            self._put(memoryview(self._buffers[0])[:padded])
-        self._wait()
+            self._wait_for_writes()
+            self._write_piece(memoryview(self._buffers[0])[:padded])
+        self._wait_for_writes()
         os.ftruncate(self._handle, self.bytes)
         os.fsync(self._handle)
-        self._release()
+        self._close_and_stop()
         return self.bytes, self._digest.hexdigest()
 
     def __enter__(self) -> DurableFile:
@@ -94,26 +94,26 @@ class DurableFile:
         if self._handle < 0:
             return
         with contextlib.suppress(OSError):
-            self._wait()
-        self._release()
+            self._wait_for_writes()
+        self._close_and_stop()
         self.path.unlink(missing_ok=True)
 
-    def _release(self) -> None:
+    def _close_and_stop(self) -> None:
         self._disk.shutdown()
         handle, self._handle = self._handle, -1
         os.close(handle)
 
-    def _submit(self, piece: memoryview) -> None:
-        self._wait(_UNDER_WAY - 1)
-        self._pending.append(self._disk.submit(self._put, piece))
+    def _queue_write(self, piece: memoryview) -> None:
+        self._wait_for_writes(_UNDER_WAY - 1)
+        self._pending.append(self._disk.submit(self._write_piece, piece))
         self._digest.update(piece)
 
-    def _wait(self, left: int = 0) -> None:
+    def _wait_for_writes(self, left: int = 0) -> None:
         """Wait until at most `left` pieces are under way. Raises OSError for a failed one."""
         while len(self._pending) > left:
             self._pending.popleft().result()
 
-    def _put(self, piece: memoryview) -> None:
+    def _write_piece(self, piece: memoryview) -> None:
         done = 0
         while done < piece.nbytes:
             try:

@@ -58,7 +58,7 @@ class OutputFolder:
             raise CheckpointError(f"{self.out} exists already; nothing was written. Give another name or move it away.")
         self._made = [folder for folder in self.partial.parents if not folder.exists()]
         self._lock = claim(self.partial)
-        self._resume()
+        self._read_plan()
         return self
 
     def __exit__(
@@ -105,7 +105,7 @@ class OutputFolder:
         sync(self.out.parent)
         return self.out
 
-    def _resume(self) -> None:
+    def _read_plan(self) -> None:
         journal = self.partial / JOURNAL
         lines = journal.read_text().splitlines() if journal.is_file() else []
         with contextlib.suppress(ValueError):

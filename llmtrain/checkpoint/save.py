@@ -263,7 +263,7 @@ class Saver:
             error, free = None, memory_available()
             if (wanted := sum(share[2] for share in shares if share[3] == boot_id())) > 0.9 * free:  # on this host
                 error = f"a copy takes {units.size(wanted)} of host memory, {units.size(free)} are available"
-            if not self._fall_back(self._ranks.gather(error)):
+            if not self._save_without_copy(self._ranks.gather(error)):
                 self._copy = HostCopy(self._plan, self._table, self._ranks.device)
 
     def shortage(self, keep: int) -> str | None:
@@ -286,7 +286,7 @@ class Saver:
         self._began_s = time.monotonic()
         self.prepare()
         if self._copy is not None and not self._has_copy:  # wait until every rank has one, or all save without
-            self._has_copy = not self._fall_back(self._ranks.gather(self._copy.problem()))
+            self._has_copy = not self._save_without_copy(self._ranks.gather(self._copy.problem()))
         self._step, self._final = step, step_folder(self._folder.path, step)
         # A name for this save alone: late writes of a dead launch go to another folder.
         name = f"{self._final.name}.{secrets.token_hex(4)}.tmp"
@@ -310,7 +310,7 @@ class Saver:
         if self.asynchronous:
             self._write_behind(path, pieces)
         else:
-            self._answer = self._guarded(lambda: self._write_here(path, pieces))
+            self._answer = self._with_error(lambda: self._write_here(path, pieces))
         self._blocked_s = time.monotonic() - self._began_s
 
     def before_update(self) -> None:
@@ -324,7 +324,7 @@ class Saver:
         if self._stage is _Stage.IDLE:
             return False, False
         if self._answer is None:
-            self._answer = self._poll()
+            self._answer = self._answer_of_writer()
         return self._answer is not None, bool(self._answer and "error" in self._answer)
 
     def advance(self, ended: int, failed: int) -> Outcome | None:
@@ -379,7 +379,7 @@ class Saver:
     def _file(self, rank: int) -> str:
         return f"rank-{rank:05d}.safetensors"
 
-    def _fall_back(self, errors: list[str | None]) -> bool:
+    def _save_without_copy(self, errors: list[str | None]) -> bool:
         """Save without a copy from now on if any rank has an error. Returns True then."""
         if not any(errors):
             return False
@@ -424,7 +424,7 @@ class Saver:
             size, xxh3 = file.close()
         return {"bytes": size, "xxh3": xxh3, "checksums": sums}
 
-    def _poll(self) -> dict[str, Any] | None:
+    def _answer_of_writer(self) -> dict[str, Any] | None:
         if self._snapshot.error is not None:
             error, self._snapshot.error = self._snapshot.error, None
             return self._replace_writer(error)
@@ -443,7 +443,7 @@ class Saver:
             remove_tree(self._partial)
         return {"error": str(error), "copy": isinstance(error, RuntimeError)}
 
-    def _guarded(self, work: Any) -> dict[str, Any]:
+    def _with_error(self, work: Any) -> dict[str, Any]:
         try:
             return work()
         except OSError as error:
@@ -458,7 +458,7 @@ class Saver:
         self._stage = _Stage.ENDING
         if failed:
             self._errors = self._complaints("write its file", answers)
-            self._fall_back([a["error"] if a and a.get("copy") else None for a in answers])
+            self._save_without_copy([a["error"] if a and a.get("copy") else None for a in answers])
             message: dict[str, Any] = {"do": "discard", "folder": str(self._partial)}
         else:
             message = {
@@ -494,7 +494,7 @@ class Saver:
         if not self.asynchronous:
             from llmtrain.checkpoint.writer import perform  # else in its own process
 
-            self._answer = self._guarded(lambda: perform(message, self._table, None))
+            self._answer = self._with_error(lambda: perform(message, self._table, None))
             return
         assert self._copy is not None
         self._answer = None

@@ -197,7 +197,7 @@ class Routing:
         self._aux_sum: Tensor | None = None
         self._passes = 0
         for index, block in enumerate(blocks):
-            block.router.register_forward_hook(functools.partial(self._note, index))
+            block.router.register_forward_hook(functools.partial(self._note_router, index))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -209,7 +209,7 @@ class Routing:
             self._noted = None
             raise
 
-    def _note(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+    def _note_router(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if self._noted is None or index in self._noted:
             return
         outputs = output if isinstance(output, tuple) else (output,)
@@ -233,7 +233,7 @@ class Routing:
             if self._ranks > 1:
                 dist.all_reduce(total_E, group=self._group)
             part = self.experts * (total_E / (rows * self._ranks) * probability_E / (rows * self._ranks)).sum()
-        self._count(tokens_LE, part.detach())
+        self._count_tokens(tokens_LE, part.detach())
         return self.coefficient * part if self.coefficient else None
 
     def _sums(self, noted: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, int]:
@@ -251,7 +251,7 @@ class Routing:
         return torch.stack(tokens), torch.stack(probabilities).sum(0), rows
 
     @torch.no_grad()
-    def _count(self, tokens_LE: Tensor, part: Tensor) -> None:
+    def _count_tokens(self, tokens_LE: Tensor, part: Tensor) -> None:
         """Add to the sums on the device; the host reads nothing."""
         if self._tokens_LE is None or self._aux_sum is None:
             self._tokens_LE = torch.zeros_like(tokens_LE, dtype=torch.float64)

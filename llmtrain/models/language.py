@@ -83,16 +83,16 @@ class LanguageModel(nn.Module):
         """Watches the routers, if any, in training."""
         routing = self.routing if self.training else None
         with contextlib.nullcontext() if routing is None else routing.watching():
-            hidden_BTH = self.hf.base_model(**given, **self._plainly()).last_hidden_state
+            hidden_BTH = self.hf.base_model(**given, **self._plain_forward()).last_hidden_state
         self.balance = None if routing is None else routing.balance()
         return hidden_BTH
 
     def logits(self, inputs: Tensor) -> Tensor:
         """transformers' own logits of [B, T] tokens, computed on each rank by itself."""
         with at_the_last_place(self.config):
-            return self.hf(input_ids=inputs, **self._plainly()).logits
+            return self.hf(input_ids=inputs, **self._plain_forward()).logits
 
-    def _plainly(self) -> dict[str, Any]:
+    def _plain_forward(self) -> dict[str, Any]:
         has_routers = hasattr(self.config, "output_router_logits")
         return {"use_cache": False, **({"output_router_logits": False} if has_routers else {})}
 

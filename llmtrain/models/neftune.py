@@ -15,12 +15,12 @@ class Neftune:
         self._alpha = alpha
         self.lengths_BT: Tensor | None = None
         """L of each token in the next embedding."""
-        embedding.register_forward_hook(self._add)
+        embedding.register_forward_hook(self._add_noise)
 
     def look(self, inputs_BT: Tensor, positions_BT: Tensor | None) -> None:
         self.lengths_BT = text_lengths(inputs_BT, positions_BT)
 
-    def _add(self, embedding: nn.Module, _: object, embedded_BTD: Tensor) -> Tensor:
+    def _add_noise(self, embedding: nn.Module, _: object, embedded_BTD: Tensor) -> Tensor:
         if not embedding.training:
             return embedded_BTD
         assert self.lengths_BT is not None

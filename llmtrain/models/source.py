@@ -112,10 +112,10 @@ class RandomSource:
         values: dict[str, Tensor] = {f"{block}.{name}" if block else name: t for name, t in named_tensors(module)}
         for name, value in values.items():
             if name in self._shapes and bool(torch.isnan(value).any()):
-                self._left_out(name, value)
+                self._refuse_unset(name, value)
         return values
 
-    def _left_out(self, name: str, value: Tensor) -> None:
+    def _refuse_unset(self, name: str, value: Tensor) -> None:
         """Raises ModelError: the family's own code does not initialise a parameter."""
         raise ModelError(
             f"model.config: {type(self._model).__name__} does not initialise its parameter {name}. "
@@ -167,7 +167,7 @@ class SafetensorsSource:
                     raise self._wrong(f"{name} is in {self.file_of[name].path} and in {path}.")
                 self.file_of[name] = file
         if weight_map is not None:
-            self._compare(weight_map)
+            self._compare_index(weight_map)
         self.placement = self._place(layout)
         self._parts: dict[str, list[tuple[str, Part]]] = dict(self.placement.parts)
         for name in self.placement.surplus:
@@ -314,7 +314,7 @@ class SafetensorsSource:
         except ModelError as error:
             raise self._wrong(str(error)) from error
 
-    def _compare(self, weight_map: dict[str, str]) -> None:
+    def _compare_index(self, weight_map: dict[str, str]) -> None:
         for name, file in weight_map.items():
             if name not in self.file_of or self.file_of[name].path.name != file:
                 raise self._wrong(f"{self.folder / INDEX} puts {name} into {file}, which does not hold it.")

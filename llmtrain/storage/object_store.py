@@ -87,15 +87,15 @@ class Store:
         options = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}
         self.url = url
         self._pauses_s = (*_PAUSES_S, None) if again else (None,)
-        self._files, self._root = self._tried(lambda: fsspec.core.url_to_fs(url, **options))
+        self._files, self._root = self._try_call(lambda: fsspec.core.url_to_fs(url, **options))
 
     def files(self) -> dict[str, Stored]:
         """All files below the folder, by relative name in order; none: an empty folder, or no folder."""
-        entries = self._tried(self._find)
+        entries = self._try_call(self._find_files)
         root = self._root.rstrip("/")
         return {path[len(root) + 1 :]: _stored(info) for path, info in sorted(entries.items())}
 
-    def _find(self) -> dict[str, Any]:
+    def _find_files(self) -> dict[str, Any]:
         self._files.invalidate_cache()
         try:
             entries: dict[str, Any] = self._files.find(self._root, detail=True)
@@ -119,7 +119,7 @@ class Store:
             return
 
     def matching(self, pattern: str) -> dict[str, Stored]:
-        paths = self._tried(lambda: self._files.glob(self._path(pattern), detail=True))
+        paths = self._try_call(lambda: self._files.glob(self._path(pattern), detail=True))
         root = self._root.rstrip("/")
         return {path[len(root) + 1 :]: _stored(info) for path, info in sorted(paths.items()) if info["type"] == "file"}
 
@@ -132,7 +132,7 @@ class Store:
                 raise FileNotFoundError(self._path(name))
             return _stored(info)
 
-        return self._tried(once)
+        return self._try_call(once)
 
     def read(self, name: str = "", start: int = 0, stop: int | None = None) -> bytes:
         """Bytes [start, stop) of a file; by default all bytes."""
@@ -144,7 +144,7 @@ class Store:
                 raise OSError(f"{len(content)} bytes came for {stop - start}")
             return content
 
-        return self._tried(once)
+        return self._try_call(once)
 
     def get(self, name: str, path: Path) -> None:
         """Download a file; `path` holds all of it or does not exist."""
@@ -161,7 +161,7 @@ class Store:
             finally:
                 partial.unlink(missing_ok=True)
 
-        self._moved(once, size)
+        self._transfer(once, size)
 
     def put(self, path: Path, name: str) -> None:
         """Upload a file, and check its size there. Stores show a file when it is complete."""
@@ -174,16 +174,16 @@ class Store:
             if stored is not None and stored != size:
                 raise OSError(f"{stored} of {size} bytes are stored")
 
-        self._sent(lambda: self._moved(once, size))
+        self._send(lambda: self._transfer(once, size))
 
     def write(self, content: bytes, name: str) -> None:
-        self._sent(lambda: self._tried(lambda: self._files.pipe_file(self._path(name), content)))
+        self._send(lambda: self._try_call(lambda: self._files.pipe_file(self._path(name), content)))
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete files, and a folder that they leave empty; missing files are no fault."""
         with contextlib.suppress(FileNotFoundError):
             if names:
-                self._tried(lambda: self._files.rm([self._path(name) for name in names]))
+                self._try_call(lambda: self._files.rm([self._path(name) for name in names]))
         for folder in {name.rpartition("/")[0] for name in names} if "file" in self._files.protocol else ():
             with contextlib.suppress(OSError):  # it is not empty; object stores have no folders
                 self._files.rmdir(self._path(folder))
@@ -191,20 +191,20 @@ class Store:
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else str(self._root)
 
-    def _sent(self, send: Callable[[], None]) -> None:
+    def _send(self, send: Callable[[], None]) -> None:
         try:
             send()
         except FileNotFoundError as error:  # no file is missing, but its destination
             raise StoreError(short(error)) from None
 
-    def _moved(self, once: Callable[[Any], None], size: int) -> None:
+    def _transfer(self, once: Callable[[Any], None], size: int) -> None:
         """Try a transfer of `size` bytes. Each call of the driver's callback for `once` is a sign of life."""
         from fsspec.callbacks import Callback
 
         limit = _Limit(_SILENCE_S + size / _SLOWEST)
-        self._tried(lambda: once(Callback(hooks={"alive": limit.alive})), limit)
+        self._try_call(lambda: once(Callback(hooks={"alive": limit.alive})), limit)
 
-    def _tried(self, once: Callable[[], Result], limit: _Limit | None = None) -> Result:
+    def _try_call(self, once: Callable[[], Result], limit: _Limit | None = None) -> Result:
         for pause_s in self._pauses_s:
             try:
                 return (limit or _Limit(_SILENCE_S)).result(once)

@@ -259,8 +259,8 @@ class Queued:
         self._name, self._sink, self._where = name, sink, where
         self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue()
         self._dropped, self._failed, self._abandoned = 0, False, False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._call(lambda: [importlib.import_module(module) for module in sink.MODULES])
+        self._thread = threading.Thread(target=self._run_calls, name=name, daemon=True)
+        self._call_tracker(lambda: [importlib.import_module(module) for module in sink.MODULES])
         self._thread.start()
 
     def call(self, method: str, *words: Any, **options: Any) -> None:
@@ -290,11 +290,11 @@ class Queued:
         if self._dropped:
             log.warn(f"{self._name} was too slow: {self._dropped} calls were dropped; metrics.jsonl has them all")
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while not self._failed and (call := self._calls.get()) is not None:
-            self._call(call)
+            self._call_tracker(call)
 
-    def _call(self, call: Callable[[], Any]) -> None:
+    def _call_tracker(self, call: Callable[[], Any]) -> None:
         try:
             call()
         except Exception as error:

@@ -349,27 +349,27 @@ class _Talk:
             with selectors.DefaultSelector() as waiting:
                 for file in (process.stdout.fileno(), process.stderr.fileno(), gone, wake):
                     waiting.register(file, selectors.EVENT_READ)
-                while not self._ended():
+                while not self._closing_mark():
                     left_s = until - time.monotonic()
                     ready = {key.fd for key, _ in waiting.select(max(0.0, left_s))}
                     if wake in ready:
                         return
                     for file, stream in ((process.stdout.fileno(), self.out), (process.stderr.fileno(), self.err)):
-                        if file in ready and not self._read(file, stream):
+                        if file in ready and not self._read_pipe(file, stream):
                             waiting.unregister(file)
                     if gone in ready:
                         # Its last output may still be in the pipes.
-                        self._read(process.stdout.fileno(), self.out, to_end=True)
-                        self._read(process.stderr.fileno(), self.err, to_end=True)
+                        self._read_pipe(process.stdout.fileno(), self.out, to_end=True)
+                        self._read_pipe(process.stderr.fileno(), self.err, to_end=True)
                         process.wait()
                         return
-                    if left_s <= 0 and not self._ended():
+                    if left_s <= 0 and not self._closing_mark():
                         self.overrun = True
                         return
         finally:
             os.close(gone)
 
-    def _read(self, file: int, stream: bytearray, to_end: bool = False) -> bool:
+    def _read_pipe(self, file: int, stream: bytearray, to_end: bool = False) -> bool:
         """Read the content of a pipe; False at its end."""
         while True:
             try:
@@ -391,7 +391,7 @@ class _Talk:
     def began(self) -> bool:
         return self._mark in self.out
 
-    def _ended(self) -> re.Match[bytes] | None:
+    def _closing_mark(self) -> re.Match[bytes] | None:
         return self._end.search(self.tail or self.out, 0 if self.tail else max(0, len(self.out) - (1 << 17)))
 
     def payload(self) -> tuple[str, int | None]:

@@ -163,7 +163,7 @@ class Supervisor:
         self.steps_redone = 0
         self.lost_s = 0.0
         self._faults_at_rest = 0  # in a row, without a new checkpoint between them: the backoff grows with them
-        self._newest = -1
+        self._newest_step = -1
         self._before = ""
         self._good_until_s: float | None = None
 
@@ -191,8 +191,8 @@ class Supervisor:
         self.steps_redone += max(0, outcome.step - attempt.newest)
         if self._good_until_s is None:  # else the attempt had not even met
             self._good_until_s = max(attempt.saved_s or 0.0, attempt.met_s or 0.0, attempt.began_s)
-        self._faults_at_rest = 0 if attempt.newest > self._newest else self._faults_at_rest + 1
-        self._newest = max(self._newest, attempt.newest)
+        self._faults_at_rest = 0 if attempt.newest > self._newest_step else self._faults_at_rest + 1
+        self._newest_step = max(self._newest_step, attempt.newest)
         wait_s = min(BACKOFF_S * 2**self._faults_at_rest, MAX_BACKOFF_S)
         return Decision(restart=True, wait_s=wait_s, text=outcome.text)
 
@@ -236,15 +236,15 @@ class Attempts:
         """Raises UserError."""
         # nohup, and a shell that starts it in the background, have some of them ignored: so they stay.
         handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._on_signal) for number in handled}
+        before = {number: signal.signal(number, self._note_signal) for number in handled}
         try:
             while True:
                 try:
-                    attempt, code = self._attempt()
+                    attempt, code = self._run_attempt()
                 except ConfigError as error:
                     if self._supervisor.restarts == 0:
                         raise
-                    attempt, code = Attempt(began_s=time.monotonic(), resumes_at=self._newest()), FAULT_CODE
+                    attempt, code = Attempt(began_s=time.monotonic(), resumes_at=self._newest_step()), FAULT_CODE
                     why = f"not started: {error}"
                     attempt.fault = {"step": attempt.resumes_at, "signature": why, "text": str(error)}
                 outcome = attempt.outcome(code)
@@ -253,21 +253,21 @@ class Attempts:
                     say(f"error: {outcome.text}")  # else the watch has printed it
                 if not decision.restart:
                     printed = outcome.kind != "fault" and attempt.end is not None
-                    return self._close(decision.code, "" if printed else decision.text)  # by rank 0
+                    return self._end_launch(decision.code, "" if printed else decision.text)  # by rank 0
                 problem = self._prepare_restart(attempt, outcome.signature, decision.wait_s)
                 if self._signals:
                     code = INTERRUPTED_CODE if self._signals[0] == signal.SIGINT else PREEMPTED_CODE
-                    return self._close(code, "asked to stop before the restart")
+                    return self._end_launch(code, "asked to stop before the restart")
                 if problem is not None:
-                    return self._close(FAULT_CODE, f"not restarted: {problem}")
+                    return self._end_launch(FAULT_CODE, f"not restarted: {problem}")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
+    def _note_signal(self, number: int, _: FrameType | None) -> None:
         self._signals.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    def _close(self, code: int, text: str) -> int:
+    def _end_launch(self, code: int, text: str) -> int:
         if text:
             say(f"launch: {text}")
         if summary := self._supervisor.summary():
@@ -276,20 +276,20 @@ class Attempts:
             write_event(self._run_dir, "launch", event)
         return code
 
-    def _attempt(self) -> tuple[Attempt, int]:
+    def _run_attempt(self) -> tuple[Attempt, int]:
         placement = make_placement(self._options, self._hosts, self._mark, self._words)
-        resumes_at = self._newest()
+        resumes_at = self._newest_step()
         with self._launcher.start(placement) as job:
             attempt = Attempt(began_s=time.monotonic(), resumes_at=resumes_at)
-            return attempt, self._watch(placement, attempt, job)
+            return attempt, self._follow_job(placement, attempt, job)
 
-    def _watch(self, placement: Placement, attempt: Attempt, job: Job) -> int:
+    def _follow_job(self, placement: Placement, attempt: Attempt, job: Job) -> int:
         """Follow the job to its end; return its starter's exit code."""
         answered = 0
         by_force = False
         while (code := job.code()) is None or any(rank.alive() for rank in attempt.local):  # they notice it, and save
             for message in job.take(_POLL_S):
-                self._hear(placement, attempt, message)
+                self._take_message(placement, attempt, message)
             now = time.monotonic()
             while answered < len(self._signals):
                 answered += 1
@@ -303,7 +303,7 @@ class Attempts:
         if code == 0 and not attempt.ranks:  # ranks that have not met have nothing to save
             self._launcher.end(placement, job)
         for message in job.rest():
-            self._hear(placement, attempt, message)
+            self._take_message(placement, attempt, message)
         if self._live is not None:
             self._live.show("", None)
         return code
@@ -325,7 +325,7 @@ class Attempts:
         self._launcher.ask_to_leave(placement, job, attempt.ranks, attempt.asked)
         return False
 
-    def _hear(self, placement: Placement, attempt: Attempt, message: dict[str, Any]) -> None:
+    def _take_message(self, placement: Placement, attempt: Attempt, message: dict[str, Any]) -> None:
         attempt.hear(message, time.monotonic())
         if message["kind"] == "progress":
             self._live = self._live or log.LiveLine()
@@ -341,7 +341,7 @@ class Attempts:
         self._sleep(wait_s)
         if attempt.fault and attempt.fault.get("unfit"):
             self._unfit |= {host_of_rank(self._hosts, rank) for rank in attempt.fault.get("ranks", ())} - {""}
-        usable = tuple(host for host in self._answering() if host.name not in self._unfit)
+        usable = tuple(host for host in self._answering_hosts() if host.name not in self._unfit)
         if self._signals:
             return None
         if len(usable) < self._options.min_hosts:
@@ -351,12 +351,12 @@ class Attempts:
             return (
                 f"{units.counted(len(usable), 'host')} left, and --min-hosts is {self._options.min_hosts} ({because})"
             )
-        step = max(attempt.newest, self._newest())
+        step = max(attempt.newest, self._newest_step())
         words = self._options.words
         if step and self._run.resume != "auto":
             others = ("--resume_weights_only", "false", "--resume_data", "same", "--resume_model", "same")
             words = (*words, "--resume", "auto", *others)
-        chosen, self._words, why = self._solvable(usable, words)
+        chosen, self._words, why = self._hosts_that_can_train(usable, words)
         if not chosen:
             return f"the run cannot continue with {units.counted(len(usable), 'host')}: {why}"
         dropped = [host.name for host in self._options.hosts if host not in chosen]
@@ -375,7 +375,7 @@ class Attempts:
         write_event(self._run_dir, "restart", event)
         return None
 
-    def _answering(self) -> tuple[Host, ...]:
+    def _answering_hosts(self) -> tuple[Host, ...]:
         """Return the usable hosts, in the hostfile's order; earlier dropped ones may be back."""
         hosts = self._options.hosts
         began = time.monotonic()
@@ -387,7 +387,7 @@ class Attempts:
                 return usable
             self._sleep(2.0)
 
-    def _solvable(
+    def _hosts_that_can_train(
         self, hosts: tuple[Host, ...], words: tuple[str, ...]
     ) -> tuple[tuple[Host, ...], tuple[str, ...], str]:
         """Return as many hosts as can train the first attempt's batches, with the words for it; else the reason."""
@@ -411,7 +411,7 @@ class Attempts:
         while not self._signals and time.monotonic() < until:
             time.sleep(_POLL_S)
 
-    def _newest(self) -> int:
+    def _newest_step(self) -> int:
         complete = (self._run_dir / "checkpoints").glob("step-*/manifest.json")
         steps = (path.parent.name.removeprefix("step-") for path in complete)
         return max((int(step) for step in steps if step.isdecimal()), default=0)

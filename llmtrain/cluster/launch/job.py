@@ -99,7 +99,7 @@ class Job:
             stderr=subprocess.STDOUT if on_terminal() else None,
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read, name="job-output", daemon=True)
+        self._reader = threading.Thread(target=self._read_output, name="job-output", daemon=True)
         self._reader.start()
 
     def __enter__(self) -> Job:
@@ -115,7 +115,7 @@ class Job:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
-    def _read(self) -> None:
+    def _read_output(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as stream:
             for raw in stream:
@@ -218,22 +218,22 @@ class Guardian:
             pass_fds=(output,),
             start_new_session=True,  # a signal to launch's process group does not reach it
         )
-        self._send(hosts=list(hosts), mark=mark, folder=folder, secret=secret)
+        self._send_facts(hosts=list(hosts), mark=mark, folder=folder, secret=secret)
 
     def __enter__(self) -> Guardian:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._send(ended=True)
+        self._send_facts(ended=True)
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
 
     def met(self, ranks: Sequence[dict[str, Any]]) -> None:
-        self._send(ranks=[{"pid": rank["pid"], "rank": rank["rank"]} for rank in ranks])
+        self._send_facts(ranks=[{"pid": rank["pid"], "rank": rank["rank"]} for rank in ranks])
 
-    def _send(self, **facts: Any) -> None:
+    def _send_facts(self, **facts: Any) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # the guardian was killed
             self._process.stdin.write(json.dumps(facts).encode() + b"\n")

@@ -90,7 +90,7 @@ class Pdsh(Launcher):
         cores, port = _cores_and_port(placement)
         if not os.environ.get("OMP_NUM_THREADS"):
             placement = placement.sending(OMP_NUM_THREADS=str(threads(placement, cores)))
-        address = "127.0.0.1" if placement.alone else self._address(placement, port)
+        address = "127.0.0.1" if placement.alone else self._first_address(placement, port)
         secret = None
         if placement.travel.private and not placement.alone:
             secret = deliver(placement.names, placement.travel.private)
@@ -111,7 +111,7 @@ class Pdsh(Launcher):
                 if secret is not None:
                     remove(placement.names, secret)
 
-    def _address(self, placement: Placement, port: int) -> str:
+    def _first_address(self, placement: Placement, port: int) -> str:
         """Return the first host's address for the others. Raises ConfigError."""
         examine, self._examine = self._examine, None  # once: `answering` finds the hosts that have gone since
         address = None if examine is None else examine(placement.hosts, port)
@@ -164,9 +164,9 @@ class Slurm(Launcher):
 
     def ask_to_leave(self, placement: Placement, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
         # In a thread: it may take a minute, during which a second Ctrl-C must be heard.
-        threading.Thread(target=self._ask, args=(job,), name="ask", daemon=True).start()
+        threading.Thread(target=self._ask_slurm, args=(job,), name="ask", daemon=True).start()
 
-    def _ask(self, job: Job) -> None:
+    def _ask_slurm(self, job: Job) -> None:
         problem = slurm.ask_to_leave(self._step)
         if problem is not None and job.code() is None:
             say(f"warning: the ranks were not asked to save and leave: {problem}")

@@ -93,7 +93,7 @@ class Balance:
         self._equal = (global_batch // self._count,) * self._count
         self.sequences: tuple[int, ...] = self._equal
         """Sequences of a step, by group."""
-        self._forget()
+        self._forget_speeds()
 
     def restore(self, saved: Any) -> None:
         """Take the shares of a checkpoint's entry; ignore shares that do not fit this launch."""
@@ -104,7 +104,7 @@ class Balance:
         if legal and (len(shares), sum(shares)) == (self._count, self._total):
             self.sequences = tuple(shares)
 
-    def _forget(self) -> None:
+    def _forget_speeds(self) -> None:
         self._settles = SETTLE_STEPS
         self._window: list[list[int]] = []
 
@@ -139,7 +139,7 @@ class Balance:
             ideal_s=self._total / sum(1 / time_s for time_s in seconds),
         )
         self.sequences = after
-        self._forget()
+        self._forget_speeds()
         return change
 
 
@@ -229,13 +229,13 @@ class DevicePace:
 
     def _begin(self, *_: Any) -> None:
         if self._inside:
-            self._open.append(self._marked())
+            self._open.append(self._record_event())
 
     def _end(self, *_: Any) -> None:
         if self._inside:
-            self._pairs.append((self._open.pop(), self._marked()))
+            self._pairs.append((self._open.pop(), self._record_event()))
 
-    def _marked(self) -> Event:
+    def _record_event(self) -> Event:
         event = self._new_event()
         event.record()
         return event

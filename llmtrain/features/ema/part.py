@@ -76,14 +76,14 @@ class Ema(Part):
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Context in which the model uses the averaged weights."""
-        self._exchange()
+        self._swap_weights()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap_weights()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap_weights(self) -> None:
         for piece, mean in zip(self._pieces, self._means, strict=True):
             with piece.open() as live:
                 for low in range(0, mean.numel(), _CHUNK):

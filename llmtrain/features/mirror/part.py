@@ -89,21 +89,21 @@ class Uploader:
             *("llmtrain.features.mirror.upload", str(folder), url, str(settings.keep)),
             json.dumps(best and asdict(best)),
         )
-        self._start()
+        self._start_process()
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         self._process, self._began_s = Child(self._words), time.monotonic()
 
     def listen(self) -> None:
         """Forward messages to the tracker, and restart the process if it has ended; never waits."""
-        self._pass_on()
+        self._pass_messages_on()
         if (code := self._process.code) is not None and time.monotonic() - self._began_s > _RESTART_S:
             log.warn(f"mirror.url {self._url}: its process has ended (code {code}), and is started again")
             self._tracker.event("mirror_restarted", code=code)
             self._process.close()
-            self._start()
+            self._start_process()
 
-    def _pass_on(self) -> None:
+    def _pass_messages_on(self) -> None:
         for message in self._process.received():
             kind = message.pop("kind")
             self._tracker.event(kind, **message)
@@ -128,9 +128,9 @@ class Uploader:
             if work != before:
                 worked_s = time.monotonic()
                 heart.beat()
-            self._pass_on()
+            self._pass_messages_on()
             time.sleep(0.05)
-        self._pass_on()
+        self._pass_messages_on()
         if (code := self._process.code) != 0:
             idle_now_s = time.monotonic() - worked_s
             how = f"has done nothing for {units.duration(idle_now_s)}" if idle_now_s >= idle_s else "is still at work"

@@ -253,7 +253,7 @@ class _Mirroring:
             self._store.prune([step, *older], self._keep, self._best)
         except Exception as error:  # each driver has its own
             if folder.exists():  # else retention was faster than the links
-                self._failed(step, error)
+                self._note_failure(step, error)
         else:
             self._done, self._pause_s, self.failures = step, _POLL_S, 0
             if size:
@@ -261,7 +261,7 @@ class _Mirroring:
         finally:
             shutil.rmtree(links, ignore_errors=True)
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _note_failure(self, step: int, error: Exception) -> None:
         self.failures += 1
         self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
         self._not_before = time.monotonic() + self._pause_s

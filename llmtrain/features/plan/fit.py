@@ -170,28 +170,28 @@ class Fitter:
 
     def fit(self) -> Fit:
         """Raises UserError: nothing fits."""
-        legal, forms = list(self._legal()), list[Form]()
+        legal, forms = list(self._legal_forms()), list[Form]()
         for group in ([form for form in legal if not form.offload], [form for form in legal if form.offload]):
             if len(forms) < 2:  # offload is slow: for what fits in no other form
                 least = [[Choice(form, 1, *recomputed) for recomputed in self._again[1:]] for form in group]
-                self._estimate(choice for choices in least for choice in choices)
-                points = {choices[0].form: [self._point(choice) for choice in choices] for choices in least}
-                fitting = [form for form in group if any(self._left(point.peak) >= 0 for point in points[form])]
+                self._rehearse_shallow(choice for choices in least for choice in choices)
+                points = {choices[0].form: [self._estimate(choice) for choice in choices] for choices in least}
+                fitting = [form for form in group if any(self._bytes_left(point.peak) >= 0 for point in points[form])]
                 forms += sorted(fitting, key=lambda form: points[form][0].floor)
         del forms[_EXPLORED:]
         estimated = []
         for form in forms:
             ways = [way for way in (*self._again, (self._facts.layers // (2 * form.pipeline), None)) if way[0] != 0]
             estimated += [Choice(form, rows, *way) for rows in self._rows(form) for way in ways]
-        self._estimate(c for c in estimated if c.micro_batch <= 2 and not isinstance(c.recomputed, int))
-        likely = [choice for choice in estimated if self._left(_CLOSE * self._point(choice).peak) >= 0]
-        likely.sort(key=lambda choice: self._point(choice).seconds)
+        self._rehearse_shallow(c for c in estimated if c.micro_batch <= 2 and not isinstance(c.recomputed, int))
+        likely = [choice for choice in estimated if self._bytes_left(_CLOSE * self._estimate(choice).peak) >= 0]
+        likely.sort(key=lambda choice: self._estimate(choice).seconds)
         best: list[Fitted] = []
         tried = 0
         while len(best) < BEST and tried < len(likely) and (tried < _TRIED or not best):
             chosen = likely[tried : tried + BEST - len(best)]
             tried += len(chosen)
-            best += self._complete(chosen)
+            best += self._rehearse_complete(chosen)
         if not best:
             raise UserError(
                 f"--memory {size(self._memory)}: no form of the run fits, of {len(legal)} legal ones. Give "
@@ -200,7 +200,7 @@ class Fitter:
         best.sort(key=lambda fitted: fitted.time.seconds)
         return Fit(best=best, counted=len(legal) + len(estimated), rehearsed=tried)
 
-    def _legal(self) -> Iterator[Form]:
+    def _legal_forms(self) -> Iterator[Form]:
         """Forms that the configuration takes and whose states fit."""
         machines = self._machines
         experts = next((number for key in _EXPERTS if (number := getattr(self._config, key, None))), 1)
@@ -219,7 +219,7 @@ class Fitter:
             if not form.offload:
                 states += trained * self._precision / (ranks if form.stage >= 2 else 1)
                 states += trained * 12 / (ranks if form.stage else 1)
-            if form.expert == 1 and self._left(states) < 0:
+            if form.expert == 1 and self._bytes_left(states) < 0:
                 continue
             with contextlib.suppress(UserError):
                 self._resolve(form, Choice(form, 1, "all").values)
@@ -230,7 +230,7 @@ class Fitter:
         ranks = self._machines.ranks // (form.tensor * form.pipeline * form.sequence)
         return [1 << power for power in range(8) if self._batch.global_batch % (ranks << power) == 0]
 
-    def _left(self, peak: float) -> int:
+    def _bytes_left(self, peak: float) -> int:
         return -1 if peak == math.inf else self._machines.room(int(peak), self._memory)[0]  # infinite: refused
 
     def _depths(self, form: Form) -> tuple[int, int]:
@@ -240,7 +240,7 @@ class Fitter:
         depth = max(2, period * form.pipeline)
         return min(depth, self._facts.layers), min(2 * depth, self._facts.layers)
 
-    def _estimate(self, choices: Iterable[Choice]) -> None:
+    def _rehearse_shallow(self, choices: Iterable[Choice]) -> None:
         """Rehearse shallow models."""
         wanted = [(choice, depth) for choice in choices for depth in self._depths(choice.form)]
         for key, run, ranks in self._rehearse(key for key in wanted if key not in self._points):
@@ -259,7 +259,7 @@ class Fitter:
             choice, layers = key
             with contextlib.suppress(UserError):
                 run = self._resolve(choice.form, choice.values)
-                run = run if layers is None else self._shallow(run, layers)
+                run = run if layers is None else self._with_layers(run, layers)
                 examined, runs[key] = prepared(run, on_gpu=on_gpu), run
                 jobs += [(examined, rank) for rank in kinds(run.mix.degrees)]
                 owners += [key] * len(kinds(run.mix.degrees))
@@ -271,7 +271,7 @@ class Fitter:
             if len(ranks) == len(kinds(runs[key].mix.degrees)):
                 yield key, runs[key], ranks
 
-    def _shallow(self, run: Run, layers: int) -> Run:
+    def _with_layers(self, run: Run, layers: int) -> Run:
         config, model = self._config, run.config.model
         key = (getattr(config, "attribute_map", None) or {}).get("num_hidden_layers", "num_hidden_layers")
         fields_ = model.config
@@ -285,12 +285,12 @@ class Fitter:
         model = replace(model, config=fields, pretrained=None, recompute=everything)
         return replace(run, config=replace(run.config, model=model))
 
-    def _point(self, choice: Choice) -> _Point:
+    def _estimate(self, choice: Choice) -> _Point:
         """Estimate the complete model."""
         form, rows = choice.form, choice.micro_batch
         if isinstance(choice.recomputed, int):
             share = choice.recomputed * form.pipeline / self._facts.layers
-            none, everything = (self._point(replace(choice, recomputed=layers)) for layers in (None, "all"))
+            none, everything = (self._estimate(replace(choice, recomputed=layers)) for layers in (None, "all"))
             refused = math.inf in (none.peak, everything.peak)
             return max(none, everything, key=lambda point: point.peak) if refused else none.between(everything, share)
         nothing = _Point(peak=math.inf, seconds=math.inf, floor=math.inf)
@@ -307,17 +307,17 @@ class Fitter:
         slower = one.between(two, 2 * (1 - 1 / rows))
         return slower._replace(peak=one.between(two, rows - 1).peak)
 
-    def _complete(self, choices: Sequence[Choice]) -> Iterator[Fitted]:
+    def _rehearse_complete(self, choices: Sequence[Choice]) -> Iterator[Fitted]:
         """Rehearse the complete model in each way. Yields what fits."""
         machines = self._machines
         for (choice, _), run, ranks in self._rehearse((choice, None) for choice in choices):
             peak = needs(ranks.values())
             host = math.inf if machines.host_memory is None else machines.host_memory
-            if self._left(peak) < 0 or on_host(machines, ranks.values()) > host:
+            if self._bytes_left(peak) < 0 or on_host(machines, ranks.values()) > host:
                 continue
             time = step_time(run, machines, self._speeds, ranks)
             yield Fitted(
-                choice=choice, accumulation=run.batch.accumulation, peak=peak, left=self._left(peak), time=time
+                choice=choice, accumulation=run.batch.accumulation, peak=peak, left=self._bytes_left(peak), time=time
             )
 
 

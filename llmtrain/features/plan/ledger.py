@@ -124,7 +124,7 @@ class Ledger(OperatorMode):
         seen = kwargs.get("out", made)  # without memory, a result may be another tensor than `out`
         for tensor in seen if isinstance(seen, (tuple, list)) else (seen,):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._see(tensor)
+                self._count_tensor(tensor)
         return made
 
     @property
@@ -175,13 +175,13 @@ class Ledger(OperatorMode):
             if parameter.requires_grad:
                 yield parameter.register_post_accumulate_grad_hook(give)
 
-    def _see(self, tensor: Tensor) -> None:
+    def _count_tensor(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage_of(tensor), storage.nbytes()
         entry = self._held.get(key)
         if entry is not None and entry[0]() is not None:
             if entry[2] != size:
-                self._change(entry[1], size - entry[2])
+                self._change_bytes(entry[1], size - entry[2])
                 self._held[key] = (entry[0], entry[1], size)
             return
         self._add(tensor, self._label() if size > _SMALL else "small tensors")
@@ -189,12 +189,12 @@ class Ledger(OperatorMode):
     def _add(self, tensor: Tensor, label: str) -> None:
         storage, key = tensor.untyped_storage(), storage_of(tensor)
         size = storage.nbytes()
-        self._held[key] = (weakref.ref(storage, lambda _: self._free(key)), label, size)
-        self._change(label, size)
+        self._held[key] = (weakref.ref(storage, lambda _: self._count_freed(key)), label, size)
+        self._change_bytes(label, size)
 
-    def _free(self, key: int) -> None:
+    def _count_freed(self, key: int) -> None:
         _, label, size = self._held.pop(key)
-        self._change(label, -size)
+        self._change_bytes(label, -size)
 
     def _mark(self, tensor: Tensor, label: str) -> None:
         entry = self._held.get(storage_of(tensor))
@@ -202,10 +202,10 @@ class Ledger(OperatorMode):
             self._add(tensor, label)
         elif entry[1] != label:
             self._held[storage_of(tensor)] = (entry[0], label, entry[2])
-            self._change(entry[1], -entry[2])
-            self._change(label, entry[2])
+            self._change_bytes(entry[1], -entry[2])
+            self._change_bytes(label, entry[2])
 
-    def _change(self, label: str, size: int) -> None:
+    def _change_bytes(self, label: str, size: int) -> None:
         self.bytes[label] += size
         self.highest[label] = max(self.highest[label], self.bytes[label])
         if label.endswith(HOST):
@@ -227,7 +227,7 @@ class Ledger(OperatorMode):
             made_in = _made_in(frame.f_globals.get("__name__", ""))
             # The engine of a pipeline is below all passes of its schedule.
             if made_in is not None and not (made_in == MESSAGES and (self._running or phase == "backward")):
-                return self._placed(made_in, phase, frame)
+                return self._label_with_place(made_in, phase, frame)
             if frame.f_back is None:
                 break
             frame = frame.f_back
@@ -235,7 +235,7 @@ class Ledger(OperatorMode):
             return f"activations of {self._running[-1]}"
         return "gradients of activations" if phase == "backward" else phase
 
-    def _placed(self, label: str, phase: str, frame: FrameType) -> str:
+    def _label_with_place(self, label: str, phase: str, frame: FrameType) -> str:
         """The label of a tensor that a module with this label makes in a part of a run."""
         offloaded = HOST * self._mix.offload_optimizer
         if phase == "setup":

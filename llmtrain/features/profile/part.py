@@ -36,7 +36,7 @@ class Profile(Part):
         self._steps, self._began_s, self._gradients = 0, 0.0, 0
 
     def begin(self, position: Position) -> None:
-        self._start(position.step + 1)
+        self._start_profile(position.step + 1)
 
     def before_update(self) -> None:
         if self._open is not None:
@@ -50,15 +50,15 @@ class Profile(Part):
             self._spent["data wait"] += done.data_wait_s
             self._spent["collectives"] += done.comm_s
             if step >= self._last or done.last:
-                self._end(step)
+                self._write_profile(step)
         elif not done.last:
-            self._start(step + 1)
+            self._start_profile(step + 1)
 
     def close(self, error: BaseException | None) -> None:
         if self._open is not None:
             self._open.close()
 
-    def _start(self, step: int) -> None:
+    def _start_profile(self, step: int) -> None:
         if not self._first <= step <= self._last:
             return
         from torch.profiler import ProfilerActivity, profile
@@ -68,15 +68,15 @@ class Profile(Part):
         self._profiler = profile(activities=kinds, profile_memory=True)
         self._from, engine = step, self._setup.engine
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._timed(engine, "forward_backward", "forward"))
-            stack.enter_context(self._timed(torch.autograd, "backward", "backward"))
-            stack.enter_context(self._timed(engine, "update", "optimizer"))
+            stack.enter_context(self._time_function(engine, "forward_backward", "forward"))
+            stack.enter_context(self._time_function(torch.autograd, "backward", "backward"))
+            stack.enter_context(self._time_function(engine, "update", "optimizer"))
             stack.enter_context(self._profiler)
             self._open = stack.pop_all()
         self._began_s = time.perf_counter()
 
     @contextlib.contextmanager
-    def _timed(self, holder: Any, name: str, phase: str) -> Iterator[None]:
+    def _time_function(self, holder: Any, name: str, phase: str) -> Iterator[None]:
         """Measure the time of a function, and name it in the trace."""
         function: Callable[..., Any] = getattr(holder, name)
         of_instance, inside = name in vars(holder), [0]
@@ -98,7 +98,7 @@ class Profile(Part):
         finally:
             setattr(holder, name, function) if of_instance else delattr(holder, name)
 
-    def _end(self, step: int) -> None:
+    def _write_profile(self, step: int) -> None:
         """Write the files. A failed write is a warning."""
         took_s, ranks = time.perf_counter() - self._began_s, self._setup.ranks
         assert self._open is not None

@@ -61,35 +61,35 @@ class Recheck(Part):
 
     def begin(self, position: Position) -> None:
         with heart.during("compare"):
-            self._measure(self._micros(position.step))
-            self._check(position.step)
+            self._measure_bound(self._micro_batches(position.step))
+            self._check_ranks(position.step)
 
     def after_step(self, done: Done) -> None:
         if is_due(self._every, done.steps):
             with heart.during("compare"):
-                self._check(done.position.step)
+                self._check_ranks(done.position.step)
 
-    def _check(self, step: int) -> None:
+    def _check_ranks(self, step: int) -> None:
         """Raises ReplicasDiffer, or TrainingStopped where no majority shows the wrong ranks, on all ranks."""
-        micros = self._micros(step)
+        micros = self._micro_batches(step)
         if not (differences := self._differences(micros)):
             self._agreed_step = step
             return
-        self._measure(micros)  # kernels for this shape of a sequence may not repeat their bits
+        self._measure_bound(micros)  # kernels for this shape of a sequence may not repeat their bits
         odd, computed = Counter({rank for difference in differences for rank in difference.odd}), 0
         while max(odd.values()) < 2 and computed < _AFTER_DIFFERENCE:
             differences = self._differences(micros)  # the same sequences first, then those of other ranks
             odd.update({rank for difference in differences for rank in difference.odd})
             computed += max(1, len(micros))
-            micros = self._micros(step)
+            micros = self._micro_batches(step)
         if named := sorted(rank for rank, times in odd.items() if times > 1):
-            self._end(step, named, differences)
+            self._end_run(step, named, differences)
         seats = self._seats(sorted(odd))
         text = f"step {step}: {seats} had another loss or gradient, but not in {computed} more sequences."
         log.warn(text)
         self._launch.part(ReplicaCheck).tell(step, "a loss or gradient differed once", sorted(odd), [], text)
 
-    def _micros(self, step: int) -> list[MicroBatch]:
+    def _micro_batches(self, step: int) -> list[MicroBatch]:
         """Return some sequences of a rank's next step, each alone, on all ranks. The data-parallel ranks take turns."""
         loader, source = self._launch.loader, self._turn % self._data * self._replica
         self._turn += 1
@@ -101,10 +101,10 @@ class Recheck(Part):
                 some = min(_ROWS, -(-3 * len(mine) // 4))  # alone they take longer; a check takes a step at most
                 micros = [loader.row(step, index) for index in mine[:some]]
                 if len(mine) == len(rows):
-                    micros = [self._cut(micro) for micro in micros]
+                    micros = [self._cut_sequence(micro) for micro in micros]
         return self._ranks.sent_by(source, micros)
 
-    def _cut(self, micro: MicroBatch) -> MicroBatch:
+    def _cut_sequence(self, micro: MicroBatch) -> MicroBatch:
         """Cut a sequence that would take more memory than in a step: compiled layers keep 5 bytes
         where layers keep 7 here. Sequences of answers are not cut."""
         if type(micro) is not MicroBatch:
@@ -116,7 +116,7 @@ class Recheck(Part):
         few = micro.columns(max(1, micro.inputs.shape[1] * 5 // 8 // unit) * unit)
         return few if (few.labels != IGNORED).any() else micro  # an answer that stands at the end
 
-    def _measure(self, micros: list[MicroBatch]) -> None:
+    def _measure_bound(self, micros: list[MicroBatch]) -> None:
         """Compute sequences twice. Where ranks of two replicas differ from themselves, the bound is the second one's
         largest difference: a single wrong machine does not decide it."""
         second, bound, self._bound = -1 - self._replica, self._bound, None
@@ -153,24 +153,24 @@ class Recheck(Part):
                 # A divisor of a step's size: fp16 would overflow.
                 weight = max(1, objective.weight(micro)) * self._data * len(micros)
                 self._parts = []
-                (sums,) = self._engine.gradients([micro], weight, self._take, objective, alone=True)
-                loss = self._reduced(sums[:1])  # a head that goes wrong after its logits gives a wrong loss alone
+                (sums,) = self._engine.gradients([micro], weight, self._add_piece, objective, alone=True)
+                loss = self._hash_or_sums(sums[:1])  # a head that goes wrong after its logits gives a wrong loss alone
                 values.append(torch.stack([loss, torch.stack(self._parts).sum(0)]).unsqueeze(0).cpu())
                 heart.beat()
         return torch.cat(values)
 
-    def _take(self, piece: GradientPiece) -> None:
+    def _add_piece(self, piece: GradientPiece) -> None:
         number = zlib.crc32(repr((piece.name, piece.region)).encode())
-        self._parts.append(self._reduced(piece.values, 2 * number + 1))
+        self._parts.append(self._hash_or_sums(piece.values, 2 * number + 1))
 
-    def _reduced(self, values: Tensor, factor: int = 1) -> Tensor:
+    def _hash_or_sums(self, values: Tensor, factor: int = 1) -> Tensor:
         """Return `factor` x a hash; with a bound, sums of the values."""
         if self._bound is None:
             return tensor_hash(values) * factor
         flat = F.pad(values.reshape(-1), (0, -values.numel() % _BUCKETS))
         return flat.view(-1, _BUCKETS).sum(dim=0, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
 
-    def _end(self, step: int, named: list[int], differences: list[Difference]) -> None:
+    def _end_run(self, step: int, named: list[int], differences: list[Difference]) -> None:
         sure = all(2 * len(difference.groups[0]) > sum(map(len, difference.groups)) for difference in differences)
         than = "other losses or gradients than the other ranks" if sure else "different ones, and no majority decides"
         before = "Earlier checkpoints" if self._agreed_step is None else f"Checkpoints after step {self._agreed_step}"

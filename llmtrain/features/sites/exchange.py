@@ -89,9 +89,9 @@ class Exchange:
         # All at once: a site that sends slowly, or nothing, takes no time from the others.
         with ThreadPoolExecutor(len(others) + 1, "sites-fetch") as threads:
             honest = sorted(healers, key=lambda healer: (healer.id in self._liars, healer.id))
-            healing = threads.submit(self._healed, honest, round_, deadline_s)
+            healing = threads.submit(self._fetch_common, honest, round_, deadline_s)
             coming = {
-                name: threads.submit(self._values, status, kind, round_, part, deadline_s)
+                name: threads.submit(self._fetch_values, status, kind, round_, part, deadline_s)
                 for name, status in others.items()
             }
         outer, received, unhealed = healing.result()
@@ -127,7 +127,7 @@ class Exchange:
             received_bytes=sum(size for _, _, size, _ in reports),
         )
 
-    def _healed(
+    def _fetch_common(
         self, healers: Sequence[PeerStatus], round_: int, deadline_s: float
     ) -> tuple[tuple[Array, Array] | None, int, dict[str, str]]:
         """Return ((common parameters, outer momentum) from the first healer that sends them, bytes, id -> failure)."""
@@ -136,8 +136,8 @@ class Exchange:
             last, now_s = healer is healers[-1], time.monotonic()
             by_s = deadline_s if last else (now_s + deadline_s) / 2  # a slow one leaves time for the next
             try:
-                anchor, size = self._values(healer, "anchor", round_, None, by_s)
-                momentum, more = self._values(healer, "momentum", round_, None, by_s)
+                anchor, size = self._fetch_values(healer, "anchor", round_, None, by_s)
+                momentum, more = self._fetch_values(healer, "momentum", round_, None, by_s)
             except WireError as error:
                 failed[healer.id] = str(error)
                 continue
@@ -149,7 +149,7 @@ class Exchange:
         """Forget all other sites: one that returns is another process."""
         self._peers = {site: peers for site, peers in self._peers.items() if site in sites}
 
-    def _values(
+    def _fetch_values(
         self, site: PeerStatus, kind: str, round_: int, part: slice | None, deadline_s: float
     ) -> tuple[Array, int]:
         """Return (this rank's elements, or a part, from another site; bytes). Raises WireError."""

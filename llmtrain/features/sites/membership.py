@@ -163,7 +163,7 @@ class TorchftMembers:
         """Latest value of each key that this site has sent; the status page shows step, run and together."""
 
     def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
-        self._live()
+        self._start_heartbeats()
         self._last = {**self._last, **said}
 
         def ask() -> Any:
@@ -194,7 +194,7 @@ class TorchftMembers:
         if self._beating is not None:  # a thread that returns from torchft while Python ends aborts the process
             self._beating.join(2 * _CALL_S)
 
-    def _live(self) -> None:
+    def _start_heartbeats(self) -> None:
         """Start the heartbeats, once: while they come, the other sites wait for this one."""
         if self._beating is None:
 

@@ -83,11 +83,11 @@ class Meetings:
                 raise StopAsked
             longest_s = max(deadline_s, time.monotonic() + _JOINS_S) if joins else deadline_s
             asks_s = longest_s + (patience_s if self.missed else 0.0)
-            members, heard, late = self._ask(status, asks_s, always=joins)
+            members, heard, late = self._ask_coordinator(status, asks_s, always=joins)
             peers = [peer for peer in map(peer_status, members) if peer is not None]
             for peer in peers:
                 if peer.run != self._run:
-                    self._refuse(peer, late=status["round"] > 0)
+                    self._refuse_peer(peer, late=status["round"] > 0)
             peers = [peer for peer in peers if peer.run == self._run]
             twins = [peer for peer in peers if peer.site == self._name and peer.id != self._site]
             # A launch that was killed is heard of for some seconds.
@@ -110,7 +110,7 @@ class Meetings:
                 continue
             until_s = math.inf if joins and absent else deadline_s + (patience_s if self.missed and heard else 0.0)
             if self._ranks.first(lambda until_s=until_s: time.monotonic() > until_s):  # type: ignore[misc]
-                raise RoundFailed(self._nobody(peers, least, sorted({*absent}), late))
+                raise RoundFailed(self._why_alone(peers, least, sorted({*absent}), late))
             self._say_waiting(sorted({*absent}), joins, began_s)
             if not (late or busy):
                 time.sleep(AGAIN_S)
@@ -124,7 +124,7 @@ class Meetings:
         until `deadline_s`; MeetAgain: the peers have given up this round."""
         message = {"phase": "commit", "run": self._run, "round": round_, "have": have}
         while True:
-            members, heard, late = self._ask(message, deadline_s, expected=met)
+            members, heard, late = self._ask_coordinator(message, deadline_s, expected=met)
             if late:
                 if self._ranks.first(lambda: time.monotonic() > deadline_s):
                     raise RoundFailed(late)
@@ -178,7 +178,7 @@ class Meetings:
                 f"meeting yet; it {'joins when they come' if joins else 'waits'}"
             )
 
-    def _nobody(self, peers: list[PeerStatus], least: int, absent: list[str], late: str) -> str:
+    def _why_alone(self, peers: list[PeerStatus], least: int, absent: list[str], late: str) -> str:
         if absent:
             are = "is" if len(absent) == 1 else "are"
             return f"this site is alone: {', '.join(absent)} {are} there, but {are} not at this meeting"
@@ -191,7 +191,7 @@ class Meetings:
     def _name(self) -> str:
         return name_of(self._site)
 
-    def _refuse(self, other: PeerStatus, *, late: bool) -> None:
+    def _refuse_peer(self, other: PeerStatus, *, late: bool) -> None:
         """Refuse a peer that trains something else; `late`: only warn, as this site was here first."""
         text = other.difference(self._common)
         if late:
@@ -201,7 +201,7 @@ class Meetings:
         error.everywhere = True
         raise error
 
-    def _ask(
+    def _ask_coordinator(
         self, status: Mapping[str, Any], deadline_s: float, *, always: bool = False, expected: Collection[str] = ()
     ) -> tuple[list[Member], list[str], str]:
         """Return (participants, names of other living sites, reason if nobody came), on all ranks; a wait beyond a

@@ -172,12 +172,12 @@ class Shard:
 
     def regions(self, part: slice | None = None) -> list[tuple[int, str, Region]]:
         """Return (first element in the array, Hugging Face name, region of the tensor) of each owned piece."""
-        return [(at, p.name, p.own_region) for at, _, p in self._of(part) if p.own_region.numel]
+        return [(at, p.name, p.own_region) for at, _, p in self._pieces_of(part) if p.own_region.numel]
 
     def read(self, part: slice | None = None) -> Array:
         """Return the live values, [size]; zeros outside of `part`."""
         values = np.zeros(self.size, np.float32)
-        for at, _, piece in self._of(part):
+        for at, _, piece in self._pieces_of(part):
             if count := piece.own_region.numel:
                 with piece.open() as live:
                     values[at : at + count] = live[piece.own].detach().float().cpu().numpy()
@@ -186,25 +186,25 @@ class Shard:
     @torch.no_grad()
     def write(self, values: Array, part: slice | None = None) -> None:
         """Write `values`, [size] or those of `part`, to the model. All ranks call it together."""
-        values_here = self._shared(values, part)
-        for _, at, piece in self._of(part):
+        values_here = self._complete_from_owners(values, part)
+        for _, at, piece in self._pieces_of(part):
             with piece.open() as live:
                 live.copy_(torch.from_numpy(values_here[at : at + live.numel()]))
         self._engine.refresh()
 
-    def _shared(self, values: Array, part: slice | None) -> Array:
+    def _complete_from_owners(self, values: Array, part: slice | None) -> Array:
         """Return all held elements of this rank, [held]; arbitrary outside of `part`."""
         owned = np.zeros(self.size, np.float32)
         owned[part or slice(None)] = values
         complete = np.zeros(self._held, np.float32)
-        for at, to, piece in self._of(part):
+        for at, to, piece in self._pieces_of(part):
             count = piece.own_region.numel
             complete[to + piece.own.start : to + piece.own.start + count] = owned[at : at + count]
         if self._replicas is not None:
             self._replicas.share(owned, complete)
         return complete
 
-    def _of(self, part: slice | None) -> list[tuple[int, int, StateTensor]]:
+    def _pieces_of(self, part: slice | None) -> list[tuple[int, int, StateTensor]]:
         if part is None:
             return self._pieces
         number = self.parts.index(part)

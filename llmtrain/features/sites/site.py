@@ -250,13 +250,13 @@ class Site:
         if self._flight is not None and self._steps >= self._flight[0].steps + self._flight[0].overlap:
             (sent, travelling), self._flight = self._flight, None
             self._stands_s = time.monotonic() - sent.published_s
-            self._try(lambda: self._apply(join(travelling), sent))
+            self._try_round(lambda: self._apply_round(join(travelling), sent))
         if not complete and self._flight is None and self._steps >= self._due:
-            self._set_off()
+            self._start_round()
             ends -= 1  # the fastest site's first, if this was its last step
         if complete or self._step == self._last_step:
             for _ in range(ends):  # do not wait again for a site that missed one
-                if not self._try(lambda: self._synchronise(self._deadline())):
+                if not self._try_round(lambda: self._synchronise(self._deadline())):
                     break
             self._meetings.leave()
             self._say_left_out()
@@ -285,7 +285,7 @@ class Site:
     def _deadline(self) -> float:
         return time.monotonic() + self._settings.timeout_s
 
-    def _try(self, synchronise: Callable[[], object]) -> bool:
+    def _try_round(self, synchronise: Callable[[], object]) -> bool:
         try:
             with heart.during("compare"):
                 synchronise()
@@ -298,17 +298,17 @@ class Site:
             return False
         return True
 
-    def _set_off(self) -> None:
+    def _start_round(self) -> None:
         """Start a round: blocking, or in the background."""
         overlap = self._overlap
         if self._last_step is not None:
             overlap = min(overlap, self._last_step - self._step - self._ahead)
         if overlap <= 0:
-            self._try(lambda: self._synchronise(self._deadline()))
+            self._try_round(lambda: self._synchronise(self._deadline()))
             return
-        sent, deadline_s = self._publish(overlap), self._deadline()
+        sent, deadline_s = self._publish_parameters(overlap), self._deadline()
         patience_s = self._patience_s()
-        travel = functools.partial(self._travel, sent, deadline_s, patience_s=patience_s)
+        travel = functools.partial(self._meet_and_fetch, sent, deadline_s, patience_s=patience_s)
         self._flight = sent, in_thread(travel, "sites-round")
 
     def _patience_s(self) -> float:
@@ -318,12 +318,12 @@ class Site:
     def _synchronise(self, deadline_s: float, least: int = 1, *, joins: bool = False) -> PeerStatus:
         """Run one round; return the leading site's status. Raises RoundFailed, SitesError at the start."""
         patience_s = self._patience_s()
-        sent = self._publish()
-        done = self._travel(sent, deadline_s, least, joins=joins, patience_s=patience_s)
-        self._apply(done, sent)
+        sent = self._publish_parameters()
+        done = self._meet_and_fetch(sent, deadline_s, least, joins=joins, patience_s=patience_s)
+        self._apply_round(done, sent)
         return done.leader
 
-    def _travel(
+    def _meet_and_fetch(
         self, sent: Sent, deadline_s: float, least: int = 1, *, joins: bool = False, patience_s: float = 0.0
     ) -> Round:
         """Run the part of a round that waits for others; it changes no state. Raises RoundFailed, SitesError."""
@@ -335,16 +335,16 @@ class Site:
                 longer = joins or self._meetings.missed
                 ends_s = max(deadline_s, met_s + self._settings.timeout_s) if longer else deadline_s
             try:
-                return self._met(sent, peers, met_s, ends_s)
+                return self._fetch_and_vote(sent, peers, met_s, ends_s)
             except MeetAgain as again:
                 over = self._exchange.ranks.first(lambda until_s=ends_s: time.monotonic() > until_s)  # type: ignore[misc]
                 if over:
                     raise RoundFailed(str(again)) from again
 
-    def _met(self, sent: Sent, peers: list[PeerStatus], met_s: float, deadline_s: float) -> Round:
+    def _fetch_and_vote(self, sent: Sent, peers: list[PeerStatus], met_s: float, deadline_s: float) -> Round:
         """Fetch and vote after a meeting. Raises RoundFailed, MeetAgain."""
         fetched_by_s = (met_s + deadline_s) / 2  # leave time to agree on going on without a silent site
-        leader, peers, refused = self._led(peers)
+        leader, peers, refused = self._leader_among(peers)
         current = {peer.id: peer for peer in peers if peer.state == leader.state}
         heals = self.id not in current
         got = self._exchange.fetch(
@@ -353,7 +353,7 @@ class Site:
             sent.values,
             self._anchor,
             leader,
-            self._part(leader.round),
+            self._part_of_round(leader.round),
             fetched_by_s,
         )
         have = sorted(got.arrays) if got.outer or not heals else None
@@ -366,11 +366,13 @@ class Site:
         got = replace(got, failed={**got.failed, **refused})
         return Round(leader=leader, peers=peers, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
 
-    def _led(self, peers: list[PeerStatus]) -> tuple[PeerStatus, list[PeerStatus], dict[str, str]]:
+    def _leader_among(self, peers: list[PeerStatus]) -> tuple[PeerStatus, list[PeerStatus], dict[str, str]]:
         """Return (leading site, accepted sites, id -> reason of a refused state). Raises RoundFailed."""
         joins, before, trusted = self._agreed is None, self._meetings.known, self._settings.trust
         leader, refused = self._exchange.ranks.first(
-            lambda: leader_of(peers, self.id, joins=joins, known=before, trusted=trusted, impossible=self._impossible),
+            lambda: leader_of(
+                peers, self.id, joins=joins, known=before, trusted=trusted, impossible=self._why_impossible
+            ),
         )
         if leader is None:
             states = ", ".join(f"{peer.site}: round {peer.round}" for peer in peers if peer.joined)
@@ -380,7 +382,7 @@ class Site:
             )
         return leader, [peer for peer in peers if peer.id not in refused], refused
 
-    def _impossible(self, other: PeerStatus) -> str:
+    def _why_impossible(self, other: PeerStatus) -> str:
         """Return why a peer cannot be as far as it says since this site last agreed with others; "": it can."""
         if other.round == self._round:
             batch = self._batches.get(other.was, other.batch)
@@ -408,9 +410,9 @@ class Site:
             return f"{claim}, and {elapsed_s:.3g} s ago all were at round {round_}, step {step}"
         return ""
 
-    def _apply(self, done: Round, sent: Sent) -> None:
+    def _apply_round(self, done: Round, sent: Sent) -> None:
         leader, used, arrays = done.leader, done.used, done.got.arrays
-        part = self._part(leader.round)
+        part = self._part_of_round(leader.round)
         anchor, momentum = (array.copy() for array in done.got.outer or (self._anchor, self._momentum))
         if self._feedback:
             for site in used:
@@ -441,14 +443,14 @@ class Site:
             self._weights[leader.round % len(self._weights)] -= sent.status["weight"]
         self._server.publish(leader.round + 1, {})
         self._steps -= sent.steps
-        self._go_on(done, sent)
-        self._report(done, sent, norm, served, given_up)
+        self._plan_next_round(done, sent)
+        self._report_round(done, sent, norm, served, given_up)
 
-    def _part(self, round_: int) -> slice:
+    def _part_of_round(self, round_: int) -> slice:
         return self._shard.parts[round_ % len(self._shard.parts)]
 
-    def _publish(self, overlap: int = 0) -> Sent:
-        self._stands_s, part = time.monotonic(), self._part(self._round)
+    def _publish_parameters(self, overlap: int = 0) -> Sent:
+        self._stands_s, part = time.monotonic(), self._part_of_round(self._round)
         sums = self._ranks.gather([self._shard.checksum(array) for array in (self._anchor, self._momentum)])
         values = self._shard.read(part)
         sent, live = values[part], values[part].copy() if overlap else None
@@ -475,7 +477,7 @@ class Site:
         times = {"began_s": began_s, "published_s": published_s}
         return Sent(part=part, values=sent, live=live, status=status, steps=self._steps, overlap=overlap, **times)
 
-    def _go_on(self, done: Round, sent: Sent) -> None:
+    def _plan_next_round(self, done: Round, sent: Sent) -> None:
         leader, by_id = done.leader, {peer.id: peer for peer in done.peers}
         trained = {by_id[site].was: by_id[site].trained for site in done.used}
         peer_steps = [peer.step for peer in done.peers if peer.state == leader.state]
@@ -497,7 +499,7 @@ class Site:
         self._agreed = self._round, at, self._went_on_s
         self._exchange.forget_all_but(done.committed)
 
-    def _report(self, done: Round, sent: Sent, norm: float, served: int, given_up: int) -> None:
+    def _report_round(self, done: Round, sent: Sent, norm: float, served: int, given_up: int) -> None:
         """Write the event of a round. `norm`: of the outer step; `served`: bytes sent since the last successful
         round."""
         assert self._ledger is not None

@@ -96,14 +96,14 @@ class Server:
                     return
                 time.sleep(0.1)  # too many open files: others may hold them
                 continue
-            if not self._places.acquire(blocking=False) and not self._freed():
+            if not self._places.acquire(blocking=False) and not self._end_silent():
                 connection.close()
                 continue
             with self._lock:
                 self._silent[id(connection)] = connection, host
             threading.Thread(target=self._serve, args=(connection,), name="sites-serve", daemon=True).start()
 
-    def _freed(self) -> bool:
+    def _end_silent(self) -> bool:
         """End the oldest silent connection of the host with most of them, as strangers could hold all places; True if
         one has ended."""
         with self._lock:
@@ -265,7 +265,7 @@ class _Line:
     def send(self, data: memoryview | bytes) -> None:
         view = memoryview(data)
         for low in range(0, len(view), _AT_ONCE):
-            self._limit()
+            self._set_timeout()
             self._connection.sendall(view[low : low + _AT_ONCE])
 
     def send_header(self, header: Mapping[str, Any]) -> None:
@@ -275,7 +275,7 @@ class _Line:
     def receive_into(self, data: memoryview) -> None:
         done = 0
         while done < len(data):
-            self._limit()
+            self._set_timeout()
             count = self._connection.recv_into(data[done : done + _AT_ONCE])
             if not count:
                 raise WireError(f"it has closed the connection after {done} of {len(data)} bytes")
@@ -294,7 +294,7 @@ class _Line:
             raise WireError("its header is no object")
         return header
 
-    def _limit(self) -> None:
+    def _set_timeout(self) -> None:
         self._moved()
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:

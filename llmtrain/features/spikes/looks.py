@@ -86,7 +86,7 @@ class Replay(Record):
         step = self._step + 1
         if self._most and self._first <= step <= self._last:
             with heart.during("evaluate"):
-                look = self._look()
+                look = self._look_at_step()
             if self._ranks.rank == 0:
                 with open(self._launch.folder.path / LOOKS, "a", encoding="utf-8") as file:
                     file.write(json.dumps(to_json({"step": step, **look})) + "\n")
@@ -98,7 +98,7 @@ class Replay(Record):
         super().after_step(done)
         self._step = done.position.step
 
-    def _look(self) -> dict[str, Any]:
+    def _look_at_step(self) -> dict[str, Any]:
         session, engine, loader = self._launch.session, self._setup.engine, self._launch.loader
         objective, batch = session.objective, loader.build(self._step)
         counted = sum(map(objective.weight, batch.micro_batches)) if self._place.leads else 0

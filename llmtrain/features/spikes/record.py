@@ -93,10 +93,10 @@ class Record(Part):
         limit = self._limit
         if limit is None or self._setup.course.at(self._session.step_number).stage != self._stage:
             return None
-        return self._deciding(passes, limit)
+        return self._decide_update(passes, limit)
 
     @contextmanager
-    def _deciding(self, passes: Passes, limit: float) -> Iterator[None]:
+    def _decide_update(self, passes: Passes, limit: float) -> Iterator[None]:
         yield
         mean = math.fsum(self._shares(passes.sums, 1)[0]) / passes.weight
         passes.leave_out = lambda norm: self.detector.outlier(mean, norm, limit) is not None
@@ -127,9 +127,9 @@ class Record(Part):
             # A dynamic loss scale is found by overflowing: with a finite loss that is no fault.
             scaling = finds_scale and math.isfinite(row.loss) and not math.isfinite(row.norm)
             if spike := self.detector.take(row.step, row.loss, math.nan if scaling else row.norm):
-                self._report(spike)
+                self._report_spike(spike)
 
-    def _report(self, spike: Spike) -> None:
+    def _report_spike(self, spike: Spike) -> None:
         text = (
             f"step {spike.step}: the {spike.figure} {spike.value:.4g} is {spike.deviations:.1f} deviations above "
             f"{spike.median:.4g}, the median of the 20 steps before"

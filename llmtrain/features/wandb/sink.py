@@ -83,7 +83,7 @@ class WandB(Sink):
             self._save_sent()
         if mode == "online":
             try:
-                self._run = self._init("online", config)
+                self._run = self._start_run("online", config)
                 log.info(f"W&B: online, {self._run.url}")
             except Exception as error:
                 if self._abandoned:
@@ -91,10 +91,10 @@ class WandB(Sink):
                 mode = "offline"
                 why = redact_text(f"online failed, {type(error).__name__}: {error}".strip().splitlines()[0])
         if mode == "offline":
-            self._run = self._init("offline", config)
+            self._run = self._start_run("offline", config)
             log.info(f"W&B: offline, {why}. To upload later: wandb sync {self._folder}/offline-run-*")
         sent, online = self._sent, mode == "online"
-        sends_again = not online and sent.open is not None and self._take_back(sent.open)
+        sends_again = not online and sent.open is not None and self._skip_folder(sent.open)
         if sends_again:
             sent.offline = [name for name in sent.offline if name != sent.open]
             sent.step = sent.before
@@ -135,11 +135,11 @@ class WandB(Sink):
             self._run.log({}, step=sent.step + 1, commit=False)
         if online:
             for name in sent.offline:
-                self._take_back(name)
+                self._skip_folder(name)
             sent.offline = []
             self._save_sent()
 
-    def _take_back(self, name: str) -> bool:
+    def _skip_folder(self, name: str) -> bool:
         """Have `wandb sync` skip a folder whose rows a launch sends. False: W&B has some of them."""
         file = self._folder / name / f"run-{self._sent.run_id}.wandb"
         marks = [file.with_suffix(f".wandb.{kind}") for kind in ("synced", "syncstate")]
@@ -222,7 +222,7 @@ class WandB(Sink):
                 core.kill()
             importlib.import_module("wandb").teardown()
 
-    def _init(self, mode: Mode, config: dict[str, Any]) -> Any:
+    def _start_run(self, mode: Mode, config: dict[str, Any]) -> Any:
         import wandb
 
         wanted: dict[str, Any] = {

@@ -308,7 +308,7 @@ class Agent:
         self.about: dict[str, Any] = {}
         """Facts about the run (`base.rank.watch.describe`); empty until they are known."""
         self.warned_of_removal = False
-        self._settle()
+        self._lock_folder()
 
     @property
     def is_root(self) -> bool:
@@ -330,14 +330,14 @@ class Agent:
             reports = self.ranks.observe(now)
             finished = self._finished()
             now = time.monotonic()  # new reports are not older
-            self._hear(reports, finished, now)
+            self._hear_ranks(reports, finished, now)
             if self.job is None:
                 self.job = read_json(self.folder / JOB)  # written by local rank 0
                 if self.job is not None and not self.is_root:
                     self.judge, self.met_s = Judge(self.stall_s, now, silent_s=_ROOT_LOST_S), now
             order = None
             if self.is_root:
-                self._listen(now)
+                self._hear_hosts(now)
             else:
                 order = self._report(reports, finished, now)
             if order is not None:
@@ -348,7 +348,7 @@ class Agent:
                 verdict = None
             heard = self.line is not None and not self.line.closed and now - self.root_heard_s <= _ROOT_LOST_S
             if verdict is not None and (self.is_root or self.job is None or not heard):
-                self._act(verdict)
+                self._act_on(verdict)
                 return
             if finished:
                 unexplained = any(report["state"] == "dead" for report in reports) and not self.judge.ended
@@ -374,9 +374,9 @@ class Agent:
             )
         if removed:
             with contextlib.suppress(OSError):
-                self._settle()
+                self._lock_folder()
 
-    def _settle(self) -> None:
+    def _lock_folder(self) -> None:
         """Lock the folder and write the agent's address into it. Raises OSError."""
         own(self.folder)
         self.lock = lock_folder(self.folder)
@@ -386,7 +386,7 @@ class Agent:
         launcher_gone = self.launcher is None or not self.launcher.alive()
         return self.ranks.gone() and (launcher_gone or self.ranks.complete() or self.warned_of_removal)
 
-    def _hear(self, reports: list[dict[str, Any]], finished: bool, now: float) -> None:
+    def _hear_ranks(self, reports: list[dict[str, Any]], finished: bool, now: float) -> None:
         message = {"ranks": reports, "oom_kills": oom_kills() - self.oom_before, "finished": finished}
         self.judge.hear(self.host, message, now)
         self._note_own(reports)
@@ -398,17 +398,17 @@ class Agent:
             else:
                 self.own.pop(int(report["rank"]), None)
 
-    def _listen(self, now: float) -> None:
+    def _hear_hosts(self, now: float) -> None:
         """As the root: take in the other hosts' reports, and once a second send them the addresses of peers."""
         self.server.accept(now)
-        self._take_in(now)  # stacks that arrive now are too late
+        self._take_reports(now)  # stacks that arrive now are too late
         if now - self.reported_s >= _REPORT_S:
             self.reported_s = now
             peers = list(self.server.peers.values())[:_PEERS]
             for line in self.server.lines.values():
                 line.send({"do": "go on", "peers": peers})
 
-    def _take_in(self, now: float) -> dict[str, Any]:
+    def _take_reports(self, now: float) -> dict[str, Any]:
         """Pass the other hosts' reports to the judge; return their answers of `captured`, by host."""
         answers = {}
         for host, line in list(self.server.lines.items()):
@@ -475,7 +475,7 @@ class Agent:
             self.judge.expect(root["host"], placed, now)
             self.root_heard_s = now
 
-    def _act(self, verdict: Verdict) -> None:
+    def _act_on(self, verdict: Verdict) -> None:
         if verdict.trigger == "leave":
             if verdict.text:
                 _say(f"{verdict.text}; the other ranks are ended")
@@ -501,7 +501,7 @@ class Agent:
         deadline, mute = now + _ANSWERS_S, {host.name for host in silent if host.silent_s or host.closed}
         while self.is_root and self.server.lines.keys() - answers.keys() - mute and time.monotonic() < deadline:
             wait(list(self.server.lines.values()), 0.1)
-            answers |= self._take_in(time.monotonic())  # the job may continue: no report may be lost
+            answers |= self._take_reports(time.monotonic())  # the job may continue: no report may be lost
         ranks = {r.rank: r for r in self.judge.ranks()}
         for host, answer in answers.items():
             for report in answer["stacks"]:

@@ -160,7 +160,7 @@ class HostRanks:
             seen.beat = read(seen.page) or seen.beat
             facts = self._facts(seen, now)
             counts = {"beats": seen.beat.beats, "timed_steps": seen.beat.timed_steps, "own_s": seen.beat.own_s}
-            reports.append({**facts.to_json(), **counts, "active": self._active(seen, facts)})
+            reports.append({**facts.to_json(), **counts, "active": self._is_active(seen, facts)})
         return reports
 
     def endings(self) -> list[int]:
@@ -285,7 +285,7 @@ class HostRanks:
             state = "disk"
         if stat is not None and not ended:
             seen.resident = stat.resident
-            self._sample(seen, stat, idle_s, now)
+            self._sample_use(seen, stat, idle_s, now)
         return RankFacts(
             rank=beat.rank,
             host=self._host,
@@ -312,7 +312,7 @@ class HostRanks:
             resident=seen.resident,
         )
 
-    def _sample(self, seen: _Seen, stat: Stat, idle_s: float, now: float) -> None:
+    def _sample_use(self, seen: _Seen, stat: Stat, idle_s: float, now: float) -> None:
         if idle_s < _SAMPLE_S:
             seen.use, seen.computes, seen.works = None, True, True
             return
@@ -332,7 +332,7 @@ class HostRanks:
             )
         seen.sampled_s, seen.use = now, use
 
-    def _active(self, seen: _Seen, facts: RankFacts) -> bool:
+    def _is_active(self, seen: _Seen, facts: RankFacts) -> bool:
         """True for a silent rank that works for an unknown time or waits for others to join. A processor that polls for
         a device does not count: the device's progress is its heartbeat (engine/progress.py)."""
         if facts.state == "running" and facts.awaits:  # its collectives are questions, and end at once

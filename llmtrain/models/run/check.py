@@ -96,13 +96,13 @@ class _Section:
         names |= _EARLIER if "rope_parameters" in self._fields else set()
         for key, value in given.items():
             if key not in names:
-                self._unknown(key, value, names)
+                self._refuse_unknown(key, value, names)
             elif key in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
                 self._check_rope(value, f"{self._prefix}.{key}")
             elif isinstance(value, dict) and (inner := self._inner(key, value)) is not None:
                 _Section(inner, f"{self._prefix}.{key}", self._problems).check(value)
             elif key in _TOKENS and (rule := _outside(value, self._vocabulary(given), self._fields.get(key))):
-                self._add(key, value, rule, "write a token of the model's vocabulary, or null for none")
+                self._add_problem(key, value, rule, "write a token of the model's vocabulary, or null for none")
             else:
                 self._check_value(key, value)
 
@@ -113,7 +113,7 @@ class _Section:
         size = given.get("vocab_size", given.get(name, default))
         return size if type(size) is int else None
 
-    def _unknown(self, key: str, value: Any, known: set[str]) -> None:
+    def _refuse_unknown(self, key: str, value: Any, known: set[str]) -> None:
         from transformers import GenerationConfig
 
         near = closest(key, known)
@@ -121,7 +121,7 @@ class _Section:
         remedy = f"did you mean {near}?" if near else "remove it"
         if key in GenerationConfig().to_dict():
             rule, remedy = "it is a setting of generation, which training does not read", "remove it"
-        self._add(key, value, rule, remedy)
+        self._add_problem(key, value, rule, remedy)
 
     def _inner(self, key: str, value: dict[str, Any]) -> Any:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -141,32 +141,36 @@ class _Section:
         default = getattr(self._family, "default_theta", None) if field is None else field.default
         if rule := _impossible(name, value, default):
             has_default = isinstance(default, (int, float))
-            self._add(key, value, rule, f"{default} is the family's default" if has_default else "correct the number")
+            self._add_problem(
+                key, value, rule, f"{default} is the family's default" if has_default else "correct the number"
+            )
             return
         if field is None:
             return
         if rule_and_remedy := self._wrong_type(name, value, field):
-            self._add(key, value, *rule_and_remedy)
+            self._add_problem(key, value, *rule_and_remedy)
             return
         # A few families use a bool for a dropout.
         share = isinstance(value, bool) or (isinstance(value, (int, float)) and 0 <= value <= 1)
         if "drop" in name and isinstance(field.default, (int, float)) and not share:
-            self._add(key, value, "a dropout is a number from 0 to 1", f"{field.default} is the family's default")
+            self._add_problem(
+                key, value, "a dropout is a number from 0 to 1", f"{field.default} is the family's default"
+            )
             return
         common = {self._family.attribute_map.get(count, count) for count in _COUNTS}
         if type(value) in (int, float):
             least = field.default if isinstance(field.default, (int, float)) else 0
             if name in common and value < 1:
-                self._add(key, value, "must be at least 1", "correct the number")
+                self._add_problem(key, value, "must be at least 1", "correct the number")
             elif value < min(0, least) and not name.endswith("token_id"):
-                self._add(key, value, "must be 0 or greater", "correct the number")
+                self._add_problem(key, value, "must be 0 or greater", "correct the number")
         elif isinstance(value, str):
             from transformers.activations import ACT2FN
 
             if isinstance(field.default, str) and field.default in ACT2FN and value not in ACT2FN:
                 near = closest(value, ACT2FN)
                 remedy = f"did you mean {near}?" if near else f"{field.default} is the family's default"
-                self._add(key, value, "transformers has no activation function of this name", remedy)
+                self._add_problem(key, value, "transformers has no activation function of this name", remedy)
 
     def _wrong_type(self, name: str, value: Any, field: Any) -> tuple[str, str] | None:
         """Rule and remedy for a value that the field's type hint, or a validator of the class, refuses."""
@@ -221,7 +225,7 @@ class _Section:
                 remedy = f"{theta} is the family's default" if key == "rope_theta" else "correct the number"
                 self._problems.add(dotted, value, rule, remedy, place)
 
-    def _add(self, key: str, value: Any, rule: str, remedy: str) -> None:
+    def _add_problem(self, key: str, value: Any, rule: str, remedy: str) -> None:
         dotted = f"{self._prefix}.{key}"
         self._problems.add(
             dotted, value, rule, remedy, self._problems.places.get(dotted, self._problems.places.get(self._prefix))

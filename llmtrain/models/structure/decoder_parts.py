@@ -211,23 +211,23 @@ class _Found:
         self._calls = calls
         for index, path in enumerate(paths):
             if len(calls[path]) != 1:
-                raise self._no(f"layer {index} runs {len(calls[path])} times in a forward pass, not once")
+                raise self._refusal(f"layer {index} runs {len(calls[path])} times in a forward pass, not once")
         self._layers = [calls[path][0] for path in paths]
         self._check_chain()
         self.returns_tuples = isinstance(self._layers[0].output, tuple)
 
-    def _no(self, reason: str) -> ModelError:
+    def _refusal(self, reason: str) -> ModelError:
         return ModelError(f"model: {type(self._small).__name__} cannot be taken apart: {reason}.")
 
     def _check_chain(self) -> None:
         """Check that each layer gets the output of the one before, and no other input that depends on parameters."""
         for index, call in enumerate(self._layers):
             if call.hidden is None or call.result is None:
-                raise self._no(f"layer {index} does not map one hidden state to one hidden state")
+                raise self._refusal(f"layer {index} does not map one hidden state to one hidden state")
             if index and not torch.equal(call.hidden, self._layers[index - 1].result):  # type: ignore[arg-type]
-                raise self._no(f"layer {index} does not begin with what layer {index - 1} gave")
+                raise self._refusal(f"layer {index} does not begin with what layer {index - 1} gave")
             if call.grown:
-                raise self._no(
+                raise self._refusal(
                     f"layer {index} takes more than the hidden state: {call.grown} is computed from parameters"
                 )
 
@@ -236,7 +236,7 @@ class _Found:
         linear = [path for path in self._parts if isinstance(self._small.get_submodule(path), nn.Linear)]
         called = [path for path in linear if "." not in path and self._calls[path]]
         if not called:
-            raise self._no("it has no linear layer as a head, outside of its decoder")
+            raise self._refusal("it has no linear layer as a head, outside of its decoder")
         return max(called, key=lambda path: self._calls[path][-1].begin)
 
     def sort_parts(self, head: str) -> tuple[list[str], list[str]]:
@@ -252,7 +252,7 @@ class _Found:
             if path == head:
                 continue
             if not calls and not bare:
-                raise self._no(f"{path} has parameters but does not run in a forward pass")
+                raise self._refusal(f"{path} has parameters but does not run in a forward pass")
             gives = {tensor.data_ptr() for call in calls for tensor in call.outputs()}
             if not calls or (bare and gives & taken):
                 continue
@@ -261,9 +261,9 @@ class _Found:
             elif all(call.begin > last for call in calls):
                 after.append(path)
             else:
-                raise self._no(f"{path} runs between the layers")
+                raise self._refusal(f"{path} runs between the layers")
             if len(calls) > 1:
-                raise self._no(f"{path} runs {len(calls)} times in a forward pass")
+                raise self._refusal(f"{path} runs {len(calls)} times in a forward pass")
         for paths in (before, after):
             paths.sort(key=lambda path: self._calls[path][0].begin)
         return before, after
@@ -274,7 +274,7 @@ class _Found:
         embeddings = [path for path, m in modules.items() if isinstance(m, nn.Embedding) and m.num_embeddings >= words]
         tokens = [path for path in embeddings if any(torch.equal(t, self._ids) for t in self._calls[path][0].inputs())]
         if len(tokens) != 1:
-            raise self._no(f"{len(tokens)} modules embed the tokens ({', '.join(tokens) or 'none'})")
+            raise self._refusal(f"{len(tokens)} modules embed the tokens ({', '.join(tokens) or 'none'})")
         return tokens[0]
 
     def width(self, path: str) -> int:
@@ -303,7 +303,7 @@ class _Found:
                 with Watch(small, [call.path], replace=call.hidden) as watch:
                     self._run(f"layer {index} without the others")
                 if not (watch.calls and watch.calls[0].same_result(call)):
-                    raise self._no(
+                    raise self._refusal(
                         f"layer {index} gives something else without the other layers: they share more than "
                         "the hidden state"
                     )
@@ -313,15 +313,17 @@ class _Found:
         finally:
             _put(small, modules)
         if not torch.equal(logits, self._logits):
-            raise self._no(f"{', '.join([*after, head])} without the layers do not give the model's logits")
+            raise self._refusal(f"{', '.join([*after, head])} without the layers do not give the model's logits")
         form = HeadForm.of(small.config)
         try:
             hidden = small.base_model(input_ids=self._ids, use_cache=False).last_hidden_state
             plain = form.apply(small.get_submodule(head)(hidden).float())
         except Exception as error:  # there is a module between the base model and the head
-            raise self._no(f"{head} does not take what {type(small.base_model).__name__} gives ({error})") from error
+            raise self._refusal(
+                f"{head} does not take what {type(small.base_model).__name__} gives ({error})"
+            ) from error
         if not torch.allclose(plain, self._logits.float(), rtol=1e-5, atol=1e-6):
-            raise self._no(
+            raise self._refusal(
                 f"its logits are not those of {head} with the scale {form.scale} and the cap {form.softcap}, "
                 "which is what the loss computes"
             )
@@ -330,7 +332,7 @@ class _Found:
         try:
             return run_copy(self._small, self._ids)
         except ModelError as error:
-            raise self._no(f"{what}: {error}") from error
+            raise self._refusal(f"{what}: {error}") from error
 
 
 def _put(hf: nn.Module, modules: dict[str, nn.Module]) -> None:

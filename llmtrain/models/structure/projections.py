@@ -77,14 +77,14 @@ class LayerGraph:
         self.tokens = call.hidden.shape[0] * call.hidden.shape[1]
         self._draw = torch.Generator().manual_seed(5)
         self.nodes: list[Node] = []
-        self._run()
+        self._run_layer()
         self._give_roles()
         self._first = self.nodes
         inner = {node.path for node in self.nodes if node.role == "inner"}
         if inner:  # run again without these modules to see which head each output belongs to
             roles = {node.path: node.role for node in self.nodes}
             norms = [node for node in self.nodes if node.role == "inner"]
-            self._run(passed=inner)
+            self._run_layer(passed=inner)
             for node in self.nodes:
                 node.role = roles[node.path]
             self.nodes += norms
@@ -92,13 +92,13 @@ class LayerGraph:
     def no(self, reason: str) -> ModelError:
         return ModelError(f"model: {self._call.path} cannot be sharded: {reason}.")
 
-    def _run(self, passed: set[str] | None = None) -> None:
+    def _run_layer(self, passed: set[str] | None = None) -> None:
         assert self._call.hidden is not None
         self.nodes = []
         handles = []
         for path, module in self._layer.named_modules():
             if any(True for _ in module.parameters(recurse=False)):
-                record = self._recording(path, module)
+                record = self._record_node(path, module)
                 if passed and path in passed:
                     record = lambda module, args, kwargs, output: args[0]  # noqa: E731
                 handles.append(module.register_forward_hook(record, with_kwargs=True))
@@ -133,7 +133,7 @@ class LayerGraph:
             )
         self.heads, self.attended = [seen.query, seen.key, seen.value], seen.output
 
-    def _recording(self, path: str, module: nn.Module) -> Callable[..., Any]:
+    def _record_node(self, path: str, module: nn.Module) -> Callable[..., Any]:
         from transformers.pytorch_utils import Conv1D
 
         conv = isinstance(module, Conv1D)
@@ -149,13 +149,13 @@ class LayerGraph:
                 inputs=[value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)],
             )
             self.nodes.append(node)
-            return self._cut(output, node)
+            return self._cut_graph(output, node)
 
         return record
 
-    def _cut(self, value: Any, node: Node) -> Any:
+    def _cut_graph(self, value: Any, node: Node) -> Any:
         if isinstance(value, tuple):
-            return tuple(self._cut(item, node) for item in value)
+            return tuple(self._cut_graph(item, node) for item in value)
         if not (isinstance(value, Tensor) and value.is_floating_point()):
             return value
         # After a map any value is valid; but a rectifier must not be shut for all tokens.

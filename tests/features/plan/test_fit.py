@@ -99,8 +99,8 @@ def test_the_first_is_the_best_of_all(memory: int) -> None:
     assert times == sorted(times) and found.rehearsed <= 12
     every = [
         each.time.seconds
-        for form in fitter._legal()
-        for each in fitter._complete(
+        for form in fitter._legal_forms()
+        for each in fitter._rehearse_complete(
             [
                 Choice(form=form, micro_batch=rows, recomputed=layers)
                 for rows, layers in product(fitter._rows(form), (None, 2, "all"))
@@ -124,14 +124,14 @@ def test_the_search_goes_on_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("formula")
 def test_half_of_the_layers_is_half_of_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = Machines(hosts=2, slots=1, device="x", on_gpu=False, memory=43 * MIB, host_memory=None)
-    few, halves, point = functools.partial(resolved, ranks=2, batch=4), set(), Fitter._point
+    few, halves, point = functools.partial(resolved, ranks=2, batch=4), set(), Fitter._estimate
 
     def noted(fitter: Fitter, choice: Choice) -> Any:
         if isinstance(choice.recomputed, int):
             halves.add((choice.form.pipeline, choice.recomputed))
         return point(fitter, choice)
 
-    monkeypatch.setattr(Fitter, "_point", noted)
+    monkeypatch.setattr(Fitter, "_estimate", noted)
     monkeypatch.setattr(fit, "_EXPLORED", 1000)
     Fitter(few(Form(stage=1), {"train.micro_batch": 1}), machines, SPEEDS, few).fit()
     assert halves == {(1, 2), (2, 1)}  # of 4 layers
@@ -212,8 +212,8 @@ def test_the_first_is_the_best_of_all_rehearsals() -> None:
     best = fitter.fit().best
     every = [
         each.time.seconds
-        for form in fitter._legal()
-        for each in fitter._complete(
+        for form in fitter._legal_forms()
+        for each in fitter._rehearse_complete(
             [
                 Choice(form=form, micro_batch=rows, recomputed=layers)
                 for rows, layers in product(fitter._rows(form), (None, 2, "all"))

@@ -39,7 +39,7 @@ def test_a_row_that_fills_a_micro_batch_is_cut(
     run = SimpleNamespace(model=SimpleNamespace(fp8=fp8))
     setup = SimpleNamespace(run=SimpleNamespace(mix=SimpleNamespace(degrees=degrees), config=run))
     part._launch = SimpleNamespace(loader=loader, setup=setup)
-    micros = part._micros(0)
+    micros = part._micro_batches(0)
     assert len(micros) == (3 if rows == 1 else 6)
     for each in micros:
         assert [tuple(t.shape) for t in (each.inputs, each.labels, each.positions)] == [(1, length)] * 3

@@ -20,7 +20,7 @@ import sys, time
 from llmtrain.features.sites import membership
 membership._HEARTBEAT_S = 0.01
 site = membership.TorchftMembers(sys.argv[1], "north:0123abcd", 10.0)
-site._live()
+site._start_heartbeats()
 time.sleep(0.3)
 site.close()
 """

@@ -155,7 +155,7 @@ def test_a_site_that_reaches_nobody_but_the_coordinator_holds_no_others_up(begun
         raise WireError("no route to host")
 
     with monkeypatch.context() as cut:
-        cut.setattr(made[2][0]._exchange, "_values", no_route)
+        cut.setattr(made[2][0]._exchange, "_fetch_values", no_route)
         train()
     assert [engine.values.tolist() for _, engine, _ in made] == [[3.0] * 6, [3.0] * 6, [6.0] * 6]
     told, (kind, failed) = made[0][2][-1][1], made[2][2][-1]

@@ -165,7 +165,7 @@ def test_a_healer_that_sends_slowly_leaves_time_for_the_next(server: Server) -> 
     server.publish(3, arrays)
     told = told_by(server)
     slow = dataclasses.replace(told, id="0:1", addresses=(answering(lambda _: time.sleep(60)),))
-    outer, received, failed = exchange_of_b()._healed([slow, told], 3, time.monotonic() + 8)
+    outer, received, failed = exchange_of_b()._fetch_common([slow, told], 3, time.monotonic() + 8)
     assert outer is not None and received == 2 * 260 and failed.keys() == {"0:1"}
     assert all((got == arrays[kind]).all() for got, kind in zip(outer, ("anchor", "momentum"), strict=True))
 
@@ -174,7 +174,7 @@ def test_elements_that_come_twice_do_not_stand_for_those_that_do_not_come(server
     """As many as this rank wants, with one span twice and another never."""
     server._index = [[0, "w", 0, 60, [], 0, 0], [0, "w", 0, 5, [], 0, 0]]
     with pytest.raises(WireError, match="its values are not finite"):
-        exchange_of_b()._values(told_by(server), "values", 3, None, time.monotonic() + 60)
+        exchange_of_b()._fetch_values(told_by(server), "values", 3, None, time.monotonic() + 60)
 
 
 ODD: list[Any] = [

@@ -63,7 +63,7 @@ def test_a_host_that_finishes_while_stacks_are_gathered_is_not_lost(root, other)
     """A pause may pass: the job goes on, and the host's last word is said once."""
     other.send(report())
     time.sleep(0.1)
-    root._take_in(time.monotonic())
+    root._take_reports(time.monotonic())
     assert [host.waited_for for host in root.judge.hosts] == [True]
     other.send(report("left", finished=True))
     other.close()
@@ -104,7 +104,7 @@ def test_ranks_of_a_host_whose_watch_never_called_are_among_the_facts(root, othe
     root.job = {"is_root": True, "hosts": {"node-2": [1], "node-3": [2]}}
     other.send(report())
     time.sleep(0.1)
-    root._take_in(time.monotonic())
+    root._take_reports(time.monotonic())
     ranks = root._facts(Verdict("pause", stalled_s=61.0)).ranks
     assert [(r.rank, r.host, r.state) for r in ranks] == [(1, "node-2", "running"), (2, "node-3", "unknown")]
 

@@ -252,7 +252,7 @@ def test_what_a_silent_rank_may_be_busy_with(heart, tmp_path, phase, computing, 
     def is_active(*, computes: bool = False, works: bool = False) -> bool:
         seen.computes, seen.works, seen.beat = computes, works, read(tmp_path / "rank-00003.beat")
         facts = RankFacts(rank=3, host="node-1", phase=phase, cpu_busy=computes or works, on_device=device)
-        return ranks._active(seen, facts)
+        return ranks._is_active(seen, facts)
 
     assert not is_active()
     assert is_active(computes=True) == (computing is True or (computing == "without a device" and not device))
@@ -279,7 +279,7 @@ def test_memory_that_fills_is_work(heart, tmp_path, monkeypatch):
     monkeypatch.setattr(observe, "_used", lambda *_: next(used))
     works = []
     for now in (10.0, 12.0, 14.0, 16.0):
-        ranks._sample(seen, found, 9.0, now)
+        ranks._sample_use(seen, found, 9.0, now)
         works.append(seen.works)
     assert works == [False, False, True, False] and not seen.computes
 

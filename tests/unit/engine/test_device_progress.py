@@ -166,7 +166,7 @@ def test_the_thread_of_a_copy_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) 
             on.append(("synchronize", None))
 
     done = threading.Event()
-    thread = threading.Thread(target=copies._run, args=([], Copied(), done.set), name="copy")
+    thread = threading.Thread(target=copies._finish, args=([], Copied(), done.set), name="copy")
     thread.start()
     thread.join(10)
     assert on == [("copy", torch.device("cuda", 5)), ("synchronize", None)] and done.is_set() and copies.error is None
