@@ -104,8 +104,8 @@ NOWHERE = FrozenSource(folder=Path("/"), checksums={}, parts={})
 
 
 def frozen_source(source: ParameterSource, names: Collection[str], checksums: dict[str, int]) -> FrozenSource:
-    """The frozen parameters that a run's checkpoints leave out: those that a folder holds, also below an adapter or a
-    score."""
+    """Return the frozen parameters that a run's checkpoints leave out because a folder holds them: also those of a
+    model with an adapter or a score."""
     from llmtrain.models.source import SafetensorsSource  # not in the checkpoint writer's process
 
     while (base := getattr(source, "base", None)) is not None:
@@ -392,13 +392,13 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """None: not a checkpoint's name."""
+    """Return the step in a checkpoint's name; None for another name."""
     match = _STEP_DIR.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
-    """Newest step first."""
+    """Return the folders with a manifest, newest step first."""
     folders = [p for p in _children(checkpoints) if step_of(p) is not None and (p / MANIFEST).is_file()]
     return sorted(folders, key=lambda p: step_of(p) or 0, reverse=True)
 

@@ -117,7 +117,7 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def step_folders(path: Path) -> list[Path]:
-    """Complete or not, newest first."""
+    """Return the folders of checkpoints, complete or not, newest first."""
     folder = checkpoints_of(path)
     folders = [p for p in folder.iterdir() if p.is_dir() and step_of(p) is not None] if folder.is_dir() else []
     return sorted(folders, key=lambda p: step_of(p) or 0, reverse=True)

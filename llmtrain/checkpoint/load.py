@@ -133,7 +133,7 @@ def _rate_jump(saved: TrainerState, now: TrainerState) -> list[str]:
 
 
 def _rate(state: TrainerState, step: int) -> float | None:
-    """`step`: 0 is the first optimizer step. None: not recorded."""
+    """Return the learning rate of a step (0: the first); None: it is not recorded."""
     run = state.run or {}
     try:
         train, stages = run["train"], saved_stages(run)

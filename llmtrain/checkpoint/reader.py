@@ -76,11 +76,11 @@ class CheckpointReader:
         return tuple(self.manifest.tensors[name])
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """In fp32."""
+        """Read elements of a parameter in fp32."""
         return self.read_kind(PARAM, name, start, stop)
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        """In fp32."""
+        """Read a region of a parameter in fp32."""
         return self.read_kind_region(PARAM, name, region)
 
     def read_kind(self, kind: str, name: str, start: int, stop: int) -> Tensor:

@@ -50,7 +50,7 @@ class Best:
 
     @classmethod
     def of(cls, trainer: TrainerState) -> Best | None:
-        """As a checkpoint records it, every type checked; None: the run keeps no best ones."""
+        """Read it from a checkpoint, with every type checked; None: the run keeps no best ones."""
         saved = trainer.section("checkpoint").get("keep_best")
         if not isinstance(saved, dict) or not isinstance(saved.get("metric"), str):
             return None

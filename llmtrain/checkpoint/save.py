@@ -389,7 +389,7 @@ class Saver:
         return True
 
     def _make_folder(self, name: str) -> str | None:
-        """On a leader. Returns the reason for a failure."""
+        """Make the folder of a save, on a leader. Returns the reason for a failure."""
         checkpoints = self._folder.path
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ def memory_available() -> int:
         limit = int((_GROUP / "memory.max").read_text())  # "max" is no number: no limit
         used = int((_GROUP / "memory.current").read_text())
         stat = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
-        return min(free, limit - used + int(stat["file"]) - int(stat["shmem"]))  # the page cache gives way
+        return min(free, limit - used + int(stat["file"]) - int(stat["shmem"]))  # the page cache counts as free
     except (OSError, ValueError, KeyError):
         return free
 

@@ -176,7 +176,7 @@ def _kinds() -> dict[str, tuple[Any, ...]]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """`kind`: a type, or a list or map with a type of its elements."""
+    """Check a value's type. `kind`: a type, or a list or map with a type of its elements."""
     of = [argument for argument in get_args(kind) if argument is not Any]
     if get_origin(kind) is list:
         return type(value) is list and (not of or all(_fits(element, of[0]) for element in value))

@@ -44,7 +44,7 @@ class ExpertBlock:
 
 
 def expert_blocks(hf: nn.Module) -> list[ExpertBlock]:
-    """In the order of the layers; none in a dense model."""
+    """Return the blocks of experts in the order of the layers; none in a dense model."""
     blocks = []
     for name, module in hf.named_modules():
         counts = {child: _experts_in(child) for child in module.children()}
@@ -59,7 +59,7 @@ def expert_blocks(hf: nn.Module) -> list[ExpertBlock]:
 
 
 def _experts_in(module: nn.Module) -> int:
-    """0: it holds none."""
+    """Return the number of experts in a module; 0: it holds none."""
     if isinstance(module, nn.ModuleList):
         kinds = {type(child) for child in module}
         return len(module) if len(kinds) == 1 and any(True for _ in module.parameters()) else 0
@@ -93,12 +93,12 @@ def fit_grouped_product(experts: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Also under ZeRO 3, where a parameter is empty between its uses."""
+    """Return a parameter's shape, also under ZeRO 3, where it is empty between its uses."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def experts_per_token(config: PreTrainedConfig) -> int | None:
-    """None: the configuration lacks it."""
+    """Return how many experts a token goes to; None: the configuration lacks it."""
     text = config.get_text_config()
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
     return next((int(k) for k in (getattr(text, name, None) for name in names) if isinstance(k, int)), None)
@@ -167,7 +167,7 @@ def _holders(hf: nn.Module) -> list[nn.Module]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingFigures:
-    """Since the last call, over all ranks."""
+    """Figures of the routers since the last call, over all ranks."""
 
     aux_loss: float
     """Mean over micro-batches of the load-balancing loss, before its coefficient."""

@@ -55,7 +55,7 @@ class LanguageModel(nn.Module):
         return [local_parameter(name, tensor) for name, tensor in named_tensors(self.hf)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By Hugging Face name."""
+        """Return the shapes of all tensors by Hugging Face name."""
         shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack tensors of others' heads
         return shapes or {local.name: local.shape for local in self.local_parameters()}
 
@@ -72,7 +72,7 @@ class LanguageModel(nn.Module):
         return self.head.compute(loss, self.hidden(inputs, positions))
 
     def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
-        """[B, T, H]."""
+        """Return the decoder's output [B, T, H]."""
         options = {} if positions is None else {"position_ids": positions}
         if self.noise is not None:
             self.noise.look(inputs, positions)

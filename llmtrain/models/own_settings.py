@@ -41,7 +41,7 @@ def own_settings(spec: ModelSpec, optim: Optimizer, places: Places | None = None
 
 
 def trained_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """By its first name."""
+    """Return all names of each trained parameter by its first one."""
     tied: dict[int, list[str]] = {}
     for path, parameter in spec.adapted.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(local_parameter(path, parameter).name)

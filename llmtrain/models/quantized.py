@@ -99,7 +99,7 @@ class PackedLinear(nn.Module):
         self._state = QuantState(absmax=self._scales, code=state.code, **form)
 
     def values(self) -> Tensor:
-        """[outputs, inputs]."""
+        """Unpack the weight [outputs, inputs]."""
         from bitsandbytes.functional import dequantize_4bit
 
         blocks: Tensor

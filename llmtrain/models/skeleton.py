@@ -215,7 +215,7 @@ def layer_configs(text: Any) -> list[Any]:
 
 
 def language_model(hf: PreTrainedModel) -> PreTrainedModel:
-    """With the same decoder, under the same names."""
+    """Return the language model with the same decoder, under the same names."""
     config = copy.deepcopy(hf.config)
     config.architectures = None
     return skeleton(config)

@@ -40,7 +40,7 @@ class ModelFacts:
     frozen_matmul_parameters: int
     """Multiplied weights of frozen parameters."""
     forward_matmul_parameters: int
-    """Frozen ones without a gradient through them: in layers below everything that trains."""
+    """Multiplied weights of frozen parameters in layers below everything that trains: no gradient goes through them."""
     trained: int
     """Number of parameters that train."""
     layers: int
@@ -111,7 +111,7 @@ class ModelSpec:
 
     @cached_property
     def adapted(self) -> PreTrainedModel:
-        """With the run's adapter, if any. Raises ConfigError: see `models/adapter.py`."""
+        """The skeleton with the run's adapter, if there is one. Raises ConfigError: see `models/adapter.py`."""
         if self.adapter.r is None:
             return self.skeleton
         from llmtrain.models.adapter import adapted
@@ -211,7 +211,7 @@ class ModelSpec:
     def folder_source(
         self, folder: Path, seed: int = 0, device: torch.device | None = None
     ) -> SafetensorsSource | ScoredSource:
-        """`seed`, `device`: for a score that the folder lacks. Raises ModelError: its files are incomplete."""
+        """Open a folder's weights. `seed`, `device`: for a score that it lacks. Raises ModelError: its files are incomplete."""
         kind: type[SafetensorsSource] = SafetensorsSource
         if self.model.vocabulary is not None:
             from llmtrain.models.vocabulary import GrownSource

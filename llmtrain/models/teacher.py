@@ -30,7 +30,7 @@ KEY = "objective.teacher"
 
 
 class Teacher:
-    """Without gradient, optimizer or checkpoint. Ranks that share the student's rows share the teacher's."""
+    """A model without gradient, optimizer or checkpoint. Ranks that share the student's rows share the teacher's."""
 
     def __init__(self, language: LanguageModel) -> None:
         self._language = language.eval().requires_grad_(False)
@@ -63,8 +63,8 @@ def load_teacher(
     device: torch.device,
     language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
 ) -> Teacher:
-    """`language`: makes the model, from a transformers model and the tokens of a chunk; another one if ranks share each
-    row. Raises ModelError: the folder is incomplete."""
+    """Load the teacher. `language`: makes the model from a transformers model and the tokens of a chunk; another one
+    if ranks share each row. Raises ModelError: the folder is incomplete."""
     spec = ModelSpec.of(model)
     source = _source(spec)
     refuse_other_shapes(source, tensor_shapes(spec.skeleton))
@@ -82,7 +82,7 @@ def empty_teacher(
     device: torch.device,
     language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
 ) -> Teacher:
-    """Without values; arguments: see `load_teacher`."""
+    """Make a teacher without values; arguments: see `load_teacher`."""
     with device:
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[precision])
     restore_buffers(hf, spec.skeleton, device)

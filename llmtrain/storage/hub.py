@@ -50,7 +50,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def explain(error: BaseException | None, repository: Repository, revision: str | None) -> Diagnosis:
-    """`error`: huggingface_hub's; None: HF_HUB_OFFLINE is set."""
+    """Explain a failure. `error`: huggingface_hub's; None: HF_HUB_OFFLINE is set."""
     from huggingface_hub import get_token
 
     asked, hub, name = f"revision {revision or 'main'}", f"the Hub ({endpoint()})", repository.name
@@ -257,7 +257,7 @@ def _complete(repository: Repository, commit: str, chosen: Files, wrong: Wrong) 
 
 
 def _download(repository: Repository, commit: str, missing: Mapping[str, int], wrong: Wrong) -> None:
-    """`missing`: names and bytes."""
+    """Download files that the cache lacks. `missing`: names and bytes."""
     from huggingface_hub import constants, hf_hub_download, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 

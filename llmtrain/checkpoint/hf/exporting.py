@@ -348,7 +348,7 @@ def _finish(folder: OutputFolder, made: Export) -> None:
 def _export_adapter(
     made: Export, adapter: AdapterConfig, dtype: str | None, target: Path, weights: str | None
 ) -> Report:
-    """`target`: folder to write into."""
+    """Write a PEFT folder. `target`: folder to write into."""
     reader, trainer, report = made.reader, made.trainer, made.report
     kind = DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"]
     plan = {"to-hf": str(reader.folder.resolve()), "adapter": kind, "weights": str(weights)}

@@ -39,7 +39,7 @@ by at least 8e-4 (Gemma-2 with a hidden size of 32, the least of five families).
 
 
 class ProofError(CheckpointError):
-    """The result of a conversion differs from its source, or there is doubt."""
+    """The result of a conversion differs from its source, or cannot be compared with it."""
 
     exit_code = 1
 

@@ -271,7 +271,7 @@ def options(timeout_s: float, port: int | None = None) -> list[str]:
         "ConnectTimeout": connect_s,
         "ServerAliveInterval": 5,  # a link that is cut is noticed within 15 s
         "ServerAliveCountMax": 2,
-        "ControlPath": "none",  # a connection that was there before would hide a fault, and its master outlives us
+        "ControlPath": "none",  # an older connection would hide a fault, and its master would outlive this process
         "ClearAllForwardings": "yes",
         "ForwardAgent": "no",
         "ForwardX11": "no",

@@ -97,7 +97,7 @@ class Attempt:
         return self.resumes_at if self.checkpoint is None else self.checkpoint
 
     def outcome(self, code: int) -> Outcome:
-        """`code`: exit code of DeepSpeed's launcher or srun; negative: the signal that ended it."""
+        """Judge a finished attempt. `code`: of DeepSpeed's launcher or srun; negative: the signal that ended it."""
         end = self.end or {}
         status, step = end.get("status"), self.newest
         if status == "complete":

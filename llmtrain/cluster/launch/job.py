@@ -249,7 +249,7 @@ def take_over(facts: dict[str, Any], output: int) -> None:
         _print(f"launch was killed: {reached} of {len(ranks)} ranks were asked to save and leave")
 
         def print_output() -> None:
-            """Until no process is left to write any."""
+            """Print until no process is left to write."""
             with open(output, "rb") as stream:
                 for raw in stream:
                     if isinstance(line := message_or_line(raw, mark), bytes):

@@ -57,7 +57,7 @@ class Target:
 
     @classmethod
     def of(cls, config: Path) -> Target:
-        """`config`: a folder with config.json, or the file. Raises CheckpointError."""
+        """Read the shapes of a model. `config`: a folder with config.json, or the file. Raises CheckpointError."""
         try:
             model = skeleton(load_config(ModelConfig(config=str(config))))
         except ModelError as error:
@@ -514,7 +514,7 @@ def _version(state: dict[str, Any]) -> str | None:
 
 
 def _loss_scale(source: _Import) -> dict[str, float]:
-    """Empty outside fp16 training."""
+    """Return the loss scaler's numbers; empty outside of fp16 training."""
     if source.precision() != "fp16" or not source.kinds:
         return {}
     if source.files.zero:

@@ -304,7 +304,7 @@ def add_copies_as_masters(state: State, names: list[str]) -> None:
 
 
 def read_spans(spans: list[Span], start: int, stop: int) -> Tensor:
-    """In fp32."""
+    """Read elements of a tensor from its parts, in fp32."""
     parts = [
         span.read(max(start, span.start), min(stop, span.start + span.numel))
         for span in spans

@@ -21,7 +21,7 @@ from llmtrain.storage.hub import weights
 
 
 def needs(words: Sequence[str], run: Run) -> Needs:
-    """`words`: those of the command line that name the run."""
+    """Return what a run needs of its hosts. `words`: those of the command line that name the run."""
     config = run.config
     return Needs(
         files=(*configs_in(words), config.deepspeed),

@@ -53,7 +53,7 @@ def look(config: RunConfig, folder: CheckpointFolder, ranks: Ranks) -> None:
 
 
 class Mirror(Part):
-    """Without a process on ranks that lead no folder of checkpoints."""
+    """Mirrors checkpoints by a process of each rank that leads a folder of checkpoints."""
 
     def __init__(self, launch: Launch) -> None:
         self._ranks, config = launch.setup.ranks, launch.setup.run.config

@@ -68,7 +68,7 @@ class Mirrored:
                 yield step, name, stored.bytes
 
     def _manifest(self, step: int, sizes: dict[str, int]) -> bytes | None:
-        """None: not all its files are in the store."""
+        """Return a checkpoint's manifest; None: not all of its files are in the store."""
         if MANIFEST not in sizes:
             return None
         with scratch_folder("mirror") as folder:
@@ -220,7 +220,7 @@ class _Mirroring:
         self._pause_s, self._not_before = _POLL_S, 0.0
 
     def newest(self) -> Path | None:
-        """None: it is mirrored."""
+        """Return the newest checkpoint; None: it is mirrored."""
         complete = complete_checkpoints(self._checkpoints)
         return complete[0] if complete and step_of(complete[0]) != self._done else None
 

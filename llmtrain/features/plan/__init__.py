@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What a start asks of the answer of `llmtrain plan`."""
+    """What a start requires of the last answer of `llmtrain plan`."""
 
-    memory_margin: float | None = bounded(None, BELOW_1, "0.05 keeps 5 % free; null does not look")
+    memory_margin: float | None = bounded(None, BELOW_1, "0.05 keeps 5 % free; null checks nothing")
     """Refuse to start if the plan leaves less than this share of a device's memory; null starts."""
 
 

@@ -11,7 +11,7 @@ from llmtrain.config.run import Run
 
 
 def resolved(words: list[str], world_size: int) -> Run:
-    """`words`: the run's on a command line. Raises UserError."""
+    """Resolve the run. `words`: the run's on a command line. Raises UserError."""
     parsed = parse(words, check_paths=False)
     run = fetched(parsed.config, parsed.places)[0]
     problems = Problems(parsed.places)

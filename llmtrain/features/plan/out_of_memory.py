@@ -15,7 +15,7 @@ from llmtrain.features.plan.planned import stored
 
 
 def explain(error: Exception, run: Run, device: torch.device) -> str:
-    """Empty for an error of another kind."""
+    """Return the paragraph; empty for an error of another kind."""
     if device_fault(f"{type(error).__name__}: {error}") is not OUT_OF_MEMORY:
         return ""
     on_gpu, total = device.type == "cuda", size(memory_of(device))

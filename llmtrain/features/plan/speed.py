@@ -84,7 +84,7 @@ class StepTime:
     hidden_messages: float
     """Seconds of messages that travel while a rank computes."""
     tokens_per_s: float
-    """All ranks' together."""
+    """Tokens of all ranks together."""
     mfu: float | None
     steps: int | None
     """Optimizer steps of the run."""
@@ -141,7 +141,7 @@ def _link(machines: Machines) -> tuple[float, float, list[str]]:
 
 
 def speeds_for(run: Run, machines: Machines) -> Speeds | None:
-    """None: the table has no such device. Raises ConfigError: no such link."""
+    """Return the speeds of a device; None: the table does not have it. Raises ConfigError: no such link."""
     across, trip_s, linked = _link(machines)
     if not machines.on_gpu:
         measured = _measured_cpu(run.mix.precision, machines.slots)
@@ -189,7 +189,7 @@ def step_time(run: Run, machines: Machines, speeds: Speeds, rehearsed: Mapping[i
         return degrees.tensor > 1 and message.group[0] // degrees.tensor == message.group[-1] // degrees.tensor
 
     def hides(message: Message) -> bool:
-        """It is ZeRO's, and travels while the rank computes."""
+        """True for a message of ZeRO that is sent while the rank computes."""
         if not speeds.overlaps or degrees.pipeline > 1 or len(message.group) < shared or of_a_layer(message):
             return False
         if message.phase not in ("forward", "backward", "recompute") or message.kind == "alltoall":

@@ -70,9 +70,8 @@ def _rows(path: Path, first: int = 0) -> Iterator[tuple[StepRow, int]]:
             end = at + _HEAD.size + 4 * groups
             fits = 0 < groups <= (size - at - _HEAD.size) // 4 and flags <= 3
             shares, after = (file.read(4 * groups), file.read(_STEP.size)) if fits else (b"", b"")
-            # What a flipped bit would have to hit twice: the step is the next one, the size is that of the row before,
-            # and where one of them is not (a launch with other ranks, rows that a power cut has taken), the next row
-            # follows.
+            # A row fits if its step is the next one and its size that of the row before. Where one differs (other
+            # ranks, rows lost by a power cut), the row after it must follow: a flipped bit does not make a row.
             follows = end == size or (len(after) == _STEP.size and _STEP.unpack(after)[0] == step + 1)
             fits &= (step == before + 1 or (step > before and follows)) and (groups == layout or follows)
             if not fits:

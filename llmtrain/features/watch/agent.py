@@ -761,7 +761,7 @@ def kept(settings: dict[str, Any]) -> int:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code == 0 or launcher is None or not launcher.alive():
             return code
-        if pause_s != said_s:  # not for ever
+        if pause_s != said_s:  # only while the pause still grows
             further = ", as after each further end" if pause_s == _LONGEST_PAUSE_S else ""
             _say(
                 f"warning: the watch of {settings['host']} has ended with code {code} before its ranks, and starts "

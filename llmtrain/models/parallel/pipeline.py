@@ -143,7 +143,7 @@ class Entrance(AbsentLayer):
     received: Tensor | None = None
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """[B, T, H]"""
+        """Return the received hidden state [B, T, H]."""
         received, self.received = self.received, None
         assert received is not None
         return super().forward(received)

@@ -181,7 +181,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def tiled(mlp: nn.Module, tile: int) -> Callable[[Tensor], Tensor]:
-    """In and out: [B, T, H]."""
+    """Return the MLP over tiles: [B, T, H] -> [B, T, H]."""
     forward_of_mlp = mlp.forward
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules())
 

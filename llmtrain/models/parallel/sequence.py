@@ -60,7 +60,7 @@ class SequenceLanguageModel(LanguageModel):
 
 
 class Exchange:
-    """With T tokens a row, S ranks, t = T / S and h = H / S."""
+    """The exchange of heads for columns, with T tokens a row, S ranks, t = T / S and h = H / S."""
 
     def __init__(self, group: Any) -> None:
         self.group = group

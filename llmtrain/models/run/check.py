@@ -68,7 +68,7 @@ def check_fields(given: dict[str, Any], problems: Problems) -> None:
 
 
 def _family(model_type: str, problems: Problems) -> Any:
-    """None: not a causal language model, with a problem added."""
+    """Return the class of a family's configuration; None, with a problem added: it is no causal language model."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -107,7 +107,7 @@ class _Section:
                 self._check_value(key, value)
 
     def _vocabulary(self, given: dict[str, Any]) -> int | None:
-        """None: another section has it."""
+        """Return the size of the vocabulary; None: another section has it."""
         name = self._family.attribute_map.get("vocab_size", "vocab_size")
         default = self._fields[name].default if name in self._fields else None
         size = given.get("vocab_size", given.get(name, default))
@@ -473,7 +473,7 @@ def _check_length(
 
 
 def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any], problems: Problems) -> None:
-    """`own`: the fields that no earlier stage has."""
+    """Check a stage's fields of the rope. `own`: the fields that no earlier stage has."""
     from llmtrain.models import rope  # most runs have none
 
     if why := rope.refuse(hf, stage.rope, stage.data.sequence_length, own):

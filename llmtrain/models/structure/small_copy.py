@@ -290,7 +290,7 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     output: Any = None
     grown: str = ""
-    """An input other than the hidden state that depends on parameters at the module's begin."""
+    """An input other than the hidden state that depends on parameters when the module begins."""
 
     @property
     def hidden(self) -> Tensor | None:
