@@ -41,10 +41,8 @@ def name_cpu() -> None:
     With an empty CUDA_VISIBLE_DEVICES, DeepSpeed's launcher would show all GPUs to the ranks again.
     """
     if (name := os.environ.get("DS_ACCELERATOR", "cpu")) not in _KNOWN:
-        raise ConfigError(
-            f"DS_ACCELERATOR = {name}: DeepSpeed knows no such accelerator. Remove the variable, or set "
-            f"it to one of {', '.join(_KNOWN)}"
-        )
+        remedy = f"Remove the variable, or set it to one of {', '.join(_KNOWN)}"
+        raise ConfigError(f"DS_ACCELERATOR = {name}: DeepSpeed knows no such accelerator. {remedy}")
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(glob.glob(node) for node in _ACCELERATORS):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -135,10 +133,8 @@ def _structure(define: Callable[..., Any], models: Path, module_path: Any, prefi
     structure = _listed(file)
     if structure is None:
         structure = define(models)
-        rows = [
-            [sorted(needs), {module: sorted(names) for module, names in modules.items()}]
-            for needs, modules in structure.items()
-        ]
+        by_needs = ((sorted(needs), modules) for needs, modules in structure.items())
+        rows = [[needs, {module: sorted(names) for module, names in modules.items()}] for needs, modules in by_needs]
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(file, json.dumps(rows).encode())

@@ -328,9 +328,7 @@ def read_peft(
             rule = f"its {other} and {name} differ, which are one tied tensor of the run's model"
             raise refuse(rule, "set tie_word_embeddings to false in the model's config.json, where both are its own")
     of_file = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    shapes = {
-        name: shape for name, shape in shapes.items() if name in of_file or name != WEIGHT
-    }  # a new score is drawn
+    shapes = {name: shape for name, shape in shapes.items() if name in of_file or name != WEIGHT}  # a score is drawn
     if odd := sorted(name for name in of_file.keys() | shapes.keys() if of_file.get(name) != shapes.get(name)):
         rule = f"its {odd[0]} is {of_file.get(odd[0], 'not there')}, the run's is {shapes.get(odd[0], 'not there')}"
         remedy = (

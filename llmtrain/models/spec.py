@@ -211,7 +211,7 @@ class ModelSpec:
     def folder_source(
         self, folder: Path, seed: int = 0, device: torch.device | None = None
     ) -> SafetensorsSource | ScoredSource:
-        """Open a folder's weights. `seed`, `device`: for a score that it lacks. Raises ModelError: its files are incomplete."""
+        """Open a folder's weights; `seed`, `device`: for a score that it lacks. Raises ModelError: bad files."""
         kind: type[SafetensorsSource] = SafetensorsSource
         if self.model.vocabulary is not None:
             from llmtrain.models.vocabulary import GrownSource

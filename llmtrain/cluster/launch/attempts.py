@@ -348,9 +348,8 @@ class Attempts:
             absent = [host.name for host in self._options.hosts if host not in usable and host.name not in self._unfit]
             reasons = {"no answer": absent, "unfit after a fault of their own": sorted(self._unfit)}
             because = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items() if names)
-            return (
-                f"{units.counted(len(usable), 'host')} left, and --min-hosts is {self._options.min_hosts} ({because})"
-            )
+            left = units.counted(len(usable), "host")
+            return f"{left} left, and --min-hosts is {self._options.min_hosts} ({because})"
         step = max(attempt.newest, self._newest_step())
         words = self._options.words
         if step and self._run.resume != "auto":

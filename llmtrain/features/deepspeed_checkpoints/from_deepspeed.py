@@ -325,10 +325,8 @@ def import_deepspeed(
     for place in places:  # Trainer writes one there
         recorded, chosen_model = load_config(ModelConfig(config=str(place))).to_dict(), target.model.config.to_dict()
         if changes := other_meaning(recorded, chosen_model):
-            raise CheckpointError(
-                f"--model {model}: its values are not those of {place}/config.json: {'; '.join(changes)}. The weights "
-                "would compute something else; leave --model out."
-            )
+            rule = f"the weights would not compute the same: {place}/config.json has {'; '.join(changes)}"
+            raise CheckpointError(f"--model {model}: {rule}. Leave --model out.")
     with _understood(chosen):
         files = open_files(chosen, weights_only=weights_only)
         with Progress(f"checking {chosen}", sum(file.bytes for file in files.all())) as bar:

@@ -239,9 +239,8 @@ def right_interfaces(survey: Survey) -> dict[str, str]:
                 votes[target][address] += 1
     interfaces = {}
     for host, counted in votes.items():
-        interface_of = {
-            a: name for name, addresses in addresses_by_interface(survey.facts.get(host, {})).items() for a in addresses
-        }
+        by_interface = addresses_by_interface(survey.facts.get(host, {}))
+        interface_of = {a: name for name, addresses in by_interface.items() for a in addresses}
         right = [a for a, _ in counted.most_common() if a in interface_of and (alone or not _is_loopback(a))]
         if right:
             interfaces[host] = interface_of[right[0]]

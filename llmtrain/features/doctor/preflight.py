@@ -63,11 +63,8 @@ def preflight(
     asked -= set() if any(facts.get("gpus") for facts in answers.facts.values()) else {"gpus"}
     every = [*checks.each_host(answers), *checks.all_gpus(answers), *differences.all_hosts(answers)]
     findings = in_order(every, hosts)
-    notes = (
-        (_OWN_FOLDERS.format(folder=answers.run_dir),)
-        if answers.own_folders and not all(answers.nonce.values())
-        else ()
-    )
+    separate = answers.own_folders and not all(answers.nonce.values())
+    notes = (_OWN_FOLDERS.format(folder=answers.run_dir),) if separate else ()
     elapsed_s = time.monotonic() - started
     return Report(survey=answers, findings=findings, checked=frozenset(asked), elapsed_s=elapsed_s, notes=notes)
 

@@ -88,10 +88,8 @@ class Plan:
         width = max(len(kind.name) for kind in self.kinds)
         for kind in self.kinds:
             when = _PHASES.get(kind.rehearsed.at, kind.rehearsed.at)
-            lines.append(
-                f"{kind.name:<{width}}  {counted(kind.ranks, 'rank'):>9}  peak {size(kind.peak):>10}  {when}; "
-                f"{size(kind.rehearsed.kept)} between steps"
-            )
+            peak = f"peak {size(kind.peak):>10}  {when}; {size(kind.rehearsed.kept)} between steps"
+            lines.append(f"{kind.name:<{width}}  {counted(kind.ranks, 'rank'):>9}  {peak}")
         lines += ["", f"the peak of {self.fullest.name}, {size(self.fullest.peak)}:"]
         lines += bars(dict(sorted(self.parts().items(), key=lambda part: -part[1])), size)
         unmeasured = " (estimates, not measured on a GPU)" if self.machines.on_gpu else ""

@@ -47,11 +47,8 @@ def main(argv: list[str]) -> int:
     )
     where = f"{units.counted(hosts, 'host')} of {units.counted(slots, 'rank')}{source}"
     imbalance = args.imbalance if args.imbalance != 1 else None
-    for flag, value, with_fit in (
-        ("--out", args.out, True),
-        ("--png", args.png, False),
-        ("--imbalance", imbalance, False),
-    ):
+    flags = (("--out", args.out, True), ("--png", args.png, False), ("--imbalance", imbalance, False))
+    for flag, value, with_fit in flags:
         if value is not None and bool(args.fit) is not with_fit:
             remedy = f"remove {flag}, or {'--fit' if args.fit else 'add --fit'}"
             raise stop(flag, value, f"has no effect {'with' if args.fit else 'without'} --fit", remedy, COMMAND_LINE)

@@ -35,9 +35,8 @@ def decide(asked: Run, machines: Machines, rehearsed: Callable[[Run], Found]) ->
     def peak(count: int, recompute: RecomputeConfig) -> float:
         if (count, recompute) not in tried:
             tried[count, recompute] = rehearsed(with_chosen(asked, count, recompute))
-        return -machines.room(needs(tried[count, recompute].values()), 0)[
-            0
-        ]  # with an upper bound of what no tensor holds
+        least, _ = machines.room(needs(tried[count, recompute].values()), 0)
+        return -least  # with an upper bound of what no tensor holds
 
     counts, recompute = micro_batches(asked), asked.config.model.recompute
     if recompute.layers == "auto":

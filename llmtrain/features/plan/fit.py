@@ -193,10 +193,8 @@ class Fitter:
             tried += len(chosen)
             best += self._rehearse_complete(chosen)
         if not best:
-            raise UserError(
-                f"--memory {size(self._memory)}: no form of the run fits, of {len(legal)} legal ones. Give "
-                "more --slots or --hosts, or a larger device"
-            )
+            rule = f"none of the {len(legal)} legal forms of the run fits"
+            raise UserError(f"--memory {size(self._memory)}: {rule}. Give more --slots or --hosts, or a larger device")
         best.sort(key=lambda fitted: fitted.time.seconds)
         return Fit(best=best, counted=len(legal) + len(estimated), rehearsed=tried)
 

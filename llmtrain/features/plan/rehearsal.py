@@ -119,10 +119,8 @@ class _FullAnswers(Answers):
 
 def prepared(run: Run, *, on_gpu: bool) -> Examined:
     """The run's largest stage over full rows. Raises UserError: the model cannot be built, or not in this form."""
-    largest = max(
-        run.stages,
-        key=lambda stage: (stage.batch.micro_batch * stage.batch.sequence_length, stage.batch.sequence_length),
-    )
+    sizes = [(s.batch.micro_batch * s.batch.sequence_length, s.batch.sequence_length) for s in run.stages]
+    largest = run.stages[sizes.index(max(sizes))]
     config = choices_on_gpu(run.config) if on_gpu else run.config
     config = replace(config, model=replace(config.model, compile_layers=False))  # eager layers keep more
     data = replace(largest.data, isolate_documents=config.data.isolate_documents)
@@ -207,11 +205,9 @@ def _in_child(pipe: Connection, examined: Examined, rank: int, slots: int, imbal
             ledger, step, saved = walk(examined, ranks, on_gpu=on_gpu)
         except Exception as error:
             if needs_values(error):
-                error = ModelError(
-                    f"the model cannot be planned: {error} decides shapes by values, such as a loop "
-                    "over experts whose widths are no multiples of 16 bytes. Measure it in a short "
-                    "run"
-                )
+                example = "such as a loop over experts whose widths are no multiples of 16 bytes"
+                text = f"{error} decides shapes by values, {example}. Measure it in a short run"
+                error = ModelError(f"the model cannot be planned: {text}")
             pipe.send(UserError(str(error)) if isinstance(error, UserError) else traceback.format_exc())
             raise SystemExit(1) from None
     pipe.send(

@@ -85,10 +85,8 @@ def main() -> None:
         except (OSError, DataError) as error:
             plan_seen = str(error)
         if plan_seen != plan and stored:
-            text = (
-                f"--on: {host} does not see the preparation in {settings['out']} ({plan_seen[:200]}); give that host "
-            )
-            answer({"error": f"{text}the store's credentials and a way to it"})
+            text = f"{host} does not see the preparation in {settings['out']} ({plan_seen[:200]})"
+            answer({"error": f"--on: {text}; give that host the store's credentials and a way to it"})
         elif plan_seen != plan:
             text = f"--on: {host} does not see {settings['out']} (looked from {folder}); --out, the sources and this "
             answer({"error": f"{text}program must be in a folder that all hosts share"})

@@ -369,10 +369,9 @@ class Site:
     def _leader_among(self, peers: list[PeerStatus]) -> tuple[PeerStatus, list[PeerStatus], dict[str, str]]:
         """Return (leading site, accepted sites, id -> reason of a refused state). Raises RoundFailed."""
         joins, before, trusted = self._agreed is None, self._meetings.known, self._settings.trust
+        impossible = self._why_impossible
         leader, refused = self._exchange.ranks.first(
-            lambda: leader_of(
-                peers, self.id, joins=joins, known=before, trusted=trusted, impossible=self._why_impossible
-            ),
+            lambda: leader_of(peers, self.id, joins=joins, known=before, trusted=trusted, impossible=impossible),
         )
         if leader is None:
             states = ", ".join(f"{peer.site}: round {peer.round}" for peer in peers if peer.joined)
@@ -389,10 +388,8 @@ class Site:
             steps = self._every + self._overlap + self._settings.max_alone_steps
             tokens = len(self._shard.parts) * steps * batch * self._share.tokens // self._share.batch
             if other.trained > steps * batch or other.weight > tokens:
-                return (
-                    f"it reports {other.trained} sequences and {other.weight} tokens in its parameters; {steps} "
-                    f"steps of {batch} sequences have fewer"
-                )
+                text = f"it reports {other.trained} sequences and {other.weight} tokens in its parameters"
+                return f"{text}; {steps} steps of {batch} sequences have fewer"
         if other.round <= self._round:
             return ""
         ends, claim = len(self._shard.parts), f"it reports round {other.round}, step {other.step}"

@@ -196,11 +196,9 @@ class Peer:
                 for overlap in shared(other, region):
                     if (left := left - overlap.rows * overlap.length) < 0:
                         raise WireError("its index makes no sense (it has elements twice)")
-                    theirs_at, ours_at = overlap.at
                     rows = overlap.rows, overlap.length
-                    pairs.append(
-                        ((other_at + theirs_at, overlap.step[0], *rows), (at + ours_at, overlap.step[1], *rows))
-                    )
+                    source = (other_at + overlap.at[0], overlap.step[0], *rows)
+                    pairs.append((source, (at + overlap.at[1], overlap.step[1], *rows)))
         return pairs
 
     def fetch(

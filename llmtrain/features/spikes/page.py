@@ -18,25 +18,19 @@ def lines_for(answer: dict[str, Any]) -> Iterator[str]:
         yield f"the steps are equal to the run's record {how}"
     else:
         first = next((row["step"] for row in steps if not row["equal"]), None)
-        yield (
-            f"the steps are not equal to the run's record {how}: first at step {first}, largest relative difference "
-            f"{worst:.1e}"
-        )
+        difference = f"first at step {first}, largest relative difference {worst:.1e}"
+        yield f"the steps are not equal to the run's record {how}: {difference}"
         until = max((row["step"] for row in steps if row["equal"]), default=0)
         odd = [row["step"] for row in steps if not row["equal"] and row["step"] < until]
         if odd and answer["exact"]:  # another update there would have changed every later step
-            yield (
-                f"later steps are equal to the bit, up to step {until}: the replay repeats the run's course, and "
-                f"steps.bin is damaged, or has no row, at the steps {units.spans(odd)}"
-            )
+            damage = f"steps.bin is damaged, or has no row, at the steps {units.spans(odd)}"
+            yield f"later steps are equal to the bit, up to step {until}: the replay repeats the run, and {damage}"
     for checkpoint in answer["checkpoints"]:
         yield f"checkpoint of step {checkpoint['step']}: " + ("; ".join(checkpoint["lines"]) or "equal")
     yield from units.lines_of(_steps(answer))
     for module in answer["modules"]:
-        yield (
-            f"step {module['step']}: {module['what']} of {module['module']} is {module['value']:.3g}, at most "
-            f"{module['others']:.3g} in the other steps"
-        )
+        values = f"{module['value']:.3g}, at most {module['others']:.3g} in the other steps"
+        yield f"step {module['step']}: {module['what']} of {module['module']} is {values}"
     yield f"rows by {_order(rows)}:"
     for row in worst_rows(rows, 10):
         norm = "" if row.get("norm") is None else f", norm {row['norm']:.3g}, share {float(row['share']):.1%}"
@@ -80,10 +74,7 @@ def page_of(answer: dict[str, Any]) -> str:
     head, *steps = _steps(answer)
     tables = [
         (f"Rows by {_order(answer['rows'])}", table(("STEP", "SEQUENCE", "LOSS", "NORM", "SHARE", "DOCUMENTS"), rows)),
-        (
-            "Modules out of the range of the other steps",
-            table(("STEP", "MODULE", "WHAT", "LARGEST", "IN OTHER STEPS"), modules),
-        ),
+        ("Modules out of their range", table(("STEP", "MODULE", "WHAT", "LARGEST", "IN OTHER STEPS"), modules)),
         ("Steps", table(head, steps)),
     ]
     charts = [_chart(answer["steps"], key, name) for key, name in (("loss", "Loss"), ("norm", "Gradient norm"))]

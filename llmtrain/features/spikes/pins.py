@@ -47,7 +47,5 @@ def write_pins(checkpoints: Path, spikes: list[int]) -> None:
     try:
         replace_file(checkpoints / _PINS, json.dumps(spikes).encode())
     except OSError as error:
-        log.warn(
-            f"{checkpoints / _PINS} cannot be written ({error.strerror}): retention may delete a checkpoint "
-            "that a replay needs"
-        )
+        text = f"{checkpoints / _PINS} cannot be written ({error.strerror})"
+        log.warn(f"{text}: retention may delete a checkpoint that a replay needs")

@@ -130,10 +130,8 @@ class Record(Part):
                 self._report_spike(spike)
 
     def _report_spike(self, spike: Spike) -> None:
-        text = (
-            f"step {spike.step}: the {spike.figure} {spike.value:.4g} is {spike.deviations:.1f} deviations above "
-            f"{spike.median:.4g}, the median of the 20 steps before"
-        )
+        usual = f"{spike.deviations:.1f} deviations above {spike.median:.4g}, the median of the 20 steps before"
+        text = f"step {spike.step}: the {spike.figure} {spike.value:.4g} is {usual}"
         if self._started < spike.step <= self._started + _RESTART and self._started:
             self._tracker.event("jump", **asdict(spike), text=text, resumed=self._started)
             log.info(f"{text}. The launch has resumed at step {self._started}: this is no spike of its data")

@@ -94,10 +94,8 @@ class Asked:
 
     def __str__(self) -> str:
         begins = "its beginning" if self.begins is None else self.begins.name
-        return (
-            f"steps {self.first}:{self.last} of {self.run} are trained again from {begins}, by "
-            f"{units.counted(self.ranks, 'rank')}; the ranks' output: {self.log}"
-        )
+        how = f"from {begins}, by {units.counted(self.ranks, 'rank')}; the ranks' output: {self.log}"
+        return f"steps {self.first}:{self.last} of {self.run} are trained again {how}"
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -135,10 +133,8 @@ def asked_by(args: argparse.Namespace) -> Asked:
         ) from None
     if first not in record or last not in record:
         begins = f" from {min(record)}" if record and first < min(record) else ""
-        raise ConfigError(
-            f"--steps {args.steps}: the run has recorded steps{begins} up to {max(record, default=0)}; "
-            "give steps that it has done"
-        )
+        rule = f"the run has recorded steps{begins} up to {max(record, default=0)}"
+        raise ConfigError(f"--steps {args.steps}: {rule}; give steps that it has done")
     settings, config = _settings(args.run), _of_features(args.run)
     for feature in features.asked(config):
         if reason := feature.unrepeatable(config):
@@ -167,21 +163,11 @@ def asked_by(args: argparse.Namespace) -> Asked:
         raise ConfigError(
             f"--out {args.out}: is in the folder of the run, which is only read; give a folder outside of it"
         )
-    return Asked(
-        run=args.run,
-        out=out,
-        first=first,
-        last=last,
-        rows=args.rows,
-        record=record,
-        changed=changed,
-        begins=before[0] if before else None,
-        within=[path for path in complete if first <= (step_of(path) or 0) <= last],
-        devices=devices,
-        one_rank=args.one_rank,
-        launch=args.launch,
-        plugins=args.plugin,
-    )
+    start = before[0] if before else None
+    within = [path for path in complete if first <= (step_of(path) or 0) <= last]
+    bounds: dict[str, Any] = {"first": first, "last": last, "rows": args.rows, "record": record, "changed": changed}
+    how: dict[str, Any] = {"one_rank": args.one_rank, "launch": args.launch, "plugins": args.plugin}
+    return Asked(run=args.run, out=out, begins=start, within=within, devices=devices, **bounds, **how)
 
 
 def _refuse_other_plugins(args: argparse.Namespace, saved: dict[str, Any]) -> None:
@@ -198,10 +184,8 @@ def _changed(args: argparse.Namespace, settings: dict[str, Any], first: int, las
     """Return the settings that leave out --without and --skip. Raises UserError."""
     rows, steps = _numbers("--without", args.without), _numbers("--skip", args.skip)
     if not (args.write and args.out and (rows or steps)):
-        raise ConfigError(
-            "--without, --skip: go with --write and --out NEWRUN, the folder of the new run; write "
-            f"--steps {first}:{last} --without SEQUENCE --write --out NEWRUN"
-        )
+        words = f"--steps {first}:{last} --without SEQUENCE --write --out NEWRUN"
+        raise ConfigError(f"--without, --skip: go with --write and --out, the folder of the new run; write {words}")
     if args.out.exists():
         raise ConfigError(f"--out {args.out}: exists, and a new run needs a folder of its own; give another name")
     if wrong := [step for step in steps if not first <= step <= last]:
@@ -237,14 +221,10 @@ def _place(run: Path, data: dict[str, Any], row: int, first: int, last: int) -> 
         for place, stage in enumerate(data_of(read_saved(DataConfig, data))):
             if (stage.folders, stage.sequence_length) == (used.folders, used.sequence_length):
                 return place
-        raise ConfigError(
-            f"--without {row}: step {step} has read {', '.join(used.folders)}, which {run}/config.yaml "
-            "no longer names; give the data back there"
-        )
-    raise ConfigError(
-        f"--without {row}: is no sequence of the steps {first}:{last}; `llmtrain replay {run} --steps "
-        f"{first}:{last}` names them"
-    )
+        names = ", ".join(used.folders)
+        raise ConfigError(f"--without {row}: is of {names}, which {run}/config.yaml no longer names; name it again")
+    command = f"`llmtrain replay {run} --steps {first}:{last}` names them"
+    raise ConfigError(f"--without {row}: is no sequence of the steps {first}:{last}; {command}")
 
 
 def finish(asked: Asked, out: Path) -> tuple[dict[str, Any], list[str]]:
@@ -267,12 +247,8 @@ def finish(asked: Asked, out: Path) -> tuple[dict[str, Any], list[str]]:
     command = ["llmtrain", *words, str(out / "config.yaml")]
     command += [word for plugin in asked.plugins for word in ("--plugin", plugin)]
     was = {step: f"{row.loss:.4f}" for step, row in asked.record.items()}
-    lines = units.lines_of(
-        [
-            ("STEP", "LOSS", "NORM", "LOSS SO FAR"),
-            *((str(row.step), f"{row.loss:.4f}", f"{row.norm:.4g}", was.get(row.step, "")) for row in steps),
-        ]
-    )
+    cells = [(str(row.step), f"{row.loss:.4f}", f"{row.norm:.4g}", was.get(row.step, "")) for row in steps]
+    lines = units.lines_of([("STEP", "LOSS", "NORM", "LOSS SO FAR"), *cells])
     lines.append(f"{out} is a run at step {asked.last}, which continues with: {shlex.join(command)}")
     answer = {"folder": str(out), "step": asked.last, "changed": asked.changed, "command": shlex.join(command)}
     return answer, lines

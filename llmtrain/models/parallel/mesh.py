@@ -95,7 +95,7 @@ class Mesh:
 
     @property
     def mpu(self) -> Mesh | None:
-        """The mpu for deepspeed.initialize; None: all ranks work data-parallel, or in a pipeline, which brings its own."""
+        """The mpu for deepspeed.initialize; None: all ranks are data-parallel, or a pipeline brings its own."""
         plain = self.degrees.tensor == self.degrees.sequence == 1
         return None if plain or self.degrees.pipeline > 1 else self
 

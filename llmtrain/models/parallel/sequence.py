@@ -95,10 +95,8 @@ class Exchange:
         """`inner`: transformers' attention function."""
         query, key, value = qkv
         if query.shape[1] % self.degree:
-            raise ModelError(
-                f"model: its {query.shape[1]} attention heads cannot be shared by {self.degree} ranks; "
-                f"{_KEY} can be {divisors(query.shape[1])}."
-            )
+            rule = f"its {query.shape[1]} attention heads cannot be shared by {self.degree} ranks"
+            raise ModelError(f"model: {rule}; {_KEY} can be {divisors(query.shape[1])}.")
         # Too few key/value heads are repeated until each rank has its own.
         copies = self.degree // math.gcd(key.shape[1], self.degree)
         if copies > 1:

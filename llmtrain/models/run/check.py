@@ -141,9 +141,8 @@ class _Section:
         default = getattr(self._family, "default_theta", None) if field is None else field.default
         if rule := _impossible(name, value, default):
             has_default = isinstance(default, (int, float))
-            self._add_problem(
-                key, value, rule, f"{default} is the family's default" if has_default else "correct the number"
-            )
+            remedy = f"{default} is the family's default" if has_default else "correct the number"
+            self._add_problem(key, value, rule, remedy)
             return
         if field is None:
             return
@@ -153,9 +152,8 @@ class _Section:
         # A few families use a bool for a dropout.
         share = isinstance(value, bool) or (isinstance(value, (int, float)) and 0 <= value <= 1)
         if "drop" in name and isinstance(field.default, (int, float)) and not share:
-            self._add_problem(
-                key, value, "a dropout is a number from 0 to 1", f"{field.default} is the family's default"
-            )
+            remedy = f"{field.default} is the family's default"
+            self._add_problem(key, value, "a dropout is a number from 0 to 1", remedy)
             return
         common = {self._family.attribute_map.get(count, count) for count in _COUNTS}
         if type(value) in (int, float):

@@ -319,9 +319,8 @@ class _Found:
             hidden = small.base_model(input_ids=self._ids, use_cache=False).last_hidden_state
             plain = form.apply(small.get_submodule(head)(hidden).float())
         except Exception as error:  # there is a module between the base model and the head
-            raise self._refusal(
-                f"{head} does not take what {type(small.base_model).__name__} gives ({error})"
-            ) from error
+            reason = f"{head} does not take what {type(small.base_model).__name__} gives ({error})"
+            raise self._refusal(reason) from error
         if not torch.allclose(plain, self._logits.float(), rtol=1e-5, atol=1e-6):
             raise self._refusal(
                 f"its logits are not those of {head} with the scale {form.scale} and the cap {form.softcap}, "
