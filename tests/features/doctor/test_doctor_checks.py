@@ -130,7 +130,7 @@ def test_hosts_that_are_alike_raise_no_alarm() -> None:
         ),
         ("memory.free", 1 << 30, "memory", "red", "1 GiB of 1 TiB memory free for slots=8"),
         ("shm.free", 64 << 20, "shm", "red", "64 MiB free of 512 GiB; slots=8 needs 1 GiB"),
-        ("shm.left", {"/dev/shm/x": 12 << 30}, "shm", "yellow", "12 GiB of /dev/shm are left"),
+        ("shm.left", {"/dev/shm/x": 12 << 30}, "shm", "yellow", "12 GiB of /dev/shm are taken"),
         ("limits.nofile", 256, "limits", "red", "open files is 256 .*needs 1024"),
         ("limits.memlock", 65536, "limits", "red", "locked memory is 65536 .*needs unlimited"),
         ("limits.nproc", 1024, "limits", "red", "processes and threads is 1024"),

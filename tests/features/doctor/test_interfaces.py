@@ -62,7 +62,7 @@ def test_a_variable_means_the_same_to_doctor_and_to_a_rank(
     assert choice(facts) == takes
 
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(interfaces, "_addresses", lambda: differences.held(facts))
+    monkeypatch.setattr(interfaces, "_addresses", lambda: differences.addresses_by_interface(facts))
     monkeypatch.setattr(interfaces, "_own_address", lambda _: "10.0.1.2")
     if takes is None:
         with pytest.raises(ConfigError, match="no interface of that name"):
@@ -110,5 +110,5 @@ def test_doctor_names_the_interface_that_the_ranks_take(
 
         monkeypatch.setattr(interfaces, "_own_address", own_address)
         master = NAMES[0] if by_name else network.format(n=1)
-        taken[host] = interfaces.interface_towards(master, differences.held(facts))
+        taken[host] = interfaces.interface_towards(master, differences.addresses_by_interface(facts))
     assert taken == right and set(right) == set(NAMES)

@@ -255,7 +255,7 @@ def test_a_weight_that_no_steps_have_is_refused_and_named(joined) -> None:
     at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 40))
     assert engine_a.values.tolist() == [1.0] * 6, "its own alone"
     [why] = events_of(events, "synchronise")[-1]["failed"].values()
-    assert f"4 samples and {(1 << 60) + 16} tokens in its parameters; 6 steps of 2 sequences have fewer" in why
+    assert f"4 sequences and {(1 << 60) + 16} tokens in its parameters; 6 steps of 2 sequences have fewer" in why
 
 
 def test_a_second_site_of_a_name_is_refused(joined, monkeypatch) -> None:
@@ -395,8 +395,8 @@ def test_a_site_alone_beside_one_that_is_there_waits_says_so_and_makes_no_outer_
     two_steps(a, engine, 1)()
     assert len(asked) > 1, "it did not wait for b"
     assert events[-1][0] == "synchronise_failed"
-    assert events[-1][1]["reason"] == "this site is alone: b is there and is not at this meeting"
-    assert "site a is alone: b is there, and not at this meeting yet; it waits" in capsys.readouterr().err
+    assert events[-1][1]["reason"] == "this site is alone: b is there, but is not at this meeting"
+    assert "site a is alone: b is there, but not at this meeting yet; it waits" in capsys.readouterr().err
     a._members.heard = list
     gives_up_after(a, 60)
     two_steps(a, engine, 1)()
@@ -546,7 +546,7 @@ def test_samples_that_were_dealt_to_a_lost_site_are_counted_when_the_run_ends(be
     b.after_update(3, 0.001, complete=False)
     b.after_update(4, 0.001, complete=True)
     assert events[-1] == ("left_out", {"step": 4, "samples": 4})  # 8 to 12 are a's, 12 to 16 b's
-    assert "the run ends, and 4 samples are in no model though later ones are" in capsys.readouterr().err
+    assert "the run ends, and 4 sequences are in no model though later ones are" in capsys.readouterr().err
 
 
 def test_a_site_that_waits_for_the_others_hears_that_it_is_to_stop(joined) -> None:
@@ -566,7 +566,7 @@ def test_what_a_cut_off_site_has_trained_alone_is_told_at_its_end(begun, capsys)
     engine.values += 1
     a.after_update(1, 0.001, complete=False)
     a.after_update(2, 0.001, complete=True)
-    assert "the run ends here without the other sites: 4 samples" in capsys.readouterr().err
+    assert "the run ends here without the other sites: 4 sequences" in capsys.readouterr().err
 
 
 def test_each_round_is_an_event_and_a_row_of_documented_metrics(joined) -> None:

@@ -346,7 +346,7 @@ def test_250_mutated_sayings_at_a_meeting_are_read_or_passed_over() -> None:
         except SitesError:
             others += 1
         except RoundFailed as error:  # it says that it is in the middle of a round
-            assert "b is there and is not at this meeting" in str(error)
+            assert "b is there, but is not at this meeting" in str(error)
         with contextlib.suppress(MeetAgain, RoundFailed):
             meetings.commit(1, {"a:1", "b:1"}, None, time.monotonic() + 60)
         if (each := peer_status(stranger)) is not None:

@@ -77,8 +77,8 @@ def test_an_answer_without_equal_steps_says_where_they_part() -> None:
 def test_equal_bits_are_expected_unless_the_optimizer_is_on_the_host(
     tmp_path: Path, zero: dict[str, Any], exact: bool
 ) -> None:
-    asked: Any = SimpleNamespace(run=tmp_path / "run", again=tmp_path / "again", devices=["cpu"])
-    for folder in (asked.run, asked.again):
+    asked: Any = SimpleNamespace(run=tmp_path / "run", replayed=tmp_path / "replayed", devices=["cpu"])
+    for folder in (asked.run, asked.replayed):
         folder.mkdir()
         (folder / "deepspeed.json").write_text(json.dumps({"zero_optimization": zero}))
     found, why = replay._exact(asked)
@@ -86,7 +86,7 @@ def test_equal_bits_are_expected_unless_the_optimizer_is_on_the_host(
 
 
 def test_two_replays_do_not_share_a_folder(tmp_path: Path) -> None:
-    asked: Any = SimpleNamespace(out=tmp_path / "out", again=tmp_path / "out/run")
+    asked: Any = SimpleNamespace(out=tmp_path / "out", replayed=tmp_path / "out/run")
     held = replay.prepare(asked)
     (asked.out / "replay.log").touch()
     with pytest.raises(ConfigError, match="--out"):
