@@ -231,10 +231,8 @@ def _flash(
             more["enable_gqa"] = True
         else:
             key, value = (heads.repeat_interleave(shared, 1) for heads in (key, value))
-    out, sums = varlen_attn(
-        query, key, value, bounds, bounds, longest, longest,
-        return_aux=AuxRequest(lse=True), scale=scale, window_size=_window(window), **more,
-    )  # fmt: skip
+    more |= {"return_aux": AuxRequest(lse=True), "scale": scale, "window_size": _window(window)}
+    out, sums = varlen_attn(query, key, value, bounds, bounds, longest, longest, **more)
     return out, sums
 
 

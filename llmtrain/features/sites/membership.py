@@ -167,10 +167,9 @@ class TorchftMembers:
         self._last = {**self._last, **said}
 
         def ask() -> Any:
-            return self._client.quorum(
-                self.id, timedelta(seconds=max(limit_s, 0.001)), step=self._last.get("step", 0), data=dict(said),
-                store_address=self._last.get("run", ""), world_size=self._last.get("together", 0),
-            )  # fmt: skip
+            shown = {"step": self._last.get("step", 0), "store_address": self._last.get("run", "")}
+            shown["world_size"] = self._last.get("together", 0)
+            return self._client.quorum(self.id, timedelta(seconds=max(limit_s, 0.001)), data=dict(said), **shown)
 
         try:
             quorum = join(in_thread(ask, "sites-quorum"))

@@ -86,5 +86,5 @@ def _chart(steps: list[dict[str, Any]], key: str, title: str) -> dict[str, Any]:
     shown = [row for row in steps if math.isfinite(row[key])]
     x, y = [row["step"] for row in shown], [row[key] for row in shown]
     series = {"name": title, "color": 0, "x": x, "y": y, "dash": False, "dots": True}
-    return {"id": key, "file": key, "title": title, "unit": "", "zero": False, "series": [series] if shown else [],
-            "levels": [], "marks": [], "borders": {}}  # fmt: skip
+    empty: dict[str, Any] = {"unit": "", "zero": False, "levels": [], "marks": [], "borders": {}}
+    return {"id": key, "file": key, "title": title, "series": [series] if shown else [], **empty}

@@ -155,7 +155,7 @@ def test_long_rows_are_tried_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     def alone(form: Form, values: dict[str, Any]) -> Run:
         return resolved(form, values, ranks=1)
 
-    with pytest.raises(UserError, match="no form of the run fits"):
+    with pytest.raises(UserError, match="legal forms of the run fits"):
         Fitter(alone(Form(stage=0), {}), machines, SPEEDS, alone).fit()
     monkeypatch.setattr(fit, "_LONG", 64)
     first = Fitter(alone(Form(stage=0), {}), machines, SPEEDS, alone).fit().best[0]
@@ -181,7 +181,7 @@ def test_messages_that_travel_while_a_rank_computes() -> None:
 @pytest.mark.usefixtures("formula")
 def test_a_run_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "cpu", "--memory", "1MB", "--fit"]) == 2
-    assert "no form of the run fits" in capsys.readouterr().err
+    assert "legal forms of the run fits" in capsys.readouterr().err
     assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "cpu", "--fit"]) == 2
     assert "--fit = true" in capsys.readouterr().err
 
