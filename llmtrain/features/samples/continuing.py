@@ -110,8 +110,8 @@ def continuations(setup: Setup, prompts: Prompts) -> list[str]:
 
         dealt = (batch.micro_batch, setup.mesh.place.data, batch.data_parallel, setup.ranks.device.type == "cuda")
         with compiler.uncompiled():
-            shares = setup.engine.evaluate(batches_of(RowKind.of("text"), read, len(rows), *dealt), objective)
-            next_ids = objective.ids(*shares)
+            figures = setup.engine.evaluate(batches_of(RowKind.of("text"), read, len(rows), *dealt), objective)
+            next_ids = objective.ids(*figures)
         going -= {row for row in going if next_ids[row] in prompts.ends}
         for row in going:
             new[row].append(next_ids[row])
