@@ -209,7 +209,8 @@ def adapted(skeleton: PreTrainedModel, adapter: AdapterConfig) -> PreTrainedMode
     config = lora_config(skeleton, adapter, paths := target_paths(skeleton, adapter))
     from peft import inject_adapter_in_model
 
-    config.target_modules, config.target_parameters, config.lora_dropout = set(paths), None, adapter.dropout
+    config.target_modules, config.target_parameters = set(paths), None
+    config.lora_dropout = adapter.dropout
     # peft does not know the family of a plain module, and adapts the given maps.
     holder: Any = nn.ModuleDict({"hf": copy.deepcopy(skeleton)})
     inject_adapter_in_model(config, holder, low_cpu_mem_usage=True)
@@ -350,8 +351,8 @@ class AdaptedSource:
         seed: int,
         first_values: dict[str, Tensor] | None = None,
     ) -> None:
-        """`shapes`: of the adapter's tensors. `given`: flat values; also of modules that train completely."""
-        self.base, self.origin, self._given = base, base.origin, first_values or {}
+        """`shapes`: of the adapter's tensors. `first_values`: flat; also of modules that train completely."""
+        self.base, self.origin, self._first_values = base, base.origin, first_values or {}
         self._shapes, self._seed = shapes, seed
 
     def order(self) -> list[str]:
@@ -367,11 +368,11 @@ class AdaptedSource:
         return pick(self._first(name), region) if self._own(name) else self.base.read_region(name, region)
 
     def _own(self, name: str) -> bool:
-        return name in self._shapes or name in self._given
+        return name in self._shapes or name in self._first_values
 
     def _first(self, name: str) -> Tensor:
-        if name in self._given:
-            return self._given[name]
+        if name in self._first_values:
+            return self._first_values[name]
         shape = self._shapes[name]
         if name.endswith(MAGNITUDE):
             weight = f"{name.removesuffix(MAGNITUDE)}.weight"

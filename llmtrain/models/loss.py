@@ -148,8 +148,8 @@ def _kept(
     """(the losses [C, 1], with a z-loss also the squares of log Z [C, 2]; the factor on each exponential in the logits'
     gradient; the value subtracted at the label).
 
-    `sum`: of this rank's exponentials below `most`; `chosen`: the label's logit less `most`, of any word if the label's
-    is another rank's.
+    `sum_C1`: of this rank's exponentials below `most_C1`; `chosen_C1`: the label's logit less `most_C1`, or that of any
+    word if the label's is another rank's.
     """
     if about.vocabulary is not None:
         both_C2 = torch.cat([sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0)], dim=1)

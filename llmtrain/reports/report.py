@@ -385,7 +385,8 @@ def why_slow(run: Run, curves: Curves) -> str:
     if not (speed := curves["tokens_per_s"]) or not (tokens := curves["tokens"]) or len(tokens.steps) < 2:
         return ""
     of_step = (tokens.values[-1] - tokens.values[0]) / (tokens.steps[-1] - tokens.steps[0])
-    step_s, waits, shares = of_step / statistics.median(speed.values), curves["data_wait_share"], curves["comm_share"]
+    step_s = of_step / statistics.median(speed.values)
+    waits, shares = curves["data_wait_share"], curves["comm_share"]
     measured = {"waiting for data": step_s * statistics.fmean(waits.values) if waits else 0.0}
     if shares:
         measured["messages between ranks"] = step_s * statistics.fmean(shares.values)

@@ -137,7 +137,8 @@ class Merge:
         """Return `values`, the elements of a flat parameter from `start` on, merged. Raises CheckpointError."""
         if self._adapter is None or name not in self._path_of:
             return values
-        path, read, (_, inputs) = self._path_of[name], self.read, self._reader.shape(name)
+        path, read = self._path_of[name], self.read
+        _, inputs = self._reader.shape(name)
         first, last = start // inputs, -(-(start + values.numel()) // inputs)  # its rows
         r, _ = self._reader.shape(path + A)
         product = read(path + B, first * r, last * r).view(-1, r) @ read(path + A, 0, r * inputs).view(r, inputs)

@@ -106,7 +106,8 @@ def own_stops(base: Path, tokenizer: Path) -> list[int]:
 def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
     """Remove a padding token without a row: a server that pads with it reads beyond the embedding."""
     text = config.get_text_config()
-    size, trained, named = text.vocab_size, getattr(text, "pad_token_id", None), ids.get("pad_token_id")
+    size = text.vocab_size
+    trained, named = getattr(text, "pad_token_id", None), ids.get("pad_token_id")
     for number in {trained, named}:
         if number is not None and not 0 <= number < size:
             report.add("padding", f"pad_token_id {number} left out: the model's tokens are 0 to {size - 1}")

@@ -105,13 +105,14 @@ class Mirrored:
         return sum((folder / name).stat().st_size for name in names)
 
     def prune(self, steps: Sequence[int], keep: int, best: Best | None) -> None:
-        """Delete all but the `keep` newest checkpoints and the best, and older remains of uploads. `found`: the steps
-        of the complete ones, newest first."""
+        """Delete all but the `keep` newest checkpoints and the best, and older remains of uploads. `steps`: of
+        the complete ones, newest first."""
         stays = set(steps[: max(1, keep)])
         if best is not None and len(steps) > keep:
             figures = [(step, figure) for step in steps if (figure := best.figure(self._trainer(step))) is not None]
             stays |= {step for step, _ in best.first(figures)}
-        self.drop(lambda step: step not in stays and (step < min(stays, default=0) or step in steps))
+        oldest = min(stays, default=0)
+        self.drop(lambda step: step not in stays and (step < oldest or step in steps))
 
     def drop(self, chosen: Callable[[int], bool]) -> None:
         names_of: dict[int, list[str]] = {}

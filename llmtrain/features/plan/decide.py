@@ -81,8 +81,8 @@ def keeps(run: Run) -> tuple[Keep, ...]:
     return ("attention", None) if model.attention in ("auto", "sdpa", "varlen") else (None,)
 
 
-def fewest_layers(peak: Peak, layers: int, room: float, keeps_: tuple[Keep, ...]) -> RecomputeConfig:
-    """Return the fewest of `layers` whose recomputation lets the peak fit into `room` bytes. `kept`: choices for kept
+def fewest_layers(peak: Peak, layers: int, room: float, keeps: tuple[Keep, ...]) -> RecomputeConfig:
+    """Return the fewest of `layers` whose recomputation lets the peak fit into `room` bytes. `keeps`: choices for kept
     results; if none fits, the last one is used with all layers.
 
     Each layer frees as much, or less where the peak has moved: the line between none and all is an upper bound.
@@ -90,8 +90,8 @@ def fewest_layers(peak: Peak, layers: int, room: float, keeps_: tuple[Keep, ...]
     plain = peak(RecomputeConfig())
     if plain <= room:
         return RecomputeConfig()
-    for keep in keeps_:
+    for keep in keeps:
         every = peak(RecomputeConfig(layers="all", keep=keep))
         if every <= room:
             return RecomputeConfig(layers=math.ceil(layers * (plain - room) / (plain - every)), keep=keep)
-    return RecomputeConfig(layers="all", keep=keeps_[-1])
+    return RecomputeConfig(layers="all", keep=keeps[-1])

@@ -172,7 +172,7 @@ def speeds_for(run: Run, machines: Machines) -> Speeds | None:
 
 
 def step_time(run: Run, machines: Machines, speeds: Speeds, rehearsed: Mapping[int, Rehearsed]) -> StepTime:
-    """Estimate a step of the slowest rank. `found`: one rank of each kind."""
+    """Estimate a step of the slowest rank. `rehearsed`: one rank of each kind."""
     slots = machines.slots
     degrees, mix, batch = run.mix.degrees, run.mix, run.batch
     zero = run.deepspeed.get("zero_optimization") or {}

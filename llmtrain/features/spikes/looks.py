@@ -105,7 +105,8 @@ class Replay(Record):
         weight = int(self._ranks.sum(torch.tensor([counted], dtype=torch.float64))[0])
         if not weight:
             return {"rows": [], "largest": {}, "norm": math.nan}
-        norm, largest, gradient = math.nan, dict[str, list[Tensor]](), GradientCopy()
+        norm, gradient = math.nan, GradientCopy()
+        largest: dict[str, list[Tensor]] = {}
         if self._has_gradients:
             if isinstance(objective, LooksAhead):
                 objective.look(batch.micro_batches, engine.evaluate)

@@ -274,7 +274,7 @@ def prepare(asked: Asked) -> int:
 def train(asked: Asked, lock: int) -> None:
     """Train up to the last step in ranks of their own; their output goes to replay.log. Raises UserError.
 
-    `held`: the lock of the folder, which lasts as long as the child.
+    `lock`: the open lock file of the folder, whose lock lasts as long as the child.
     """
     saves = [step for path in asked.within if (step := step_of(path)) is not None and step < asked.last]
     looks = {"rows": asked.rows, "saves": saves} if asked.changed is None else {"rows": 0, "saves": []}

@@ -359,12 +359,14 @@ class HostRanks:
 
 
 def _used(beat: Beat, stat: Stat) -> _Use:
-    """Return the resources used by a rank, whose /proc stat is `found`, and by the processes below it; or by another
+    """Return the resources used by a rank, whose /proc stat is `stat`, and by the processes below it; or by another
     process that it awaits."""
-    pid, own_s, below_s, resident = beat.pid, stat.cpu_s - beat.asked_s, 0.0, stat.resident
+    pid, below_s = beat.pid, 0.0
+    own_s, resident = stat.cpu_s - beat.asked_s, stat.resident
     if beat.awaits not in (0, OTHERS, pid):
-        pid, child = beat.awaits, processes.stat(beat.awaits)
-        own_s, below_s, resident = 0.0, child.cpu_s if child else 0.0, child.resident if child else 0
+        pid, own_s, resident = beat.awaits, 0.0, 0
+        if child := processes.stat(pid):
+            below_s, resident = child.cpu_s, child.resident
     moved = processes.bytes_moved(pid)
     for child_pid in descendants({pid}):
         below = processes.stat(child_pid)
