@@ -162,7 +162,7 @@ def lora_config(
     taken = _taken_for_experts(hf, {path.rpartition(".")[2] for path in wanted})
     weights = sorted(path for path in wanted if path.rpartition(".")[2] in taken)
     if weights and adapter.dora:
-        rule = f"with experts in one tensor peft can load no DoRA of {weights[0]}, whose name it takes for theirs"
+        rule = f"peft cannot load a DoRA of {weights[0]}: it takes the name for that of experts in one tensor"
         remedy = f"set it to false, or name maps in adapter.targets that end in none of {', '.join(sorted(taken))}"
         raise stop("adapter.dora", True, rule, remedy, (places or {}).get("adapter.dora"))
     maps = wanted - set(weights)

@@ -58,7 +58,7 @@ def _circumstances(device: torch.device) -> str:
 
 def do_without(device: torch.device, reason: str) -> None:
     _answers[device.type] = reason
-    warn_once(f"torch.compile is not used on this device ({device.type}), which takes longer: {reason}")
+    warn_once(f"torch.compile is not used on this device ({device.type}), so steps take longer: {reason}")
 
 
 def _attempt(kind: str) -> str | None:
@@ -75,7 +75,7 @@ def _attempt(kind: str) -> str | None:
                 return _line(error)
     except Exception as error:
         return _line(error)
-    return None if works else "torch runs what it should compile (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
+    return None if works else "torch is told not to compile (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
 
 
 def _line(error: Exception) -> str:

@@ -226,7 +226,7 @@ class Routing:
         """This rank's part of the watched pass's loss, times the coefficient; the ranks' parts add up. None: nothing to
         add to the loss."""
         noted, self._noted = self._noted, None
-        assert noted is not None and len(noted) == self.layers, "a router of the model was not asked"
+        assert noted is not None and len(noted) == self.layers, "a router of the model did not run"
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.coefficient > 0):
             tokens_LE, probability_E, rows = self._sums([noted[index] for index in range(self.layers)])
             total_E = tokens_LE.sum(0)

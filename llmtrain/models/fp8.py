@@ -65,7 +65,7 @@ def line(hf: PreTrainedModel, recipe: str, *, emulated: bool) -> str:
     count, rest = sum(len(chosen) for chosen, _ in split), sum(len(others) for _, others in split)
     text = f"model.fp8 {recipe}: {count} linear maps of {units.counted(len(layers), 'decoder layer')} multiply in fp8"
     if emulated:
-        text += ", emulated: a CPU has no such products, and takes longer for it"
+        text += ", emulated: a CPU has no such products, and steps take longer"
     reasons = {path: reason for _, others in split for path, reason in others.items()}
     if reasons:
         path, reason = next(iter(reasons.items()))

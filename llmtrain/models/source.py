@@ -248,7 +248,7 @@ class SafetensorsSource:
 
     def _dtype(self, name: str, kind: str) -> torch.dtype:
         if kind not in DTYPE_OF:
-            raise self._wrong(f"{self.folder}: {name} has the type {kind}, which is none of a parameter.")
+            raise self._wrong(f"{self.folder}: {name} has the type {kind}, which no parameter can have.")
         return DTYPE_OF[kind]
 
     def _place(self, layout: FolderLayout | None) -> Placement:

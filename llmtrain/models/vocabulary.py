@@ -44,7 +44,7 @@ def check_growth(
     place = (places or {}).get("model.vocabulary")
     of_folder = load_config(replace(model, vocabulary=None)).get_text_config().vocab_size
     if model.vocabulary < of_folder:
-        rule = f"{model.pretrained} has {of_folder} tokens, and none is taken away"
+        rule = f"{model.pretrained} has {of_folder} tokens, and tokens can only be added"
         raise stop("model.vocabulary", model.vocabulary, rule, "leave it out, or write more", place)
     if model.vocabulary > of_folder and (still := sorted(grown_names(hf) & set(frozen))):
         rule = f"the new rows of {still[0]} would never train: it is frozen"

@@ -30,7 +30,7 @@ _OF_A_RUN: dict[str, MetricKey] = {
     "step": MetricKey("optimizer steps", "Steps done in the run, resumes included."),
     "tokens": MetricKey("tokens", "Training tokens read so far by all ranks."),
     "epoch": MetricKey(
-        "epochs", "Training sequences read, over those until the first set of the data has been read once."
+        "epochs", "Training sequences read, divided by those that are read in one pass over the first set of the data."
     ),
     "data/stage": MetricKey("1", "Stage of the step (`data.stages`), from 0; only in runs with several."),
     "time_unix_s": MetricKey("s", "Wall-clock time of the row (Unix)."),

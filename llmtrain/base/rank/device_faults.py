@@ -116,7 +116,7 @@ FAULTS = (
     DeviceFault(
         name="device_assert",
         pattern=r"device-side assert triggered|cudaErrorAssert",
-        means="a kernel met a value that it must not, mostly an index beyond its table: a token or label not below "
+        means="a kernel got a value that it cannot take, mostly an index beyond its table: a token or label not below "
         "model.config's vocab_size, a position beyond its limit",
         remedy="The line above it, `Assertion ... failed`, shows which, and CUDA_LAUNCH_BLOCKING=1 makes the traceback "
         "true. A restart has the same data.",
@@ -128,7 +128,7 @@ FAULTS = (
         pattern=r"illegal memory access|misaligned address|illegal instruction was encountered|unspecified launch "
         r"failure|invalid program counter|invalid device pointer|cudaErrorIllegalAddress|cudaErrorLaunchFailure",
         means="a kernel read or wrote outside of its tensors: a bug in a kernel, or a broken GPU",
-        remedy="CUDA_LAUNCH_BLOCKING=1 makes the traceback true. If it is always the same host, leave that out.",
+        remedy="With CUDA_LAUNCH_BLOCKING=1 the traceback names the kernel. If it is always one host, leave it out.",
     ),
     DeviceFault(
         name="gpu_error",

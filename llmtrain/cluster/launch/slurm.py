@@ -84,7 +84,7 @@ def tasks_per_node(text: str, nodes: int) -> list[int]:
             raise ConfigError(f"SLURM_TASKS_PER_NODE={text!a} has {part!a} instead of COUNT or COUNT(xNODES)")
         counts += [int(matched[1])] * int(matched[2] or 1)
     if len(counts) != nodes:
-        rule = f"is about {len(counts)} nodes, and SLURM_JOB_NODELIST about {nodes}"
+        rule = f"has counts of {len(counts)} nodes, and SLURM_JOB_NODELIST names {nodes}"
         raise ConfigError(f"SLURM_TASKS_PER_NODE={text!a} {rule}: give sbatch --nodes and --ntasks-per-node")
     return counts
 

@@ -576,7 +576,7 @@ def say_changes(step: int, failed: Mapping[str, str], names: list[str], before: 
     for site, text in failed.items():
         log.warn(f"step {step}: site {name_of(site)} is not in this synchronisation: {text}")
     if gone := sorted(set(before) - set(names)):
-        log.warn(f"step {step}: {', '.join(gone)} left; its samples are passed on")
+        log.warn(f"step {step}: {', '.join(gone)} left; its sequences are passed on")
     if names == [own] and before != names:
         (log.warn if before else log.info)(f"step {step}: site {own} trains alone: no other site is at the coordinator")
     if come := sorted(set(names) - set(before) - {own}):

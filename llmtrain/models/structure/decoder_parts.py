@@ -225,7 +225,7 @@ class _Found:
             if call.hidden is None or call.result is None:
                 raise self._refusal(f"layer {index} does not map one hidden state to one hidden state")
             if index and not torch.equal(call.hidden, self._layers[index - 1].result):  # type: ignore[arg-type]
-                raise self._refusal(f"layer {index} does not begin with what layer {index - 1} gave")
+                raise self._refusal(f"the input of layer {index} is not the output of layer {index - 1}")
             if call.grown:
                 raise self._refusal(
                     f"layer {index} takes more than the hidden state: {call.grown} is computed from parameters"

@@ -230,7 +230,7 @@ class LayerGraph:
                 node.role = "inside" if node.role == "column" else "behind"
                 behind |= {index} if node.role == "behind" else set()
         if end & behind:
-            raise self.no("its output and its heads are made of the same")
+            raise self.no("its output reads what its heads read")
 
     def heads_and_size(self, node: Node) -> tuple[int, int]:
         """(heads, features of one) for an inner module."""
@@ -288,7 +288,7 @@ class LayerGraph:
                 counts.add(count)
             owners = torch.where(owned, of_target, owners)
         if bool((owners < 0).any()) or len(counts) != 1:
-            raise self.no(f"what {int((owners < 0).sum())} outputs of {node.path} are for is not to be found")
+            raise self.no(f"nothing shows what {int((owners < 0).sum())} outputs of {node.path} are for")
         return self._parts(node, owners.tolist(), counts.pop())
 
     def _by_head(self, tensor: Tensor) -> tuple[Tensor, int]:

@@ -203,7 +203,7 @@ def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception |
             "this host is overloaded. Start the command again when fewer processes run."
         )
     if any(missing) and not errors:
-        return outputs, RuntimeError("some ranks meet the others more often")
+        return outputs, RuntimeError("some ranks call more collectives than others")
     return outputs, errors[0] if errors else None
 
 

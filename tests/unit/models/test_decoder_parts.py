@@ -141,7 +141,7 @@ def test_a_model_with_other_names() -> None:
     [
         ("leak", "layer 2 gives something else without the other layers"),
         ("argument", "layer 0 takes more than the hidden state: argument 3 is computed from parameters"),
-        ("skip", "layer 1 does not begin with what layer 0 gave"),
+        ("skip", "the input of layer 1 is not the output of layer 0"),
         ("between", "layer 1 does not begin with|runs between the layers"),
         ("two_lists", "several lists of layers"),
         ("loose", "loose, which belongs to none of its parts"),
