@@ -142,7 +142,7 @@ def test_a_model_with_other_names() -> None:
         ("leak", "layer 2 gives something else without the other layers"),
         ("argument", "layer 0 takes more than the hidden state: argument 3 is computed from parameters"),
         ("skip", "the input of layer 1 is not the output of layer 0"),
-        ("between", "layer 1 does not begin with|runs between the layers"),
+        ("between", "the input of layer 1 is not|runs between the layers"),
         ("two_lists", "several lists of layers"),
         ("loose", "loose, which belongs to none of its parts"),
         ("shared_layer", "(?s)body.steps.0.*body.steps.1"),
