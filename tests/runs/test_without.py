@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launching import environment, write_recipe
+from tests.helpers.marks import slow
 from tools.without import FEATURES, Trials, copy, sets_of_features
 
 
@@ -41,21 +42,20 @@ OF_FEATURES_TOO = (
 
 
 THAT_ASK_FEATURES = [
-    *(
-        "tests/unit/" + part
-        for part in ("checkpoint", "commands", "config", "parity", "reports", "tracking", "training")
-    ),
-    *("tests/unit/" + name for name in ("test_cli.py", "test_imports.py")),
+    *("tests/unit/" + part for part in ("commands", "config", "reports", "tracking", "training")),
+    "tests/unit/test_cli.py",
 ]
-"""Tests of the parts of the core that ask the registry of features."""
+"""Tests of what asks the registry of features most: sections, rules, commands, parts, metrics and pages."""
 
 
 @pytest.mark.timeout(1800)
-def test_the_units_of_the_core_pass_without_any_feature(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tests", [THAT_ASK_FEATURES, slow(["tests/unit"])], ids=["some", "all"])
+def test_the_units_of_the_core_pass_without_any_feature(tests: list[str], tmp_path: Path) -> None:
     copy(FEATURES, tmp_path / "clone")
     left_out = [word for each in OF_FEATURES_TOO for word in ("--deselect", each)]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not (slow or more or cluster or sites or long)"]
-    command += [*THAT_ASK_FEATURES, *left_out]
-    done = subprocess.run(command, cwd=tmp_path / "clone", env=environment(PYTHONPATH=str(tmp_path / "clone")),
-                          capture_output=True, text=True)  # fmt: skip
+    clone = environment(PYTHONPATH=str(tmp_path / "clone"))
+    done = subprocess.run(
+        [*command, *tests, *left_out], cwd=tmp_path / "clone", env=clone, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-4000:]
