@@ -113,7 +113,7 @@ test-sites: $(VENV)/.dev
 # which wait a lot: this takes what they leave of the processor. Threads that spin while they wait take four times the time.
 COMPARISONS := tests/runs/test_golden.py tests/runs/test_saved_runs.py \
   tests/runs/test_resume_runs.py::test_checkpoints_that_earlier_code_made_go_on_as_it_would_have \
-  tests/ranks/test_cells.py::test_a_cell_is_plain_pytorch tests/ranks/test_parity.py
+  tests/ranks/test_cells.py::test_a_cell_of_each_arithmetic_is_plain_pytorch tests/ranks/test_parity.py
 COMPARE := nice -n 15 $(BIN)/python -m pytest $(COMPARISONS) -k 'not listed and not prepared_folder' \
   -m 'not (slow or cluster or sites)'
 

@@ -5,7 +5,7 @@ A covering array of strength 2, made by a greedy search (AETG, Cohen et al. 1997
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any
 
@@ -125,9 +125,9 @@ def covering() -> list[Cell]:
     return cells
 
 
-def each_value(cells: list[Cell]) -> list[int]:
-    """Indices of few cells that never offload and have each other value of each setting."""
-    left = {(name, value) for name, values in FACTORS.items() if name != "offload" for value in values}
+def each_value(cells: list[Cell], settings: Iterable[str] = FACTORS) -> list[int]:
+    """Indices of few cells that never offload and have each value of these settings, but for offload."""
+    left = {(name, value) for name in settings if name != "offload" for value in FACTORS[name]}
     free = [
         index for index, cell in enumerate(cells) if cell["offload"] == resumed_as(cells, index)["offload"] == "none"
     ]
