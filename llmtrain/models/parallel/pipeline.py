@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -31,9 +31,10 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor import shard_model, share_adapter
 from llmtrain.models.parameters import LocalParameter, local_parameter, named_tensors
 from llmtrain.models.score import SCORE, at_the_last_place
-from llmtrain.models.skeleton import DTYPES, materialise
+from llmtrain.models.skeleton import DTYPES, decoder_layers, materialise
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.decoder_parts import AbsentAfter, AbsentBefore, AbsentLayer, Anatomy
+from llmtrain.models.transformers_private import matrices
 
 # Layers of each pipeline stage, and the time that stages wait. Standard library only.
 
@@ -325,6 +326,10 @@ class PipelineLanguageModel(PipelineModule):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
+
+    def matrices(self) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
+        """Those of this rank's layers, as LanguageModel.matrices."""
+        return matrices(decoder_layers(self.hf))
 
     def _loss(self, hidden: Tensor) -> Tensor:
         """The weighted loss of a micro-batch."""
