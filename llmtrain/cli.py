@@ -77,7 +77,7 @@ def _main(words: list[str]) -> int:
         print(f"llmtrain {_version()}")
         return 0
     try:
-        return _command(words[0])(words[1:])
+        return _command(_with_flag(words))(words[1:])
     except UserError as error:
         # Before the ranks have met, one voice a host: another host may have another file or another version.
         if log.rank() == 0 or (not error.everywhere and os.environ.get("LOCAL_RANK") == "0"):
@@ -92,6 +92,17 @@ def _main(words: list[str]) -> int:
         what = "a tokenizer, or another file that it was given, asks a library for more than it can do"
         print(f"error: {what}: {untrusted.first_line(error, 200)}", file=sys.stderr)
         return UserError.exit_code
+
+
+def _with_flag(words: list[str]) -> str:
+    """Return the command's name, with the flag that hands its words to a feature, such as `init --from`."""
+    if words[0] in CORE and words[0] != "train":  # ranks import no more than they need
+        flags = {word.partition("=")[0] for word in words[1:]}
+        for name in commands():
+            command, _, flag = name.partition(" ")
+            if command == words[0] and flag in flags:
+                return name
+    return words[0]
 
 
 def _command(name: str) -> Callable[[list[str]], int]:

@@ -1,7 +1,7 @@
 """Rule and remedy for an unknown key, and for a value of the wrong type.
 
-The tables of docs/migrate.md, with the names of other stacks, answer an unknown key, flag or value first, then our own
-names do. A name unlike all others gets no guess: a wrong one costs more than none.
+An unknown key, flag or value is first looked for among the names of other stacks that features answer to, then among
+our own. A name unlike all others gets no guess: a wrong one costs more than none.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from llmtrain import features
@@ -25,35 +24,14 @@ from llmtrain.config.help import entries
 from llmtrain.config.problems import COMMAND_LINE, WRITTEN, Problems, closest
 from llmtrain.config.schema import ENTRIES, SHARED, schema, type_name
 
-_PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
-_OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}
-_NO_CONFIGURATION = "transformers.cli.chat.Chat"
-
-
-def rows(text: str) -> Iterator[tuple[list[str], str]]:
-    """Yield (their names, our answer) for each line of a table."""
-    for line in re.findall(r"^\| (`.*) \|$", text, re.M):
-        theirs, ours = line.split(" | ")
-        yield re.findall(r"`([\w.]+)`", theirs), ours
-
-
-def tables(page: str) -> Iterator[tuple[list[str], str, str]]:
-    """Yield (classes with the option, such as trl.SFTConfig, the option, our answer), in the page's order."""
-    for classes, text in re.findall(r"<!-- options: (.*?) -->\n(.*?)(?=\n## |\n<!-- |\Z)", page, re.S):
-        for theirs, ours in rows(text):
-            for name in theirs:
-                yield classes.split(), name, ours
-
 
 @functools.cache
 def _elsewhere() -> dict[str, list[tuple[str, str]]]:
-    """Name -> (its stack, our answer), in the page's order."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for classes, name, ours in tables(_PAGE.read_text(encoding="utf-8")):
-        if _NO_CONFIGURATION not in classes:
-            owner = classes[0].partition(".")[0]
-            found.setdefault(name, []).append((_OWNERS.get(owner, owner), ours))
-    return found
+    """Option of another stack -> (the stack, our answer), in the order of the features."""
+    answers: dict[str, list[tuple[str, str]]] = {}
+    for stack, option, answer in features.answers():
+        answers.setdefault(option, []).append((stack, answer))
+    return answers
 
 
 def _answer_of(name: str, value: Any) -> tuple[str, str]:
@@ -132,7 +110,7 @@ def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
             owner, ours = _answer_of(asked, value)
             if isinstance(value, dict) and (lead := _lead(ours) or "").endswith(".name"):
                 return rule, f"did you mean {dashes}{lead.removesuffix('.name')}?"
-            rule += "" if owner == "others" else f"; {owner} has it (migrate.md)"
+            rule += f"; {owner} has it (migrate.md)" if owner else ""
             return rule, _here(ours, dashes)
     if len(homes) == 1:
         return rule, f"did you mean {dashes}{homes[0]}?"
@@ -165,7 +143,7 @@ def _like(section: str, name: str, known: list[str]) -> str | None:
 
 
 def _here(ours: str, dashes: str) -> str:
-    """Return the page's answer as a remedy."""
+    """Return a feature's answer as a remedy."""
     if lead := _lead(ours):
         rest = ours.removeprefix(f"`{lead}`").strip(" :,;")
         return f"did you mean {dashes}{lead}?" + (f" ({rest})" if rest else "")
@@ -200,9 +178,9 @@ def _word(value: Any) -> str:
 
 
 def other_method(value: Any) -> str | None:
-    """Return migrate.md's answer for a training method that llmtrain lacks, such as grpo."""
+    """Return the answer to a training method that llmtrain lacks, such as grpo."""
     known = dict(_elsewhere().get(str(value).lower(), ()))
-    return known.get("others")
+    return known.get("")
 
 
 def of_type(kind: Any, key: str, value: Any) -> tuple[str, str]:

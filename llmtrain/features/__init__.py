@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -70,13 +70,19 @@ class Feature:
     decides: ClassVar[tuple[str, ...]] = ()
     """Keys with the value auto that `decided` replaces."""
     commands: ClassVar[tuple[tuple[str, str, str], ...]] = ()
-    """Commands of the command line: (name, module with its `main`, what it does)."""
+    """Commands of the command line: (name, module with its `main`, what it does). A name may be a command of the core
+    with a flag, such as `init --from`: with the flag the words go to this module."""
     agent: ClassVar[str] = ""
     """Module of a process beside the ranks of each host; local rank 0 starts it, as base/rank/watched.py says."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages whose versions the record of a run has."""
     passes_on: ClassVar[bool] = False
     """Its commands pass their environment on to other hosts, so that nothing is set in it for this one."""
+
+    def answers(self) -> Iterable[tuple[str, str, str]]:
+        """Answer to options of other stacks, for messages about a key or value that there is not. Each is (the stack's
+        name, or empty for a word of several; the option; what it is here, in Markdown)."""
+        return ()
 
     def subcommands(self, command: str, add: Callable[..., Any]) -> None:
         """Add commands to one of the core that has several, such as `checkpoint`. `add(name, run, what it does)`
@@ -310,6 +316,11 @@ def notes(run: Any) -> list[str]:
 def commands() -> dict[str, tuple[str, str]]:
     """Name -> (module, what it does)."""
     return {name: (module, what) for feature in features().values() for name, module, what in feature.commands}
+
+
+def answers() -> Iterator[tuple[str, str, str]]:
+    for feature in features().values():
+        yield from feature.answers()
 
 
 def agent() -> str:

@@ -15,13 +15,14 @@ import pytest
 import yaml
 
 from llmtrain import cli
-from llmtrain.config.answers import rows, tables, unknown
+from llmtrain.config.answers import unknown
 from llmtrain.config.deepspeed.keys import KEYS
 from llmtrain.config.load import parse
 from llmtrain.config.problems import Problems, closest
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RunConfig
 from llmtrain.config.schema import schema
+from llmtrain.features.migrate.rows import options, tables, with_tables
 from tests.helpers.launching import REPO
 
 PAGE = (REPO / "docs/migrate.md").read_text()
@@ -34,17 +35,22 @@ COMMON = "transformers.TrainingArguments"
 
 
 def by_class() -> dict[str, dict[str, str]]:
-    """Class, such as trl.SFTConfig -> its options -> our answers. The comment above a table names its classes."""
+    """Class, such as trl.SFTConfig -> its options -> our answers."""
     found: dict[str, dict[str, str]] = {}
-    for classes, option, ours in tables(PAGE):
-        for name in classes:
-            options = found.setdefault(name, {})
-            assert option not in options, f"{name}: {option} stands twice"
-            options[option] = ours
+    for name, option, row in options():
+        of_class = found.setdefault(name, {})
+        assert option not in of_class, f"{name}: {option} stands twice"
+        of_class[option] = row.answer
     return found
 
 
 TABLES = by_class()
+ROWS = [(row.names, row.answer) for table in tables() for row in table.rows]
+
+
+def test_the_page_has_the_tables_of_the_rows() -> None:
+    """`python -m llmtrain.features.migrate.rows docs/migrate.md` writes them."""
+    assert with_tables(PAGE) == PAGE
 
 
 def answer(owner: str, option: str) -> str | None:
@@ -186,7 +192,7 @@ def test_every_key_and_flag_that_the_page_names_exists(capsys: pytest.CaptureFix
     keys = {key for key in schema() if "." in key}
     helps: dict[str, str] = {}
     named = 0
-    for theirs, ours in rows(PAGE):
+    for theirs, ours in ROWS:
         command = ""
         for code in re.findall(r"`([^`]+)`", ours):
             if code in FILES:
@@ -206,7 +212,7 @@ def test_every_key_and_flag_that_the_page_names_exists(capsys: pytest.CaptureFix
 def test_every_value_that_the_page_names_is_one_of_its_key() -> None:
     """`theirs` is `ours`: ours is a value of the first key of the line."""
     checked = 0
-    for theirs, ours in rows(PAGE):
+    for theirs, ours in ROWS:
         for value in re.findall(r"\bis `([^`]+)`", ours):
             key = re.findall(r"`([a-z_]+\.[a-z_]+)`", ours)[0]
             if key == "adapter.targets":
@@ -219,7 +225,7 @@ def test_every_value_that_the_page_names_is_one_of_its_key() -> None:
 
 
 def test_every_line_of_a_table_answers() -> None:
-    for theirs, ours in rows(PAGE):
+    for theirs, ours in ROWS:
         codes = re.findall(r"`([^`]+)`", ours)
         keyed = any(code in schema() or is_json_key(code) or code.startswith("llmtrain ") for code in codes)
         assert keyed or any(words in ours for words in INSTEAD), (theirs, ours)
@@ -260,8 +266,8 @@ def options_of(owner: str) -> tuple[set[str], set[str]]:
     return every, every
 
 
-OLD = {"warmup_ratio", "group_by_length", "save_safetensors"}
-"""Before transformers 5."""
+OLD = {name for _, name, row in options() if f"{name} (before" in row.theirs or "before transformers 5)" in row.theirs}
+"""Options of earlier versions."""
 MOVED = {"peft_version"}
 """PEFT's own notes in a file, and no option."""
 

@@ -1,0 +1,194 @@
+"""`llmtrain init --from FILE`: a run of an axolotl, LLaMA-Factory or TRL configuration."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import log
+from llmtrain.base.errors import ConfigError, UserError
+from llmtrain.commands import completion
+from llmtrain.config import strict_yaml
+from llmtrain.config.load import parse
+from llmtrain.config.problems import Problems, closest, nearest_file, read_text, stop
+from llmtrain.config.resolve import resolve
+from llmtrain.config.schema import schema
+from llmtrain.features.migrate import axolotl, llamafactory, trl
+from llmtrain.features.migrate.arguments import Asked, Stack
+from llmtrain.features.migrate.draft import Draft, Given, command_line
+from llmtrain.features.migrate.rows import Row, rows_of, word
+
+STACKS: dict[str, Stack] = {each.name: each for each in (axolotl.STACK, llamafactory.STACK, *trl.STACKS)}
+_NEEDS_REFERENCE = ("dpo", "robust", "ipo", "dpo_norm", "rpo", "kto")
+
+
+def main(argv: list[str]) -> int:
+    """Returns 1 if an option without a place here would train another function. Raises UserError, before it writes."""
+    parser = argparse.ArgumentParser(prog="llmtrain init", description="Make a run of another stack's configuration.")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path(),
+        metavar="DIR",
+        help="for run.yaml, deepspeed.json and commands.sh (default: this folder)",
+    )
+    parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="the configuration: YAML or JSON")
+    parser.add_argument("--stack", choices=STACKS, help="whose it is, where its keys leave it open")
+    parser.add_argument("--gpus", type=int, metavar="N", help="ranks of the run: writes the whole batch")
+    completion.offer(parser)
+    asked = parser.parse_args(argv)
+    values = _read(asked.file)
+    stack = _stack_of(values, asked.stack, asked.file)
+    rows = rows_of(*stack.classes)
+    _refuse_unknown(values, rows, stack, asked.file)
+    given, draft = Given(values, stack.names), Draft()
+    stack.translate(given, draft, Asked(stack=stack, folder=asked.file.parent, out=asked.folder, gpus=asked.gpus))
+    for option, value in list(given.left.items()):
+        _by_row(option, value, rows[option], draft)
+    files = _files(draft, asked.folder, asked.file, stack)
+    _write(files)
+    log.info(f"{asked.file} is of {stack.title}. Written: {', '.join(map(str, files))}")
+    problems = [str(line) for line in draft.changes] + _check(asked.folder / "run.yaml", asked.gpus)
+    for line in problems:
+        log.info(f"to decide: {line}")
+    return 1 if problems else 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The options of a file. Raises ConfigError."""
+
+    def no_file() -> tuple[str, str]:
+        near = nearest_file(path, "*.yaml", "*.yml", "*.json")
+        return "no such file", f"did you mean {near}?" if near else "give the path of another stack's configuration"
+
+    tree = strict_yaml.parse(read_text("--from", str(path), "a configuration", no_file), str(path)).tree
+    if not isinstance(tree, dict) or not tree:
+        raise stop("--from", str(path), "has no options", "give the YAML or JSON of a run")
+    return tree
+
+
+_SIGNS = {
+    "axolotl": {"base_model"},
+    "llamafactory": {"finetuning_type", "template", "cutoff_len", "dataset_dir", "stage", "export_dir"},
+    "trl-kto": {"desirable_weight", "undesirable_weight"},
+    "trl-reward": {"center_rewards_coefficient"},
+    "trl-dpo": {"loss_weights", "sync_ref_model", "f_divergence_type", "use_weighting", "ld_alpha"},
+    "trl-sft": {
+        "assistant_only_loss",
+        "completion_only_loss",
+        "dataset_text_field",
+        "eval_packing",
+        "packing_strategy",
+    },
+}
+"""Stack -> options that its files alone have."""
+_OF_TRL = {"dataset_name", "dataset_train_split", "use_peft", "lora_r", "dataset_test_split"}
+"""Options of all of TRL's commands."""
+
+
+def _stack_of(values: Mapping[str, Any], asked: str | None, path: Path) -> Stack:
+    """Raises ConfigError."""
+    fits = [name for name, signs in _SIGNS.items() if signs & values.keys()]
+    if not any(name.startswith("trl") for name in fits) and _OF_TRL & values.keys() and "axolotl" not in fits:
+        fits += [name for name in STACKS if name.startswith("trl")]
+    if asked is not None:
+        return STACKS[asked]
+    choices = "give --stack " + " or ".join(fits or STACKS)
+    if len(fits) > 1:
+        raise stop("--from", str(path), f"may be of {', '.join(STACKS[name].title for name in fits)}", choices)
+    if not fits:
+        raise stop(
+            "--from", str(path), f"its keys ({', '.join(sorted(values)[:6])}) do not say of which stack it is", choices
+        )
+    return STACKS[fits[0]]
+
+
+def _refuse_unknown(values: Mapping[str, Any], rows: Mapping[str, Row], stack: Stack, path: Path) -> None:
+    """Raises ConfigError."""
+    problems = Problems()
+    for option in values.keys() - rows.keys():
+        near = closest(option, rows)
+        remedy = f"did you mean {near}?" if near else "remove it if it changes nothing that is trained"
+        problems.add(option, values[option], f"{stack.title} has no such option that is known here", remedy, str(path))
+    if problems:
+        raise problems.error()
+
+
+def _by_row(option: str, value: Any, row: Row, draft: Draft) -> None:
+    """Answer an option by its row alone."""
+    text = word(value)
+    if row.values:
+        if text in row.values:
+            draft.set(row.to, row.values[text], option)
+        elif value not in (False, None):
+            draft.change(option, value, row.answer)
+    elif row.unless is not None:
+        if value is not False:
+            (draft.remark if value in row.unless else draft.change)(option, value, row.answer)
+    elif row.to and (value is not False or schema().get(row.to) is bool):
+        draft.set(row.to, value, option)
+    elif row.json and value is not False:
+        draft.set_json(row.json, value)
+        draft.json_from.append(option)
+    elif row.prepare and value is not False:
+        draft.flag(row.prepare, *(value if isinstance(value, list) else [value]))
+        draft.prepare_from.append(option)
+    elif not row.to and value is not False:
+        draft.remark(option, value, row.answer)
+
+
+def _files(draft: Draft, folder: Path, origin: Path, stack: Stack) -> dict[Path, str]:
+    heading = _heading(origin, stack) + " Behind each line: the option that it comes from."
+    draft.set("data.path", f"data/{origin.stem}", "llmtrain prepare")
+    texts = {
+        "run.yaml": draft.yaml_text(heading, "deepspeed.json"),
+        "deepspeed.json": draft.json_text(),
+        "commands.sh": _commands(draft, origin, stack),
+        **draft.files,
+    }
+    return {folder / name: text for name, text in texts.items()}
+
+
+def _heading(origin: Path, stack: Stack) -> str:
+    return f"From {origin.name} of {stack.title}, by `llmtrain init --from`."
+
+
+def _commands(draft: Draft, origin: Path, stack: Stack) -> str:
+    lines = [
+        "#!/bin/sh",
+        f"# {_heading(origin, stack)} Run it where run.yaml lies.",
+        "set -e",
+        f"# prepare: {', '.join(draft.prepare_from)}",
+        command_line(["llmtrain", "prepare", *draft.prepare, "--out", f"data/{origin.stem}"]),
+    ]
+    objective = draft.yaml.get("objective.name", ("",))[0]
+    if objective in _NEEDS_REFERENCE and "objective.reference" not in draft.yaml:
+        lines.append("llmtrain reference run.yaml")
+    lines += ["llmtrain config check run.yaml", "llmtrain launch -- run.yaml"]
+    return "\n".join(lines) + "\n"
+
+
+def _write(files: Mapping[Path, str]) -> None:
+    """Raises UserError, and then nothing was written."""
+    if there := [path for path in files if path.exists()]:
+        raise UserError(f"{there[0]}: it is there already, and init replaces no file. Give an empty folder.")
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}. Give a folder that can be written to.") from None
+
+
+def _check(path: Path, gpus: int | None) -> list[str]:
+    """What `llmtrain config check` would say of the run, but for its data, which are not there yet."""
+    try:
+        words = ["--config", str(path), "--deepspeed", str(path.with_name("deepspeed.json"))]
+        parsed = parse(words, check_paths=False)
+        resolve(parsed.config, gpus or 1, "--gpus", places=parsed.places, epoch=lambda data: 10**6)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []

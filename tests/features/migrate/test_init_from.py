@@ -1,0 +1,131 @@
+"""`llmtrain init --from FILE`: lines of the run, of the JSON and of the commands. Nothing that trains another function
+is dropped in silence, and nothing is written of a file that is not understood."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmtrain import cli
+from llmtrain.base.trees import leaves, lookup
+from llmtrain.config.strict_yaml import parse
+
+CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
+SETS = {
+    "identity": {"file_name": "identity.jsonl"},
+    "talks": {"hf_hub_url": "me/talks"},
+    "books": {"file_name": "books.txt"},
+    "pairs": {"file_name": "pairs.json", "ranking": True},
+}
+"""dataset_info.json of LLaMA-Factory."""
+PACKED = ("sample_packing", "packing", "neat_packing", "padding_free")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(SETS))
+    for name in ("identity.jsonl", "books.txt"):
+        (tmp_path / "data" / name).write_text("")
+    return tmp_path
+
+
+def run(given: dict[str, Any], *words: str) -> int:
+    Path("theirs.yaml").write_text(yaml.safe_dump(given))
+    return cli.main(["init", "--from", "theirs.yaml", "new", *words])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['stack']}-{case['name']}")
+def test_a_configuration_becomes_a_run(case: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(case["given"], "--stack", case["stack"])
+    said = capsys.readouterr().out
+    to_decide = {line.removeprefix("to decide: ").split(":")[0] for line in said.splitlines() if "to decide: " in line}
+    assert to_decide == set(case.get("decide", ())), said
+    assert code == (1 if to_decide else 0)
+    text = Path("new/run.yaml").read_text()
+    tree = parse(text, "run.yaml").tree
+    for key, value in case["ours"].items():
+        assert lookup(tree, key) == value, key
+    for option in to_decide:
+        assert f"#   {option}: " in text
+    ds = json.loads(Path("new/deepspeed.json").read_text())
+    assert {key: lookup(ds, key) for key in case.get("json", {})} == case.get("json", {})
+    words = shlex.split(next(line for line in Path("new/commands.sh").read_text().splitlines() if " prepare " in line))
+    expected = case.get("prepare", [])
+    assert all(word in words for word in expected), words
+    assert words[:2] == ["llmtrain", "prepare"] and words[-2:] == ["--out", "data/theirs"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['stack']}-{case['name']}")
+def test_every_line_has_its_origin_and_no_option_is_lost(case: dict[str, Any], folder: Path) -> None:
+    run(case["given"], "--stack", case["stack"])
+    for line in Path("new/run.yaml").read_text().splitlines():
+        if ": " in line and not line.startswith("#"):
+            assert "  # " in line, line
+    text = Path("new/run.yaml").read_text() + Path("new/commands.sh").read_text()
+    on = {key for key, value in case["given"].items() if value not in (None, False, [], {})}
+    assert [option for option in sorted(on) if not re.search(rf"\b{option}\b", text)] == []
+
+
+def test_gpus_write_the_whole_batch(folder: Path) -> None:
+    given = {**CASES[0]["given"]}
+    assert run(given, "--gpus", "8") == 0
+    tree = parse(Path("new/run.yaml").read_text(), "run.yaml").tree
+    assert lookup(tree, "train.global_batch") == 2 * 4 * 8 and lookup(tree, "train.micro_batch") == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "key"),
+    [
+        ({"hello": 1}, (), "--from"),
+        ({"base_model": "a", "stage": "sft"}, (), "--from"),
+        ({"model_name_or_path": "a", "dataset_name": "b"}, (), "--from"),
+        ({"base_model": "a", "sequence_length": 3}, (), "sequence_length"),
+        ({}, (), "--from"),
+    ],
+)
+def test_nothing_is_written_of_a_file_that_is_not_understood(
+    given: dict[str, Any], words: tuple[str, ...], key: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(given, *words) == 2
+    said = capsys.readouterr().err
+    assert key in said and "remedy" in said and not Path("new").exists()
+
+
+@pytest.mark.parametrize("text", ["a: &x 1\nb: *x\n", "base_model: a\nbase_model: b\n", "base_model: [\n", "- a\n"])
+def test_a_yaml_that_is_no_plain_map_is_refused(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("theirs.yaml").write_text(text)
+    assert cli.main(["init", "--from=theirs.yaml", "new"]) == 2
+    assert "theirs.yaml" in capsys.readouterr().err and not Path("new").exists()
+
+
+def test_no_file_is_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("new").mkdir()
+    Path("new/commands.sh").write_text("mine")
+    assert run(CASES[0]["given"]) == 2
+    assert "new/commands.sh" in capsys.readouterr().err
+    assert Path("new/commands.sh").read_text() == "mine" and not Path("new/run.yaml").exists()
+
+
+def test_a_json_of_theirs_stays_and_its_optimizer_has_the_word(folder: Path) -> None:
+    theirs = {
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "reduce_bucket_size": "auto"},
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95], "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "linear", "warmup_num_steps": "auto"}},
+    }
+    Path("ds.json").write_text(json.dumps(theirs))
+    assert run({**CASES[0]["given"], "deepspeed": "ds.json", "load_in_4bit": False, "adapter": "lora"}) == 0
+    tree = parse(Path("new/run.yaml").read_text(), "run.yaml").tree
+    assert lookup(tree, "optim.betas") == [0.9, 0.95] and lookup(tree, "optim.weight_decay") == 0.01
+    assert lookup(tree, "schedule.shape") == "linear"
+    ours = dict(leaves(json.loads(Path("new/deepspeed.json").read_text())))
+    assert ours["zero_optimization.reduce_bucket_size"] == "auto" and ours["bf16.enabled"] is True
