@@ -358,6 +358,11 @@ def _evaluation(given: Given, draft: Draft, asked: Asked) -> None:
         draft.set("train.stop_early.patience", patience, given.source("early_stopping_patience"))
 
 
+def unpacked(draft: Draft, option: str) -> None:
+    """Answer that records are not packed."""
+    draft.set("data.pack", False, option)
+
+
 def _is_zero(words: list[str], flag: str) -> bool:
     return flag in words and float(words[words.index(flag) + 1]) == 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from llmtrain.features.migrate import templates
 from llmtrain.features.migrate.adapters import lora, without_lora
-from llmtrain.features.migrate.arguments import Asked, Stack, translate
+from llmtrain.features.migrate.arguments import Asked, Stack, translate, unpacked
 from llmtrain.features.migrate.draft import Draft, Given
 
 _ATTENTION = {
@@ -140,13 +140,7 @@ def _data(given: Given, draft: Draft, model: str, length: int, asked: Asked) -> 
         draft.flag("--count", "all")
     _template(given, draft, model, sets)
     if not given.take("sample_packing"):
-        draft.change(
-            "sample_packing",
-            given.values.get("sample_packing"),
-            "sequences are always packed here: one of "
-            f"{length} tokens holds several records. Choose train.micro_batch for sequences, then remove this "
-            "line",
-        )
+        unpacked(draft, given.source("sample_packing"))
 
 
 def _format(each: dict[str, Any], draft: Draft) -> str:

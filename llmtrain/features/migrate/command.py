@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import math
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llmtrain.base import log
 from llmtrain.base.errors import ConfigError, UserError
+from llmtrain.base.trees import leaves, lookup
 from llmtrain.commands import completion
 from llmtrain.config import strict_yaml
 from llmtrain.config.load import parse
 from llmtrain.config.problems import Problems, closest, nearest_file, read_text, stop
 from llmtrain.config.resolve import resolve
 from llmtrain.config.schema import schema
-from llmtrain.features.migrate import axolotl, llamafactory, trl
+from llmtrain.features.migrate import axolotl, llamafactory, megatron, run_clm, swift, torchtitan, trl
 from llmtrain.features.migrate.arguments import Asked, Stack
 from llmtrain.features.migrate.draft import Draft, Given, command_line
 from llmtrain.features.migrate.rows import Row, rows_of, word
 
-STACKS: dict[str, Stack] = {each.name: each for each in (axolotl.STACK, llamafactory.STACK, *trl.STACKS)}
+STACKS: dict[str, Stack] = {
+    stack.name: stack
+    for stack in (
+        axolotl.STACK,
+        llamafactory.STACK,
+        *trl.STACKS,
+        run_clm.STACK,
+        swift.STACK,
+        torchtitan.STACK,
+        megatron.STACK,
+    )
+}
 _NEEDS_REFERENCE = ("dpo", "robust", "ipo", "dpo_norm", "rpo", "kto")
 
 
@@ -35,23 +49,29 @@ def main(argv: list[str]) -> int:
         metavar="DIR",
         help="for run.yaml, deepspeed.json and commands.sh (default: this folder)",
     )
-    parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="the configuration: YAML or JSON")
+    parser.add_argument(
+        "--from", dest="file", type=Path, nargs="?", metavar="FILE", help="YAML, JSON or TOML; or -- and a command line"
+    )
     parser.add_argument("--stack", choices=STACKS, help="whose it is, where its keys leave it open")
     parser.add_argument("--gpus", type=int, metavar="N", help="ranks of the run: writes the whole batch")
     completion.offer(parser)
-    asked = parser.parse_args(argv)
-    values = _read(asked.file)
-    stack = _stack_of(values, asked.stack, asked.file)
+    words = argv[argv.index("--") + 1 :] if "--" in argv else []
+    asked = parser.parse_args(argv[: len(argv) - len(words) - 1] if words else argv)
+    if (asked.file is None) != bool(words):
+        raise UserError("init --from: give a FILE, or -- and a command line of another stack.")
+    values, by_words = _of_words(words) if words else (_read(asked.file), None)
+    asked.file = asked.file or Path("run.sh")
+    stack = _stack_of(values, asked.stack or by_words, asked.file)
     rows = rows_of(*stack.classes)
     _refuse_unknown(values, rows, stack, asked.file)
     given, draft = Given(values, stack.names), Draft()
     stack.translate(given, draft, Asked(stack=stack, folder=asked.file.parent, out=asked.folder, gpus=asked.gpus))
     for option, value in list(given.left.items()):
-        _by_row(option, value, rows[option], draft)
+        _by_row(option, value, _row(rows, option), draft)
     files = _files(draft, asked.folder, asked.file, stack)
     _write(files)
     log.info(f"{asked.file} is of {stack.title}. Written: {', '.join(map(str, files))}")
-    problems = [str(line) for line in draft.changes] + _check(asked.folder / "run.yaml", asked.gpus)
+    problems = [str(line) for line in draft.changes] + _check(asked.folder / "run.yaml", asked.gpus, draft.json)
     for line in problems:
         log.info(f"to decide: {line}")
     return 1 if problems else 0
@@ -64,10 +84,34 @@ def _read(path: Path) -> dict[str, Any]:
         near = nearest_file(path, "*.yaml", "*.yml", "*.json")
         return "no such file", f"did you mean {near}?" if near else "give the path of another stack's configuration"
 
-    tree = strict_yaml.parse(read_text("--from", str(path), "a configuration", no_file), str(path)).tree
+    text = read_text("--from", str(path), "a configuration", no_file)
+    if path.suffix == ".toml":
+        try:
+            return dict(leaves(tomllib.loads(text)))
+        except tomllib.TOMLDecodeError as error:
+            raise stop("--from", str(path), f"is no TOML: {error}", "mend the line") from None
+    tree = strict_yaml.parse(text, str(path)).tree
     if not isinstance(tree, dict) or not tree:
         raise stop("--from", str(path), "has no options", "give the YAML or JSON of a run")
     return tree
+
+
+def _of_words(words: list[str]) -> tuple[dict[str, Any], str | None]:
+    """Return (options of a command line, its stack if a word of it names one)."""
+    stack = next((_OF_PROGRAMS[Path(word).name] for word in words if Path(word).name in _OF_PROGRAMS), None)
+    if "trl" in words and (method := words[words.index("trl") + 1 : words.index("trl") + 2]):
+        stack = f"trl-{method[0]}"
+    values: dict[str, Any] = {}
+    name = None
+    for part in words:
+        if part.startswith("--"):
+            name, _, value = part[2:].partition("=")
+            name = name.replace("-", "_")
+            values[name] = strict_yaml.plain_scalar(value) if value else True
+        elif name is not None:
+            known, value = values[name], strict_yaml.plain_scalar(part)
+            values[name] = value if known is True else [*(known if isinstance(known, list) else [known]), value]
+    return values, stack
 
 
 _SIGNS = {
@@ -85,6 +129,19 @@ _SIGNS = {
     },
 }
 """Stack -> options that its files alone have."""
+_SIGNS |= {
+    "run_clm": {"block_size", "validation_split_percentage", "config_overrides", "train_file"},
+    "swift": {"tuner_type", "rlhf_type", "split_dataset_ratio", "loss_scale", "torch_dtype"},
+    "torchtitan": {"training.seq_len", "training.local_batch_size", "job.dump_folder", "model.flavor"},
+    "megatron": {"num_layers", "lr_decay_style", "tensor_model_parallel_size"},
+}
+_OF_PROGRAMS = {
+    "swift": "swift",
+    "llamafactory-cli": "llamafactory",
+    "run_clm.py": "run_clm",
+    "pretrain_gpt.py": "megatron",
+}
+"""Word of a command line -> its stack."""
 _OF_TRL = {"dataset_name", "dataset_train_split", "use_peft", "lora_r", "dataset_test_split"}
 """Options of all of TRL's commands."""
 
@@ -106,10 +163,17 @@ def _stack_of(values: Mapping[str, Any], asked: str | None, path: Path) -> Stack
     return STACKS[fits[0]]
 
 
+def _row(rows: Mapping[str, Row], option: str) -> Row | None:
+    """Return the option's row, or that of the section that it is in."""
+    while option not in rows and "." in option:
+        option = option.rpartition(".")[0]
+    return rows.get(option)
+
+
 def _refuse_unknown(values: Mapping[str, Any], rows: Mapping[str, Row], stack: Stack, path: Path) -> None:
     """Raises ConfigError."""
     problems = Problems()
-    for option in values.keys() - rows.keys():
+    for option in (option for option in values if _row(rows, option) is None):
         near = closest(option, rows)
         remedy = f"did you mean {near}?" if near else "remove it if it changes nothing that is trained"
         problems.add(option, values[option], f"{stack.title} has no such option that is known here", remedy, str(path))
@@ -117,8 +181,9 @@ def _refuse_unknown(values: Mapping[str, Any], rows: Mapping[str, Row], stack: S
         raise problems.error()
 
 
-def _by_row(option: str, value: Any, row: Row, draft: Draft) -> None:
+def _by_row(option: str, value: Any, row: Row | None, draft: Draft) -> None:
     """Answer an option by its row alone."""
+    assert row is not None, option
     text = word(value)
     if row.values:
         if text in row.values:
@@ -183,12 +248,17 @@ def _write(files: Mapping[Path, str]) -> None:
         raise UserError(f"{error.filename}: {error.strerror}. Give a folder that can be written to.") from None
 
 
-def _check(path: Path, gpus: int | None) -> list[str]:
+_DEGREES = ("tensor_parallel.autotp_size", "pipeline.stages", "sequence_parallel_size", "expert_parallel.autoep_size")
+"""Keys of the JSON whose product is the least number of ranks, at most."""
+
+
+def _check(path: Path, gpus: int | None, tree: dict[str, Any]) -> list[str]:
     """What `llmtrain config check` would say of the run, but for its data, which are not there yet."""
     try:
         words = ["--config", str(path), "--deepspeed", str(path.with_name("deepspeed.json"))]
         parsed = parse(words, check_paths=False)
-        resolve(parsed.config, gpus or 1, "--gpus", places=parsed.places, epoch=lambda data: 10**6)
+        ranks = gpus or math.prod(lookup(tree, key) or 1 for key in _DEGREES)
+        resolve(parsed.config, ranks, "--gpus", places=parsed.places, epoch=lambda data: 10**6)
     except ConfigError as error:
         return str(error).splitlines()
     return []

@@ -10,7 +10,7 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.features.migrate import templates
 from llmtrain.features.migrate.adapters import lora, without_lora
-from llmtrain.features.migrate.arguments import Asked, Stack, translate
+from llmtrain.features.migrate.arguments import Asked, Stack, translate, unpacked
 from llmtrain.features.migrate.draft import Draft, Given
 
 _ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
@@ -101,12 +101,7 @@ def _data(given: Given, draft: Draft, model: str, length: int, stage: str, asked
     if packing and not neat:
         draft.change("packing", packing, "without neat_packing a row reads the rows before it; here rows are isolated")
     elif not packing and not neat:
-        draft.change(
-            "packing",
-            packing,
-            f"sequences are always packed here: one of {length} tokens holds several "
-            "records. Choose train.micro_batch for sequences, then remove this line",
-        )
+        unpacked(draft, given.source("neat_packing"))
     draft.flag("--max-tokens", length)
     draft.flag("--too-long", "cut" if form == "chat" else "reject")
     draft.flag("--max-rejected", 10**9)

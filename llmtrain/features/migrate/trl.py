@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from llmtrain.features.migrate.adapters import lora, without_lora
-from llmtrain.features.migrate.arguments import Asked, Stack, translate
+from llmtrain.features.migrate.arguments import Asked, Stack, translate, unpacked
 from llmtrain.features.migrate.draft import Draft, Given
 
 _OF_DPO = {"sigmoid": "dpo", "robust": "robust", "ipo": "ipo", "sigmoid_norm": "dpo_norm"}
@@ -104,13 +104,7 @@ def _data(given: Given, draft: Draft, model: str, length: int, method: str, aske
     else:
         draft.flag("--max-rejected", 10**9)
     if not packed:
-        what = "records" if method in ("sft", "kto") else "pairs"
-        draft.change(
-            "packing",
-            packed,
-            f"sequences are always packed here: one of {length} tokens holds several {what}. "
-            "Choose train.micro_batch for sequences, then remove this line",
-        )
+        unpacked(draft, given.source("packing"))
     if (kwargs := given.take("chat_template_kwargs")) is not None:
         draft.flag("--chat-template-kwargs", json.dumps(kwargs))
 

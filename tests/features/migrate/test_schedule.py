@@ -28,6 +28,12 @@ STEPS, RATE = 23, 0.1
         ("polynomial", {"power": 2.0, "min_ratio": 1e-7 / RATE}, {"power": 2.0}),
         ("inverse_sqrt", {}, {}),
         ("inverse_sqrt", {"timescale": 11}, {"timescale": 11}),
+        ("warmup_stable_decay", {"decay_steps": 7}, {"num_decay_steps": 7}),
+        (
+            "warmup_stable_decay",
+            {"decay_steps": 5, "min_ratio": 0.1, "decay_type": "1-sqrt"},
+            {"num_decay_steps": 5, "min_lr_ratio": 0.1, "decay_type": "1-sqrt"},
+        ),
         ("constant", {}, {}),
         ("constant_with_warmup", {}, {}),
     ],
