@@ -7,7 +7,16 @@ from collections.abc import Iterable
 from llmtrain.features import Feature
 from llmtrain.features.migrate import schedule as schedule  # a choice is there by its definition
 
-_TITLES = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory", "others": ""}
+_TITLES = {
+    "transformers": "transformers",
+    "trl": "TRL",
+    "peft": "PEFT",
+    "llamafactory": "LLaMA-Factory",
+    "run_clm": "run_clm.py",
+    "swift": "ms-swift",
+    "megatron": "Megatron-LM",
+    "others": "",
+}
 _NO_CONFIGURATION = "transformers.cli.chat.Chat"
 
 

@@ -20,7 +20,7 @@ from llmtrain.config.resolve import resolve
 from llmtrain.config.schema import schema
 from llmtrain.features.migrate import axolotl, llamafactory, megatron, run_clm, swift, torchtitan, trl
 from llmtrain.features.migrate.arguments import Asked, Stack
-from llmtrain.features.migrate.draft import Draft, Given, command_line
+from llmtrain.features.migrate.draft import Draft, Given, Remark, command_line
 from llmtrain.features.migrate.rows import Row, rows_of, word
 
 STACKS: dict[str, Stack] = {
@@ -68,6 +68,7 @@ def main(argv: list[str]) -> int:
     stack.translate(given, draft, Asked(stack=stack, folder=asked.file.parent, out=asked.folder, gpus=asked.gpus))
     for option, value in list(given.left.items()):
         _by_row(option, value, _row(rows, option), draft)
+    draft.read = [Remark(option, values[option], "") for option in given.answered if not draft.mentions(option)]
     files = _files(draft, asked.folder, asked.file, stack)
     _write(files)
     log.info(f"{asked.file} is of {stack.title}. Written: {', '.join(map(str, files))}")
@@ -98,12 +99,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _of_words(words: list[str]) -> tuple[dict[str, Any], str | None]:
     """Return (options of a command line, its stack if a word of it names one)."""
-    stack = next((_OF_PROGRAMS[Path(word).name] for word in words if Path(word).name in _OF_PROGRAMS), None)
-    if "trl" in words and (method := words[words.index("trl") + 1 : words.index("trl") + 2]):
-        stack = f"trl-{method[0]}"
+    programs = [place for place, part in enumerate(words) if Path(part).name in _OF_PROGRAMS]
+    begin = programs[-1] if programs else 0
+    stack = _OF_PROGRAMS[Path(words[begin]).name] if programs else None
+    if stack == "trl":
+        stack = f"trl-{words[begin + 1]}" if f"trl-{words[begin + 1]}" in STACKS else None
     values: dict[str, Any] = {}
     name = None
-    for part in words:
+    for part in words[begin:]:
         if part.startswith("--"):
             name, _, value = part[2:].partition("=")
             name = name.replace("-", "_")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Remark:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.option}: {_short(self.value)}: {self.reason}" if self.option else self.reason
+        return ": ".join(filter(None, (self.option, _short(self.value) if self.option else "", self.reason)))
 
 
 @dataclass
@@ -74,6 +75,8 @@ class Draft:
     """What has no place here and changes nothing of what is trained, and what the user should know."""
     changes: list[Remark] = field(default_factory=list)
     """What has no place here and would train another function: the user has to decide."""
+    read: list[Remark] = field(default_factory=list)
+    """What decided on other lines and has none of its own."""
     files: dict[str, str] = field(default_factory=dict)
     """Further files, such as a chat template: name -> text."""
 
@@ -94,6 +97,12 @@ class Draft:
     def change(self, option: str, value: Any, reason: str) -> None:
         self.changes.append(Remark(option, value, reason))
 
+    def mentions(self, option: str) -> bool:
+        """True if the run says where the option went."""
+        origins = [source for _, source in self.yaml.values()] + self.prepare_from + self.json_from
+        origins += [one.option for one in (*self.remarks, *self.changes)]
+        return any(re.search(rf"\b{re.escape(option)}\b", origin) for origin in origins)
+
     def flag(self, name: str, *values: Any) -> None:
         self.prepare += [name, *map(str, values)]
 
@@ -103,6 +112,7 @@ class Draft:
         for title, remarks in (
             ("TRAINS ANOTHER FUNCTION than the file above, until you have decided on:", self.changes),
             ("Has no place here, and changes nothing of what is trained:", self.remarks),
+            ("Read as well:", self.read),
         ):
             if remarks:
                 lines += ["#", f"# {title}", *(f"#   {line}" for one in remarks for line in str(one).splitlines())]

@@ -37,7 +37,7 @@ def _translate(given: Given, draft: Draft, asked: Asked) -> None:
 STACK = Stack(
     name="run_clm",
     title="transformers' run_clm.py",
-    classes=("transformers.run_clm", "trl.ModelConfig", "transformers.TrainingArguments"),
+    classes=("run_clm", "trl.ModelConfig", "transformers.TrainingArguments"),
     defaults={"num_train_epochs": 3.0},
     translate=_translate,
 )

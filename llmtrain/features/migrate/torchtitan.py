@@ -126,7 +126,7 @@ def _json(given: Given, draft: Draft) -> None:
         )
     draft.json_from = given.answered[mark:]
     for option in [option for option in given.left if option.split(".")[0] in ("quantize", "float8", "mx")]:
-        given.left.pop(option)
+        draft.remark(option, given.take(option), "model.fp8 multiplies all linear maps of the decoder layers in 8 bits")
     if any("float8" in str(name) for name in given.take("model.converters", [])):
         draft.set("model.fp8", "tensorwise", "model.converters")
 

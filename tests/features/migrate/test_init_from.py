@@ -15,6 +15,7 @@ import yaml
 from llmtrain import cli
 from llmtrain.base.trees import leaves, lookup
 from llmtrain.config.strict_yaml import parse
+from tests.helpers.launching import REPO
 
 CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
 SETS = {
@@ -72,6 +73,47 @@ def test_every_line_has_its_origin_and_no_option_is_lost(case: dict[str, Any], f
     text = Path("new/run.yaml").read_text() + Path("new/commands.sh").read_text()
     on = {key for key, value in case["given"].items() if value not in (None, False, [], {})}
     assert [option for option in sorted(on) if not re.search(rf"\b{option}\b", text)] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "stack", "line"),
+    [
+        ("trl sft --model_name_or_path org/base --dataset_name t.jsonl --learning_rate 1e-5", "trl sft", "optim.lr"),
+        ("trl dpo --model_name_or_path org/base --dataset_name p.jsonl --beta=0.2", "trl dpo", "objective.beta"),
+        ("swift sft --model org/base --dataset a.jsonl b.jsonl --packing true", "ms-swift", "adapter.r"),
+        ("torchrun --nproc_per_node 8 run_clm.py --model_name_or_path org/gpt2 --train_file a.txt --output_dir o",
+         "transformers' run_clm.py", "data.sequence_length"),
+        ("torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+         "--max-position-embeddings 64 --seq-length 64 --train-iters 9 --lr 1e-4 --micro-batch-size 2 --bf16 "
+         "--vocab-size 512 --data-path a",
+         "Megatron-LM", "model.config.n_embd"),
+    ],
+)  # fmt: skip
+def test_a_command_line_becomes_a_run(
+    words: str, stack: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["init", "new", "--from", "--", *words.split()]) == 0, capsys.readouterr()
+    assert stack in capsys.readouterr().out
+    assert lookup(parse(Path("new/run.yaml").read_text(), "run.yaml").tree, line) is not None
+
+
+def test_the_page_shows_what_the_command_writes(folder: Path) -> None:
+    page = (REPO / "docs/migrate.md").read_text().partition("## From your file")[2].partition("\n## ")[0]
+    theirs, command, run_yaml, commands = re.findall(r"```(?:yaml|bash)\n(.*?)```", page, re.S)
+    Path("theirs.yaml").write_text(theirs)
+    assert cli.main(command.split()[1:]) == 0
+    assert Path("run.yaml").read_text() == run_yaml
+    assert Path("commands.sh").read_text().partition("set -e\n")[2] == commands
+
+
+def test_a_toml_is_of_torchtitan(folder: Path) -> None:
+    Path("theirs.toml").write_text(
+        '[model]\nflavor = "8B"\n[training]\nsteps = 7\n[quantize.linear.float8]\nfilter_fqns = []\n'
+    )
+    assert cli.main(["init", "new", "--from", "theirs.toml"]) == 0
+    assert lookup(parse(Path("new/run.yaml").read_text(), "run.yaml").tree, "train.max_steps") == 7
+    Path("theirs.toml").write_text("[model\n")
+    assert cli.main(["init", "again", "--from", "theirs.toml"]) == 2 and not Path("again").exists()
 
 
 def test_gpus_write_the_whole_batch(folder: Path) -> None:
