@@ -49,12 +49,13 @@ def _schedule(given: Given, draft: Draft, steps: int) -> None:
     if total != steps:
         draft.change("lr_scheduler.total_steps", total, "the rates end with the run: training.steps")
     source = given.source("lr_scheduler.decay_type")
-    warmup = given.take("lr_scheduler.warmup_steps", 200)
+    warmup = min(given.take("lr_scheduler.warmup_steps", 200), steps)
     draft.set("schedule.name", "transformers", source)
-    draft.set("schedule.shape", "warmup_stable_decay", source)
+    draft.set("schedule.shape", "warmup_stable_decay" if warmup < steps else "constant_with_warmup", source)
     draft.set("schedule.decay_type", "1-sqrt" if kind == "sqrt" else kind, source)
     decay = steps - warmup if share is None else min(round(steps * share), steps - warmup)
-    draft.set("schedule.decay_steps", decay, given.source("lr_scheduler.decay_ratio"))
+    if decay:
+        draft.set("schedule.decay_steps", decay, given.source("lr_scheduler.decay_ratio"))
     draft.set("schedule.warmup_steps", warmup, given.source("lr_scheduler.warmup_steps"))
     draft.set("schedule.warmup_from_zero", False, "torchtitan's first step has 1 / warmup_steps")
     draft.set("schedule.min_ratio", least, given.source("lr_scheduler.min_lr_factor"))
