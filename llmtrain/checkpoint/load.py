@@ -354,7 +354,7 @@ def _refuse_other_adapter(saved: TrainerState, now: TrainerState, folder: Path) 
 
 def _other_data(saved: TrainerState, now: TrainerState) -> str:
     was, now_is = saved.section("data"), now.section("data")
-    keys = ("path", "mixture", "sequence_length", "seed")
+    keys = ("path", "mixture", "sequence_length", "seed", "pack")
     changes = [
         f"data.{key} was {show(was.get(key))} and is {show(now_is.get(key))}"
         for key in keys

@@ -78,6 +78,9 @@ class DataConfig:
     deleted to make room."""
     isolate_documents: bool = False
     """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
+    pack: bool = True
+    """Rows of conversations share sequences, by best fit; false: each row, or all answers of a record, has a sequence
+    of its own, padded to sequence_length. It costs more, and a batch counts records."""
     exclude: tuple[int, ...] | None = bounded(None, _SEQUENCES, "sequences are numbered from 0")
     """Sequences, by their numbers in `llmtrain data where`, that keep their places in the order and count no token, in
     no epoch. null = none."""

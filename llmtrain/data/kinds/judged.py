@@ -47,7 +47,7 @@ class Judged(RowKind, format="unpaired"):
         return xxhash.xxh3_64_intdigest(row.ids[:begin].tobytes()), begin, record["label"]
 
     def reader(self, stream: TokenStream, config: DataConfig, manifest: Manifest) -> JudgedReader:
-        return JudgedReader(stream, config.sequence_length, manifest.separator_id)
+        return JudgedReader(stream, config, manifest.separator_id)
 
     def alike(self, facts: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
         return {"desirable": np.arange(count) % 2 == 0}

@@ -174,7 +174,7 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
     def reader(self, stream: TokenStream, config: DataConfig, manifest: Manifest) -> Any:
         """The sequences of a split. Raises DataError."""
         reads = AnswerReader if self.answers else RowReader
-        return reads(stream, config.sequence_length, manifest.separator_id, self.together)
+        return reads(stream, config, manifest.separator_id, self.together)
 
     def batch(self, windows: Sequence[Any], sequences: list[int]) -> MicroBatch:
         """Micro-batch of windows of the reader, of which the first len(sequences) count."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmtrain.config.run import DataConfig
 from llmtrain.data.token_stream import TokenStream
 from llmtrain.data.windows import IGNORED, AnswerWindow, Window
 
@@ -72,12 +73,15 @@ class RowReader:
     """The teacher's column of the split (`Taught`), if the run has one."""
     context: list[Any] | None = None
 
-    def __init__(self, stream: TokenStream, length: int, separator_id: int, together: int = 1) -> None:
-        """`length`: tokens of a sequence. `together`: rows of a record, which share a sequence."""
-        self.stream, self._length, self._separator_id = stream, length, separator_id
+    def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int, together: int = 1) -> None:
+        """`together`: rows of a record, which share a sequence."""
+        self.stream, self._length, self._separator_id = stream, config.sequence_length, separator_id
         self._lengths = stream.row_lengths()
         self._starts = np.cumsum(self._lengths) - self._lengths
-        order, first = best_fit(self._sizes(together), self._length)
+        sizes = self._sizes(together)
+        order, first = (
+            best_fit(sizes, self._length) if config.pack else (np.arange(len(sizes)), np.arange(len(sizes) + 1))
+        )
         self._order = (order[:, None] * together + np.arange(together)).reshape(-1)
         self._first = first * together
         self.count = len(first) - 1

@@ -51,7 +51,7 @@ class TokenRows(Tokens, format="token-rows"):
     has_rows = True
 
     def reader(self, stream: TokenStream, config: DataConfig, manifest: Manifest) -> RowReader | TextReader:
-        return RowReader(stream, config.sequence_length, manifest.separator_id)
+        return RowReader(stream, config, manifest.separator_id)
 
 
 class TokenEncoder:

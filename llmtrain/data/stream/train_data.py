@@ -94,7 +94,7 @@ class TrainData:
         sets = [
             [manifest.data_fingerprint, str(share)] for manifest, share in zip(self.manifests, self.shares, strict=True)
         ]
-        parts: list[Any] = [sets, self.sequence_length, config.seed]
+        parts: list[Any] = [sets, self.sequence_length, config.seed, *(() if config.pack else ("unpacked",))]
         self.order = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
         self.excluded = frozenset(map(self.place_of, config.exclude or ()))
         """(set, window) of data.exclude: in each epoch a sequence is this window."""
@@ -344,6 +344,10 @@ def _open_member(folder: str, config: DataConfig) -> _Member:
         raise DataError(
             f"data.isolate_documents is false, and {folder} holds {kind.title}: those that share a sequence would "
             "read each other; set data.isolate_documents to true"
+        )
+    if not kind.has_rows and not config.pack:
+        raise DataError(
+            f"data.pack is false, and {folder} holds {kind.title}, which are one stream without rows; remove data.pack"
         )
     if manifest.chat is not None and manifest.chat.longest > config.sequence_length:
         longest = manifest.chat.longest

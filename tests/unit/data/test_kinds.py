@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import xxhash
 
+from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
+from llmtrain.config.run import DataConfig
+from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.windows import IGNORED
 from tests.helpers.chat import KINDS, workers_here, write_tokenizer
 from tests.helpers.preference import preferences, unpaired
 from tests.helpers.questions import questions
@@ -65,3 +70,34 @@ def test_a_folder_has_the_bytes_that_it_has_always_had(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert digests_of(prepared(form, tmp_path)) == json.loads(DIGESTS.read_text())[form]
+
+
+@pytest.mark.parametrize(("form", "together"), [("chat", 1), ("token-rows", 1), ("preference", 2), ("unpaired", 1)])
+def test_without_packing_a_sequence_is_a_record(
+    form: str, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counted labels are those of the packed sequences, and the order is another one for a resume."""
+    monkeypatch.chdir(tmp_path)
+    folder = str(prepared(form, tmp_path))
+    packed, apart = (
+        TrainData(DataConfig(path=folder, sequence_length=200, isolate_documents=True, pack=pack))
+        for pack in (True, False)
+    )
+    rows = PreparedSet(folder).split("train").row_lengths()
+    assert packed.sequences_per_epoch < apart.sequences_per_epoch == len(rows) // together
+    assert packed.fingerprint != apart.fingerprint
+
+    def labels(data: TrainData) -> list[int]:
+        windows = [data.window_at(index) for index in range(data.sequences_per_epoch)]
+        return sorted(int(label) for window in windows for label in window.labels if label != IGNORED)
+
+    assert labels(packed) == labels(apart)
+    starts = [int((apart.window_at(index).positions == 0).sum()) for index in range(apart.sequences_per_epoch)]
+    assert set(starts) <= {together, together + 1}  # the padding begins anew, too
+
+
+def test_texts_have_no_rows_to_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = str(prepared("auto", tmp_path))
+    with pytest.raises(DataError, match=r"data\.pack is false"):
+        TrainData(DataConfig(path=folder, sequence_length=16, pack=False))
