@@ -102,8 +102,8 @@ def _of_words(words: list[str]) -> tuple[dict[str, Any], str | None]:
     programs = [place for place, part in enumerate(words) if Path(part).name in _OF_PROGRAMS]
     begin = programs[-1] if programs else 0
     stack = _OF_PROGRAMS[Path(words[begin]).name] if programs else None
-    if stack == "trl":
-        stack = f"trl-{words[begin + 1]}" if f"trl-{words[begin + 1]}" in STACKS else None
+    if stack == "trl":  # its method is the next method
+        stack = next((f"trl-{method}" for method in words[begin + 1 : begin + 2] if f"trl-{method}" in STACKS), None)
     values: dict[str, Any] = {}
     name = None
     for part in words[begin:]:
@@ -139,6 +139,7 @@ _SIGNS |= {
     "megatron": {"num_layers", "lr_decay_style", "tensor_model_parallel_size"},
 }
 _OF_PROGRAMS = {
+    "trl": "trl",
     "swift": "swift",
     "llamafactory-cli": "llamafactory",
     "run_clm.py": "run_clm",

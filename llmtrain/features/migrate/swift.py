@@ -48,6 +48,9 @@ def _objective(given: Given, draft: Draft, adapts: bool) -> None:
         draft.set("objective.name", name, "rlhf_type")
         if name == "rpo":
             draft.set("objective.alpha", float(share), "rpo_alpha")
+            draft.change(
+                "rpo_alpha", share, "a mean over the tokens of all chosen answers there, over each answer's mean here"
+            )
         if name != "reward":
             draft.set(
                 "objective.beta", float(given.take("beta", 2.0 if name == "simpo" else 0.1)), given.source("beta")

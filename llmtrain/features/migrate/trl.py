@@ -44,6 +44,11 @@ def _objective(given: Given, draft: Draft, method: str) -> None:
     if method == "dpo" and loss == ["sigmoid", "sft"]:
         name = "rpo"
         first, second = weights or (1.0, 1.0)
+        draft.change(
+            "loss_type",
+            loss,
+            "TRL's likelihood is a mean over the tokens of all chosen answers, rpo's over each answer's mean",
+        )
         draft.set("objective.alpha", float(second) / float(first), given.source("loss_weights"))
     elif method == "dpo" and isinstance(loss, str):
         name = _OF_DPO.get(loss)
@@ -82,6 +87,12 @@ def _data(given: Given, draft: Draft, model: str, length: int, method: str, aske
     draft.set("data.isolate_documents", True, given.source("packing"))
     packed, strategy = given.take("packing"), given.take("packing_strategy", "bfd")
     given.take("padding_free")
+    draft.remark(
+        "",
+        None,
+        "what a template writes behind an answer's end, such as a line feed, is no part of a row here; TRL learns it "
+        "unless {% generation %} leaves it out",
+    )
     if method == "sft":
         draft.flag("--too-long", "cut")
         everything = not given.take("assistant_only_loss")
