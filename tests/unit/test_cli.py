@@ -158,7 +158,7 @@ def test_a_reader_that_has_read_enough_gets_no_traceback(words: tuple[str, ...])
         ("llmtrain ge", {"generate "}),
         ("llmtrain generate --te", {"--temperature "}),
         ("llmtrain train --schedule.na", {"--schedule.name "}),
-        ("llmtrain train --schedule.name ", {"cosine", "linear", "wsd", "constant"}),
+        ("llmtrain train --optim.name ", {"adamw", "lion", "muon"}),
         ("llmtrain config ch", {"check "}),
         ("llmtrain launch --hostfile hosts --optim.dec", {"--optim.decay "}),
         ("llmtrain checkpoint ver", {"verify "}),

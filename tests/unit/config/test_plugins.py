@@ -91,7 +91,7 @@ def test_a_plugins_classes_are_fields_of_the_run(here: Path) -> None:
         ({"parts": {"cuont": None}}, "", "did you mean parts.count?"),
         ({"parts": {"count": 3}}, "", "is a section"),
         ({"parts": ["count"]}, "", "is a section"),
-        ({"schedule": {"name": "steep", "min_ratio": 0.1}}, "", "belongs to schedule.name cosine, linear or wsd"),
+        ({"schedule": {"name": "steep", "min_ratio": 0.1}}, "", "belongs to schedule.name cosine, linear"),
         ({"schedule": {"name": "steep", "power": -1}}, "", "must be greater than 0"),
         ({}, "--plugin", "write --plugin FILE.py"),
         ({}, "--plugin --train.max_steps 3", "write --plugin FILE.py"),
