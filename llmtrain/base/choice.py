@@ -195,10 +195,10 @@ class Entry:
             Entry.SECTIONS[cls.SECTION][entry] = cls
 
 
-def refuse_taken(cls: type, name: str, known: Mapping[str, type]) -> None:
+def refuse_taken(cls: type, name: str, classes: Mapping[str, type]) -> None:
     """Raise ValueError if another module's class has this name."""
-    if name in known and known[name].__module__ != cls.__module__:
-        raise ValueError(f"the name {name!r} of class {cls.__name__} is taken by {known[name].__qualname__}")
+    if name in classes and classes[name].__module__ != cls.__module__:
+        raise ValueError(f"the name {name!r} of class {cls.__name__} is taken by {classes[name].__qualname__}")
 
 
 def either(names: list[str]) -> str:

@@ -54,9 +54,9 @@ def holds_secret(text: str) -> bool:
     return bool(_URL_PASSWORD.search(text) or _KNOWN_FORMS.search(text) or _URL_QUERY.sub(_parameter, text) != text)
 
 
-def _parameter(found: re.Match[str]) -> str:
-    last = [word.lower() for word in _WORD.findall(found[1])[-1:]]
-    return f"{found[1]}={REDACTED}" if is_secret(found[1]) or last in _SIGNATURES else found[0]
+def _parameter(match: re.Match[str]) -> str:
+    last = [word.lower() for word in _WORD.findall(match[1])[-1:]]
+    return f"{match[1]}={REDACTED}" if is_secret(match[1]) or last in _SIGNATURES else match[0]
 
 
 def redact(value: Any, key: str = "") -> Any:

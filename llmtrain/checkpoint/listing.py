@@ -248,12 +248,12 @@ def layout_words(layout: dict[str, Any], weights_only: bool) -> str:
     return ", ".join(word for word in words if word and word.isprintable())
 
 
-def table(found: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[Row]) -> list[str]:
     """Aligned lines under a heading. STAGE and FROM appear if a row has one."""
-    more = {"STAGE": [row.stage for row in found], "FROM": [row.began_from for row in found]}
+    more = {"STAGE": [row.stage for row in rows], "FROM": [row.began_from for row in rows]}
     more = {name: column for name, column in more.items() if any(column)}
     lines = [("STEP", "TOKENS", *more, "SIZE", "LAYOUT", "AGE", "STATE", "FOLDER")]
-    for index, row in enumerate(found):
+    for index, row in enumerate(rows):
         lines.append(
             (
                 "" if row.step is None else str(row.step),

@@ -249,7 +249,7 @@ def _log_softmax(values_CV: Tensor, temperature: float, vocabulary: Vocabulary |
     return logs_CV.sub_(log_sum_C1)
 
 
-def _added_up(each: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+def _added_up(addend: Tensor, vocabulary: Vocabulary | None) -> Tensor:
     if vocabulary is not None:
-        vocabulary.add_up(each)
-    return each
+        vocabulary.add_up(addend)
+    return addend

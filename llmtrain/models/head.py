@@ -30,7 +30,7 @@ class SharedRows(Protocol):
     rank: int
     degree: int
 
-    def of_all(self, own: Tensor) -> Tensor:
+    def of_all(self, shard: Tensor) -> Tensor:
         """[degree, ...] from [...] of each of these ranks, by rank. A gradient returns to the rank of its part."""
         ...
 

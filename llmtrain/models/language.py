@@ -79,11 +79,11 @@ class LanguageModel(nn.Module):
         with documents_in_rows(positions):
             return self.decoded(input_ids=inputs, **options)
 
-    def decoded(self, **given: Any) -> Tensor:
+    def decoded(self, **inputs: Any) -> Tensor:
         """Watches the routers, if any, in training."""
         routing = self.routing if self.training else None
         with contextlib.nullcontext() if routing is None else routing.watching():
-            hidden_BTH = self.hf.base_model(**given, **self._plain_forward()).last_hidden_state
+            hidden_BTH = self.hf.base_model(**inputs, **self._plain_forward()).last_hidden_state
         self.balance = None if routing is None else routing.balance()
         return hidden_BTH
 

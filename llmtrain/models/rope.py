@@ -28,30 +28,30 @@ def turned(fields: Mapping[str, Any], plan: Iterable[tuple[Mapping[str, Any], in
     if not (changes := turns(plan)):
         return fields
     config: Any = load_config(ModelConfig(config=dict(fields)))
-    for given, length in changes:
-        _change(config.get_text_config(decoder=True), given, length, {})
+    for change, length in changes:
+        _change(config.get_text_config(decoder=True), change, length, {})
     return dict(json.loads(json.dumps(config.to_dict())))
 
 
-def refuse(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any] | None = None) -> str | None:
-    """The reason against these fields; None: the model can have them. The model does not change. `own`: the fields that
-    must have an effect, because no earlier stage has them; None: all."""
+def refuse(model: Any, fields: Mapping[str, Any], length: int, required: Mapping[str, Any] | None = None) -> str | None:
+    """The reason against these fields; None: the model can have them. The model does not change. `required`: the fields
+    that must have an effect, because no earlier stage has them; None: all."""
     try:
-        set_rope(copy.deepcopy(model), given, length, given if own is None else own)
+        set_rope(copy.deepcopy(model), fields, length, fields if required is None else required)
     except ModelError as error:
         return str(error)
     return None
 
 
-def set_rope(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any] | None = None) -> None:
+def set_rope(model: Any, fields: Mapping[str, Any], length: int, required: Mapping[str, Any] | None = None) -> None:
     """Lay fields over `rope_parameters` of the model's config, and rebuild its rotary embeddings.
 
     Args:
         model: a transformers model, or one with parts of it.
-        given: for example {"rope_theta": 1e6} or {"rope_type": "yarn", "factor": 4}; by kind of layer if a family has
+        fields: for example {"rope_theta": 1e6} or {"rope_type": "yarn", "factor": 4}; by kind of layer if a family has
             positions of several kinds.
         length: tokens of a sequence from now on; the config's `max_position_embeddings` becomes at least that.
-        own: fields that transformers must know for this rope_type, with values that it accepts.
+        required: fields that transformers must know for this rope_type, with values that it accepts.
 
     Raises:
         ModelError: the family has none, or transformers refuses a field.
@@ -64,7 +64,7 @@ def set_rope(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str
     text_config = model.config.get_text_config(decoder=True)
     configs[id(text_config)] = text_config  # an export writes this one
     for config in configs.values():
-        _change(config, given, length, own or {})
+        _change(config, fields, length, required or {})
     for module in rotary:
         try:
             fresh = type(module)(config=module.config)
@@ -80,21 +80,21 @@ def set_rope(model: Any, given: Mapping[str, Any], length: int, own: Mapping[str
             module.register_buffer(name, values.to(before.device, before.dtype), persistent=False)
 
 
-def _change(config: Any, given: Mapping[str, Any], length: int, own: Mapping[str, Any]) -> None:
+def _change(config: Any, changes: Mapping[str, Any], length: int, required: Mapping[str, Any]) -> None:
     before: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
     kinds = [key for key, value in before.items() if isinstance(value, dict)]
-    if kinds and not all(key in kinds for key in given):
+    if kinds and not all(key in kinds for key in changes):
         raise ModelError(f"its layers have rotary positions of several kinds: give the fields below {', '.join(kinds)}")
     longest = config.max_position_embeddings
-    by_kind = {kind: _laid(before[kind], fields, longest) for kind, fields in given.items()} if kinds else None
-    after = before | (_laid(before, given, longest) if by_kind is None else by_kind)
+    by_kind = {kind: _laid(before[kind], fields, longest) for kind, fields in changes.items()} if kinds else None
+    after = before | (_laid(before, changes, longest) if by_kind is None else by_kind)
     config.rope_parameters = after
     try:
         with warnings_of_rope() as warned:
             config.validate_rope()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"transformers says: {error}") from error
-    names = [name for fields in (own.values() if kinds else [own]) for name in fields]
+    names = [name for fields in (required.values() if kinds else [required]) for name in fields]
     for text in warned:  # a misspelt field, or one of another rope_type, would do nothing
         unknown = text.rpartition(": ")[2] if text.startswith("Unrecognized keys") else ""
         if any(f"'{name}'" in unknown or f"'s {name} field" in text for name in names):
@@ -102,12 +102,12 @@ def _change(config: Any, given: Mapping[str, Any], length: int, own: Mapping[str
     config.max_position_embeddings = max(longest, length)
 
 
-def _laid(before: Mapping[str, Any], given: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
+def _laid(before: Mapping[str, Any], fields: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    if not isinstance(fields, Mapping):
         raise ModelError("they are a map of fields")
-    if "type" in given:  # transformers reads it only without a rope_type, which every config has by now
-        raise ModelError(f"the field is called rope_type: write rope_type: {given['type']}")
-    after = {**before, **given}
+    if "type" in fields:  # transformers reads it only without a rope_type, which every config has by now
+        raise ModelError(f"the field is called rope_type: write rope_type: {fields['type']}")
+    after = {**before, **fields}
     if after.get("rope_type") in _EXTENDS:
         after.setdefault("original_max_position_embeddings", longest)
     return after

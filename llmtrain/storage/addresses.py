@@ -80,13 +80,13 @@ def endpoint() -> str:
     return constants.ENDPOINT
 
 
-def local_folder(given: str, commit: str | None) -> Path:
+def local_folder(model: str, commit: str | None) -> Path:
     """The folder of a model named by a path, or by ORG/NAME or a URL and a commit."""
-    if commit is not None and COMMIT.fullmatch(commit) and is_url(given):
-        return place_of(given) / commit
-    if commit is not None and COMMIT.fullmatch(commit) and is_name(given):
-        return Repository(kind="model", name=given).snapshot(commit)
-    return Path(given)
+    if commit is not None and COMMIT.fullmatch(commit) and is_url(model):
+        return place_of(model) / commit
+    if commit is not None and COMMIT.fullmatch(commit) and is_name(model):
+        return Repository(kind="model", name=model).snapshot(commit)
+    return Path(model)
 
 
 def leads_out(folder: Path, path: Path) -> Path | None:

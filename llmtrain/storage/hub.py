@@ -155,12 +155,12 @@ def fetch(repository: Repository, revision: str | None, choices: Sequence[Choose
     return Snapshot(folder=folder, commit=commit)
 
 
-def fetch_model(given: str, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> Snapshot:
+def fetch_model(model: str, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> Snapshot:
     """`fetch` for ORG/NAME or a URL."""
-    if is_url(given):
-        folder, commit = folders.fetch(given, revision, choices, wrong)
+    if is_url(model):
+        folder, commit = folders.fetch(model, revision, choices, wrong)
         return Snapshot(folder=folder, commit=commit)
-    return fetch(Repository(kind="model", name=given), revision, choices, wrong)
+    return fetch(Repository(kind="model", name=model), revision, choices, wrong)
 
 
 def known_files(repository: Repository, commit: str) -> list[str]:
@@ -325,18 +325,18 @@ ADAPTER = "adapter_model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def model_folder(given: str, revision: str | None = None, *, asked_by: str) -> Path:
-    """The folder of a complete model: `given`, or the downloaded ORG/NAME on the Hub or URL.
+def model_folder(model: str, revision: str | None = None, *, asked_by: str) -> Path:
+    """The folder of a complete model: `model`, or the downloaded ORG/NAME on the Hub or URL.
 
     `asked_by`: for messages. Raises: ModelError.
     """
-    if not is_remote(given):
-        return Path(given)
+    if not is_remote(model):
+        return Path(model)
 
     def wrong(text: str) -> ModelError:
-        return ModelError(f"{asked_by}: {given}: {text.rstrip('.')}.")
+        return ModelError(f"{asked_by}: {model}: {text.rstrip('.')}.")
 
-    return fetch_model(given, revision, [settings, weights(wrong)], wrong).folder
+    return fetch_model(model, revision, [settings, weights(wrong)], wrong).folder
 
 
 def settings(names: Sequence[str], _: Path) -> list[str]:

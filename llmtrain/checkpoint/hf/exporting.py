@@ -407,10 +407,10 @@ def _target(checkpoint: Path, out: Path, trainer: TrainerState, report: Report) 
     return target
 
 
-def refuse_more(out: str, mark: Mapping[str, Any], there: Collection[str]) -> None:
+def refuse_more(out: str, mark: Mapping[str, Any], names: Collection[str]) -> None:
     """Raises CheckpointError: an earlier export has additional files. `mark`: its record."""
     written = mark.get("files")
-    if isinstance(written, list) and (more := sorted(set(there).difference(written, [MARK]))):
+    if isinstance(written, list) and (more := sorted(set(names).difference(written, [MARK]))):
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
         raise CheckpointError(
             f"{out} is an earlier export of this run, but {more[0]}{others} was added since and would be lost; "

@@ -126,9 +126,9 @@ def _begins(file: TensorFile, header: bytes) -> bool:
         return handle.read(file.bytes - sum(e.end - e.begin for e in file.entries.values())) == header
 
 
-def as_described(layout: FolderLayout, known: Mapping[str, Any]) -> WeightFiles:
+def as_described(layout: FolderLayout, record: Mapping[str, Any]) -> WeightFiles:
     """The files in a record of `describe`."""
-    shards = {name: Shard(**fields) for name, fields in known.items()}
+    shards = {name: Shard(**fields) for name, fields in record.items()}
     placement = layout.place(tensor for shard in shards.values() for tensor in shard.tensors)
     parts = {tensor: part for parts in placement.parts.values() for tensor, part in parts}
     return WeightFiles(shards=shards, parts=parts)

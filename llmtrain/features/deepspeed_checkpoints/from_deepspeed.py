@@ -68,24 +68,24 @@ class Target:
         return cls(model, tensor_shapes(model), aliases, set(frozen_tensors(model)))
 
 
-def hf_names(theirs: Shapes, target: Target, listed: dict[str, str], where: Path) -> dict[str, str]:
+def hf_names(saved: Shapes, target: Target, listed: dict[str, str], where: Path) -> dict[str, str]:
     """Their name -> Hugging Face name of every parameter, by `given` (`read_names`) or else by the names themselves;
     shapes are compared. Raises CheckpointError: one is missing, left over, of another shape, or ambiguous."""
     names = listed
     if listed:
-        if unknown := [name for name in listed if name not in theirs]:
+        if unknown := [name for name in listed if name not in saved]:
             raise CheckpointError(
-                f"--names: {unknown[0]!r} is no parameter of {where}; it has {', '.join(list(theirs)[:5])}, ..."
+                f"--names: {unknown[0]!r} is no parameter of {where}; it has {', '.join(list(saved)[:5])}, ..."
             )
-    elif all(_LAYER_NAME.fullmatch(name) or name.startswith(_TIED) for name in theirs):
-        names = _pipeline(theirs, target, where)
+    elif all(_LAYER_NAME.fullmatch(name) or name.startswith(_TIED) for name in saved):
+        names = _pipeline(saved, target, where)
     else:
-        names = _prefixed(theirs, target, where)
-    _check(names, theirs, target, where)
+        names = _prefixed(saved, target, where)
+    _check(names, saved, target, where)
     return names
 
 
-def _check(names: dict[str, str], theirs: Shapes, target: Target, where: Path) -> None:
+def _check(names: dict[str, str], saved: Shapes, target: Target, where: Path) -> None:
     kind = type(target.model).__name__
     missing = sorted(target.shapes.keys() - names.values())
     if missing or len(set(names.values())) != len(names):
@@ -93,9 +93,9 @@ def _check(names: dict[str, str], theirs: Shapes, target: Target, where: Path) -
     for name, hf in names.items():
         if hf not in target.shapes:
             raise CheckpointError(f"{where}: {name} would be {hf}, which {kind} does not have. {_REMEDY}")
-        if theirs[name] != target.shapes[hf]:
+        if saved[name] != target.shapes[hf]:
             raise CheckpointError(
-                f"{where}: {name} has the shape {list(theirs[name])}, {hf} of {kind} has {list(target.shapes[hf])}. "
+                f"{where}: {name} has the shape {list(saved[name])}, {hf} of {kind} has {list(target.shapes[hf])}. "
                 "Is it the configuration that this checkpoint was trained with?"
             )
 
@@ -115,19 +115,19 @@ def read_names(file: Path | None) -> dict[str, str]:
     return names
 
 
-def _prefixed(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
+def _prefixed(saved: Shapes, target: Target, where: Path) -> dict[str, str]:
     first = next(iter(target.shapes))
-    prefixes = {name[: len(name) - len(first)] for name in theirs if name.endswith(first)}
-    fitting = [prefix for prefix in sorted(prefixes) if all(prefix + name in theirs for name in target.shapes)]
+    prefixes = {name[: len(name) - len(first)] for name in saved if name.endswith(first)}
+    fitting = [prefix for prefix in sorted(prefixes) if all(prefix + name in saved for name in target.shapes)]
     if len(fitting) != 1:
-        have = list(theirs)[:3]
+        have = list(saved)[:3]
         raise CheckpointError(
             f"{where}: its parameters ({', '.join(have)}, ...) are not those of {type(target.model).__name__} "
             f"({', '.join(list(target.shapes)[:3])}, ...), whatever prefix is taken off. {_REMEDY}"
         )
     names = {fitting[0] + name: name for name in target.shapes}
     expected = names.keys() | {fitting[0] + alias for alias in target.aliases}
-    extra = [name for name in theirs if name not in expected]
+    extra = [name for name in saved if name not in expected]
     if extra:
         raise CheckpointError(
             f"{where}: {extra[0]} belongs to no parameter of {type(target.model).__name__}. {_REMEDY}"
@@ -135,11 +135,11 @@ def _prefixed(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
     return names
 
 
-def _pipeline(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
+def _pipeline(saved: Shapes, target: Target, where: Path) -> dict[str, str]:
     """Match decoder layers by suffixes and shapes, in order; the few other parameters by their place before or after,
     and shape."""
     layers: dict[int, Shapes] = {}
-    for name, shape in theirs.items():
+    for name, shape in saved.items():
         if match := _LAYER_NAME.fullmatch(name):
             layers.setdefault(int(match[1]), {})[match[2]] = shape
     blocks = _blocks(target)
@@ -151,11 +151,11 @@ def _pipeline(theirs: Shapes, target: Target, where: Path) -> dict[str, str]:
         )
     names = {}
     for index, (prefix, _) in zip(sorted(matched), blocks, strict=True):
-        names.update({f"{index}.{theirs_}": prefix + suffix for theirs_, suffix in matched[index].items()})
+        names.update({f"{index}.{inner_name}": prefix + suffix for inner_name, suffix in matched[index].items()})
     first, last = min(matched), max(matched)
     inside = next(i for i, name in enumerate(target.shapes) if name.startswith(blocks[0][0]))
     outer = [(i, name) for i, name in enumerate(target.shapes) if not any(name.startswith(p) for p, _ in blocks)]
-    rest = {name: shape for name, shape in theirs.items() if name not in names}
+    rest = {name: shape for name, shape in saved.items() if name not in names}
     before = {n: s for n, s in rest.items() if n.startswith(_TIED) or int(n.split(".")[0]) < first}
     after = {n: s for n, s in rest.items() if not n.startswith(_TIED) and int(n.split(".")[0]) > last}
     if len(before) + len(after) != len(rest):
@@ -182,21 +182,21 @@ def _same(layer: Shapes, block: Shapes) -> dict[str, str]:
     return pairs if len(pairs) == len(layer) else {}
 
 
-def _only_way(theirs: Shapes, ours: Shapes, where: Path) -> dict[str, str]:
+def _only_way(saved: Shapes, wanted: Shapes, where: Path) -> dict[str, str]:
     """Pair names of equal shape and equal last component, if there is only one way."""
     names: dict[str, str] = {}
-    left = dict(ours)
+    left = dict(wanted)
     while left:
         for name, shape in left.items():
             last = name.rpartition(".")[2]
-            fitting = [t for t, s in theirs.items() if t not in names and s == shape and t.rpartition(".")[2] == last]
+            fitting = [t for t, s in saved.items() if t not in names and s == shape and t.rpartition(".")[2] == last]
             if len(fitting) == 1:
                 names[fitting[0]] = name
                 del left[name]
                 break
         else:
-            raise CheckpointError(f"{where}: which of {', '.join(theirs) or 'none'} is {next(iter(left))}? {_REMEDY}")
-    extra = [name for name in theirs if name not in names]
+            raise CheckpointError(f"{where}: which of {', '.join(saved) or 'none'} is {next(iter(left))}? {_REMEDY}")
+    extra = [name for name in saved if name not in names]
     if extra:
         raise CheckpointError(f"{where}: {extra[0]} belongs to no parameter of the model. {_REMEDY}")
     return names

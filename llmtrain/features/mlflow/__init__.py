@@ -91,14 +91,14 @@ class MLflow(Sink, entry="mlflow"):
             self._last[key] = max((point.step for point in history), default=-1)
         return self._last[key]
 
-    def _parameters(self, wanted: dict[str, str], known: dict[str, str]) -> None:
+    def _parameters(self, wanted: dict[str, str], logged: dict[str, str]) -> None:
         """Log missing parameters. MLflow allows no change: a changed one becomes a tag."""
         from mlflow.entities import Param, RunTag
 
-        lacking = [Param(key, value) for key, value in wanted.items() if key not in known]
+        lacking = [Param(key, value) for key, value in wanted.items() if key not in logged]
         for begin in range(0, len(lacking), _AT_ONCE):
             self._client.log_batch(self._id, params=lacking[begin : begin + _AT_ONCE])
-        changed = [RunTag(f"now.{key}", value) for key, value in wanted.items() if known.get(key, value) != value]
+        changed = [RunTag(f"now.{key}", value) for key, value in wanted.items() if logged.get(key, value) != value]
         for begin in range(0, len(changed), _AT_ONCE):
             self._client.log_batch(self._id, tags=changed[begin : begin + _AT_ONCE])
 

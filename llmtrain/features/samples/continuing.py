@@ -83,9 +83,9 @@ class NextWord:
         rows = samples[at.nonzero()[:, 0]] + 1
         return torch.zeros(len(self.figures), device=hidden.device).index_add(0, rows, words.float())
 
-    def ids(self, found: dict[str, float], weight: int) -> list[int]:
+    def ids(self, figures: dict[str, float], weight: int) -> list[int]:
         """Return the id of each row, from an engine's figures and their weight."""
-        return [round(found[name] * weight) for name in self.figures[1:]]
+        return [round(figures[name] * weight) for name in self.figures[1:]]
 
 
 def continuations(setup: Setup, prompts: Prompts) -> list[str]:

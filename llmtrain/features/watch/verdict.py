@@ -234,17 +234,17 @@ class Stragglers:
         self._slow: deque[set[int]] = deque(maxlen=self.WINDOWS)
         self._named: set[int] = set()
 
-    def feed(self, own: dict[int, tuple[int, float]], now: float) -> dict[int, tuple[float, float]]:
-        """Return the ranks newly found slow in three windows in a row: (seconds a step, the others' median). `own`: by
+    def feed(self, timed: dict[int, tuple[int, float]], now: float) -> dict[int, tuple[float, float]]:
+        """Return the ranks newly slow in three windows in a row: (seconds a step, the others' median). `timed`: by
         rank, (steps timed, own seconds in them) since the launch."""
-        if self._began_s is None or self._since.keys() != own.keys():
-            self._since, self._began_s = dict(own), now
+        if self._began_s is None or self._since.keys() != timed.keys():
+            self._since, self._began_s = dict(timed), now
             return {}
-        steps = min(own[rank][0] - self._since[rank][0] for rank in own) if own else 0
+        steps = min(timed[rank][0] - self._since[rank][0] for rank in timed) if timed else 0
         if steps < self.WINDOW_STEPS or now - self._began_s < self.WINDOW_S:
             return {}
-        own_s = {r: (own[r][1] - self._since[r][1]) / (own[r][0] - self._since[r][0]) for r in own}
-        self._since, self._began_s = dict(own), now
+        own_s = {r: (timed[r][1] - self._since[r][1]) / (timed[r][0] - self._since[r][0]) for r in timed}
+        self._since, self._began_s = dict(timed), now
         slow = {}
         for rank, seconds in own_s.items():
             others = [s for r, s in own_s.items() if r != rank]

@@ -162,9 +162,9 @@ class Stage(nn.Module):
         self.wants_logits = False
         """True if the last stage's `conclude` gets transformers' own logits instead."""
 
-    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         """Tokens or hidden states, with positions [B, T] if there are documents in the rows; returns the same form."""
-        first, positions = given if isinstance(given, tuple) else (given, None)
+        first, positions = inputs if isinstance(inputs, tuple) else (inputs, None)
         kwargs: dict[str, Any] = {"use_cache": False}
         if positions is not None:
             kwargs["position_ids"] = positions

@@ -80,8 +80,8 @@ class Exchange:
         finally:
             self.active = True
 
-    def of_all(self, own: Tensor) -> Tensor:
-        return all_to_all(self.group, own.expand(self.degree, *own.shape).contiguous())
+    def of_all(self, shard: Tensor) -> Tensor:
+        return all_to_all(self.group, shard.expand(self.degree, *shard.shape).contiguous())
 
     def turned(self, x: Tensor) -> Tensor:
         """[B, H, t, D] -> [B, h, T, D], by heads; [B, T, h, D] -> [B, t, H, D], by columns: the second dimension is

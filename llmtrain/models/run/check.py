@@ -57,14 +57,14 @@ _DIVISORS = ("eps", "epsilon", "rope_theta", "logits_scaling", "softcapping", "s
 _FAMILY = "model.config.model_type"
 
 
-def check_fields(given: dict[str, Any], problems: Problems) -> None:
+def check_fields(values: dict[str, Any], problems: Problems) -> None:
     """Report every key that the family does not know, every value of the wrong type, and impossible sizes.
 
-    `given`: `model.config`, with a model_type.
+    `values`: `model.config`, with a model_type.
     """
-    family = _family(given["model_type"], problems)
+    family = _family(values["model_type"], problems)
     if family is not None:
-        _Section(family, "model.config", problems).check(given)
+        _Section(family, "model.config", problems).check(values)
 
 
 def _family(model_type: str, problems: Problems) -> Any:
@@ -91,32 +91,32 @@ class _Section:
         self._problems = problems
         self._fields = {item.name: item for item in dataclasses.fields(family)}
 
-    def check(self, given: dict[str, Any]) -> None:
+    def check(self, values: dict[str, Any]) -> None:
         names = {*self._fields, *self._family.attribute_map, *_ANYWHERE, *_read_by(self._family)}
         names |= _EARLIER if "rope_parameters" in self._fields else set()
-        for key, value in given.items():
+        for key, value in values.items():
             if key not in names:
                 self._refuse_unknown(key, value, names)
             elif key in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
                 self._check_rope(value, f"{self._prefix}.{key}")
             elif isinstance(value, dict) and (inner := self._inner(key, value)) is not None:
                 _Section(inner, f"{self._prefix}.{key}", self._problems).check(value)
-            elif key in _TOKENS and (rule := _outside(value, self._vocabulary(given), self._fields.get(key))):
+            elif key in _TOKENS and (rule := _outside(value, self._vocabulary(values), self._fields.get(key))):
                 self._add_problem(key, value, rule, "write a token of the model's vocabulary, or null for none")
             else:
                 self._check_value(key, value)
 
-    def _vocabulary(self, given: dict[str, Any]) -> int | None:
+    def _vocabulary(self, values: dict[str, Any]) -> int | None:
         """Return the size of the vocabulary; None: another section has it."""
         name = self._family.attribute_map.get("vocab_size", "vocab_size")
         default = self._fields[name].default if name in self._fields else None
-        size = given.get("vocab_size", given.get(name, default))
+        size = values.get("vocab_size", values.get(name, default))
         return size if type(size) is int else None
 
-    def _refuse_unknown(self, key: str, value: Any, known: set[str]) -> None:
+    def _refuse_unknown(self, key: str, value: Any, names: set[str]) -> None:
         from transformers import GenerationConfig
 
-        near = closest(key, known)
+        near = closest(key, names)
         rule = f"{self._family.__name__} of transformers has no such field, and nothing would read it"
         remedy = f"did you mean {near}?" if near else "remove it"
         if key in GenerationConfig().to_dict():

@@ -81,10 +81,10 @@ class _ShardedMap(nn.Module):
             bias = _shard(bias, 0, entry.sections, rank, meeting.degree)
         self.bias = bias
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         if self._column:
-            return F.linear(given, self.weight, self.bias)
-        total = torch.stack(self.meeting.all(self._rank, F.linear(given, self.weight))).sum(0)
+            return F.linear(features, self.weight, self.bias)
+        total = torch.stack(self.meeting.all(self._rank, F.linear(features, self.weight))).sum(0)
         return total if self.bias is None else total + self.bias
 
 
@@ -157,7 +157,7 @@ def _ranks(
 
 
 def _gathering(forward: Callable[[Tensor], Tensor], rank: int, meeting: _Meeting) -> Any:
-    return lambda given: forward(torch.cat(meeting.all(rank, given), -1)).chunk(meeting.degree, -1)[rank]
+    return lambda features: forward(torch.cat(meeting.all(rank, features), -1)).chunk(meeting.degree, -1)[rank]
 
 
 def divide_heads(module: Any, numbers: tuple[str, ...], degree: int) -> None:
