@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,12 @@ from tests.helpers.preference import preferences
 from tests.helpers.warm import WarmCommands
 from tests.runs.test_chat import write_model
 from tests.runs.test_kills import llmtrain
+from tests.runs.test_plugin import BLOCKS
 
 PLUGIN = ("--plugin", str(REPO / "examples/ranked_answers.py"))
+PREPARE, LAUNCH = (shlex.split(line) for block in BLOCKS if "ranked_answers" in block for line in block.splitlines())
+"""The commands of docs/extend.md."""
+SETTINGS = (*PLUGIN, *LAUNCH[LAUNCH.index("--data.path") + 2 :])
 ROWS = 60
 
 
@@ -34,11 +39,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for record in preferences(ROWS)
     ]
     (place / "ranked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    words = ("--format", "ranked", "--source", "ranked.jsonl", "--tokenizer", "model", "--out", "data")
-    llmtrain(place, "prepare", *PLUGIN, *words, "--processes", "1")
+    places = {
+        PLUGIN[1].removeprefix(f"{REPO}/"): PLUGIN[1],
+        "data/stdlib-chat/tokenizer": "model",
+        "data/ranked": "data",
+    }
+    llmtrain(place, *(places.get(word, word) for word in PREPARE[1:]), "--processes", "1")
     tree = yaml.safe_load(write_recipe(place, str(place / "data")).read_text())
-    tree |= {"model": {"pretrained": str(place / "model")}, "objective": {"name": "plackett_luce"}}
-    tree["data"] |= {"sequence_length": 256, "isolate_documents": True}
+    tree |= {"model": {"pretrained": str(place / "model")}}
+    tree["data"]["sequence_length"] = 256
     (path := place / "recipe.yaml").write_text(yaml.safe_dump(tree))
     return path
 
@@ -53,7 +62,7 @@ def test_a_users_kind_of_row_is_prepared_and_trained(recipe: Path, capsys: pytes
     shown = capsys.readouterr().out
     for row, answer in enumerate(("first", "second", "third")):
         assert f"row {row} of train ({answer}): " in shown
-    train(recipe, *PLUGIN, "--train.max_steps", "3")
+    train(recipe, *SETTINGS, "--train.max_steps", "3")
     found = [row for row in rows(place / "run") if "loss" in row]
     assert found[0]["loss"] == pytest.approx(math.log(6), rel=0.2)  # six orders, of a model that knows nothing
     assert all(0 <= row["ranked/accuracy"] <= 1 and row["ranked/tokens"] > 1 for row in found)
@@ -75,4 +84,4 @@ def test_an_objective_over_a_users_kind_is_plain_pytorch(
 ) -> None:
     (recipe.parent / "form.json").write_text(json.dumps(form))
     words = ("--deepspeed", str(recipe.parent / "form.json"), "--steps", "3", "--ranks", "2")
-    llmtrain(recipe.parent, "parity", str(recipe), *PLUGIN, *words, warm=warm)  # the exit code is 0 where all agrees
+    llmtrain(recipe.parent, "parity", str(recipe), *SETTINGS, *words, warm=warm)  # the exit code is 0 where all agrees
