@@ -20,7 +20,7 @@ class MicroBatch:
     """int64 [b, T]."""
     labels: torch.Tensor
     """int64 [b, T], already shifted: labels[:, t] follows inputs[:, t]. -100 is not counted."""
-    sample_indices: list[int]
+    sequences: list[int]
     """Number of each sequence (those that only pad a validation batch have none)."""
     positions: torch.Tensor | None = None
     """int64 [b, T] with data.isolate_documents: each token's position in its document. None: 0 to T - 1 in each one."""
@@ -74,7 +74,7 @@ class AnswerBatch(MicroBatch):
 
 def batch_of(windows: Sequence[Window], sequences: list[int]) -> MicroBatch:
     """Micro-batch of windows, of which the first len(sequences) count."""
-    return MicroBatch(sample_indices=sequences, **_stacked(windows, len(sequences)))
+    return MicroBatch(sequences=sequences, **_stacked(windows, len(sequences)))
 
 
 def answer_batch_of(windows: Sequence[AnswerWindow], sequences: list[int]) -> AnswerBatch:
@@ -90,7 +90,7 @@ def answer_batch_of(windows: Sequence[AnswerWindow], sequences: list[int]) -> An
     mismatched = [window.mismatched for window in windows if window.mismatched is not None]
     references = [window.reference for window in windows if window.reference is not None]
     return AnswerBatch(
-        sample_indices=sequences,
+        sequences=sequences,
         **given,
         answers=answers,
         rows=_joined([window.rows for window in windows], len(counted)),

@@ -254,11 +254,11 @@ def differences(config: RunConfig, precision: str) -> tuple[str, list[str]]:
     total = min(_SEQUENCES, data.sequences_per_epoch)
     found, documents = [], 0
     for micro in batches_of(data.kind, data.window_at, total, _TOGETHER, 0, 1, False):
-        for row in range(len(micro.sample_indices)):
+        for row in range(len(micro.sequences)):
             documents += len(list(_documents(micro, row)))
             wrong = [_sequence(plain, micro, row, config) for plain in plains]
             if all(wrong):
-                found.append(f"training sequence {micro.sample_indices[row]}: {min(wrong, key=len)}")
+                found.append(f"training sequence {micro.sequences[row]}: {min(wrong, key=len)}")
     what = (
         f"{units.counted(total, 'sequence')} of {', '.join(map(str, folders))}, {units.counted(documents, 'document')}"
     )

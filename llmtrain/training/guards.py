@@ -80,7 +80,7 @@ class SkippedSteps(Part):
             index
             for micro, sums in zip(done.batch.micro_batches, done.sums, strict=True)
             if not math.isfinite(float(sums[0]))
-            for index in micro.sample_indices
+            for index in micro.sequences
         ]
         samples = sorted(index for found in self._setup.ranks.gather(bad) for index in found)
         # A dynamic loss scale is found by overflowing: with a finite loss that is no fault.

@@ -244,7 +244,7 @@ class ReplicaCheck(Part):
             row, micros = self._degrees.place(self._ranks.rank).data, batch.micro_batches
             tokens = torch.stack([tensor_hash(each) for micro in micros for each in (micro.inputs, micro.labels)])
             own = {
-                f"samples of data-parallel group {row}": [index for micro in micros for index in micro.sample_indices],
+                f"samples of data-parallel group {row}": [index for micro in micros for index in micro.sequences],
                 f"tokens of data-parallel group {row}": int(tensor_hash(tokens)),
             }
             if found := self._replicas.differences(self._facts(position, batch, lr_factor), own):

@@ -457,7 +457,7 @@ def check_head(engine: Engine, inputs: Tensor) -> None:
     """Prove on `inputs` [1, T] that the loss equals the loss of transformers' logits: a layout, a precision or a head
     may silently train on a wrong one. All ranks call it. Raises ModelError."""
     module = engine.module
-    micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
+    micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sequences=[])
     scores = gives_scores(module.config)
     ours, _ = engine.evaluate([micro], _LastScore() if scores else NEXT_TOKEN)
     module.wants_logits = True
@@ -479,7 +479,7 @@ def check_isolation(engine: Engine, inputs: Tensor) -> None:
     last: LossFunction = _LastScore() if gives_scores(engine.module.config) else NEXT_TOKEN
     losses = []
     for tokens in (inputs, other):
-        micro = MicroBatch(inputs=tokens, labels=labels, sample_indices=[], positions=positions)
+        micro = MicroBatch(inputs=tokens, labels=labels, sequences=[], positions=positions)
         losses.append(engine.evaluate([micro], last)[0]["loss"])
     if not abs(losses[0] - losses[1]) <= 1e-5 * max(1.0, abs(losses[0])):
         raise ModelError(

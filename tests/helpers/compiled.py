@@ -50,7 +50,7 @@ def graphs_of(case: Case) -> list[tuple[bool, list[str]]]:
         train_steps(case, engine, ranks, 0, 2)
         rows = 1 + GLOBAL_BATCH // case.accumulation  # another shape, from which torch would make a dynamic one
         tokens = torch.arange(rows * LENGTH).view(rows, LENGTH)
-        engine.evaluate([MicroBatch(inputs=tokens, labels=tokens, sample_indices=[])] * 2)
+        engine.evaluate([MicroBatch(inputs=tokens, labels=tokens, sequences=[])] * 2)
         train_steps(case, engine, ranks, 2, 3)
         engine.close()
     return found

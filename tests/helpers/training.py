@@ -255,7 +255,7 @@ def uneven(batch: StepBatch) -> StepBatch:
     micros = []
     for micro in batch.micro_batches:
         labels = micro.labels.clone()
-        for row, index in enumerate(micro.sample_indices):
+        for row, index in enumerate(micro.sequences):
             labels[row, 1 + (index * 7) % (labels.shape[1] - 1) :] = -100
         micros.append(replace(micro, labels=labels))
     return replace(batch, micro_batches=micros)

@@ -15,7 +15,7 @@ LENGTH = 32
 
 def row(seed: int) -> MicroBatch:
     tokens = torch.randint(0, 64, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
-    return MicroBatch(inputs=tokens, labels=tokens.roll(-1, 1), sample_indices=[seed])
+    return MicroBatch(inputs=tokens, labels=tokens.roll(-1, 1), sequences=[seed])
 
 
 def left_out(case: Case) -> tuple[list[bool], list[bool], bool, list[float]]:

@@ -28,7 +28,7 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_typ
 def micro_batch(index: int) -> MicroBatch:
     """One row of random tokens, the same on every rank that asks for it."""
     row = torch.randint(0, LLAMA["vocab_size"], (1, LENGTH), generator=torch.Generator().manual_seed(index))
-    return MicroBatch(inputs=row, labels=row.roll(-1, 1), sample_indices=[index])
+    return MicroBatch(inputs=row, labels=row.roll(-1, 1), sequences=[index])
 
 
 @functools.cache

@@ -134,7 +134,7 @@ def what_ranks_hold(case: Case) -> tuple[dict[str, torch.Tensor], list[float], f
     figures, tokens = engine.evaluate(batch.micro_batches)
     check_head(engine, torch.arange(LENGTH).unsqueeze(0))
     engine.close()
-    return common, trace.losses, figures["loss"], tokens, batch.micro_batches[0].sample_indices
+    return common, trace.losses, figures["loss"], tokens, batch.micro_batches[0].sequences
 
 
 def test_ranks_of_a_group_see_the_same_rows(pools, small_data):

@@ -155,7 +155,7 @@ def ours(task: Attempt) -> Any:
     engine.refresh()
 
     def step(inputs: Any, labels: Any) -> float:
-        micro = MicroBatch(inputs=inputs, labels=labels, sample_indices=[0])
+        micro = MicroBatch(inputs=inputs, labels=labels, sequences=[0])
         (loss,) = engine.forward_backward([micro], labels.numel)
         engine.update(1.0)
         return float(loss) / labels.numel()

@@ -116,7 +116,7 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     model.stage.register_forward_hook(slow)
     marks = time_instructions(engine.deepspeed)
     tokens = torch.arange(LENGTH).unsqueeze(0)
-    micros = [MicroBatch(inputs=tokens, labels=tokens, sample_indices=[0]) for _ in range(micro_batches)]
+    micros = [MicroBatch(inputs=tokens, labels=tokens, sequences=[0]) for _ in range(micro_batches)]
     for step in range(steps + 1):
         torch.distributed.barrier()
         marks.clear()

@@ -133,7 +133,7 @@ class Trainer:
         torch.manual_seed(self.step_number * 1000 + self._ranks.rank)
         shape = (self._task.micro_batch, self._task.sequence)
         inputs = torch.randint(0, self._task.model["vocab_size"], shape).to(self._ranks.device)
-        micro = MicroBatch(inputs=inputs, labels=inputs, sample_indices=list(range(shape[0])))
+        micro = MicroBatch(inputs=inputs, labels=inputs, sequences=list(range(shape[0])))
         counted = inputs.numel() * self._ranks.world_size * self._task.accumulation
         self._engine.forward_backward([micro] * self._task.accumulation, lambda: counted)
         before_update()

@@ -119,7 +119,7 @@ class ChoiceSet:
         batch = AnswerBatch(
             inputs=torch.from_numpy(inputs),
             labels=torch.from_numpy(labels),
-            sample_indices=rows.tolist(),
+            sequences=rows.tolist(),
             answers=torch.from_numpy(answers),
             rows=torch.from_numpy(rows),
         )

@@ -130,7 +130,7 @@ class StepBatch:
 
     micro_batches: list[MicroBatch]
     first_index: int
-    """Global index of the step's first sample, over all ranks."""
+    """Number of the step's first sequence, over all ranks."""
     sequences: int
     """Sequences of the step, over all ranks."""
     stage: int = 0
@@ -154,9 +154,9 @@ def _micro_batch(
 
 
 class TrainLoader:
-    """Endless iterator over optimizer steps. Its state is `next_index`, the sample where the next step begins.
+    """Endless iterator over optimizer steps. Its state is `next_index`, the sequence where the next step begins.
 
-    Step at sample i covers samples [i, i + global_batch). Micro-batch m of rank r takes rows (m * data_parallel + r) *
+    A step at sequence i covers [i, i + global_batch). Micro-batch m of rank r takes rows (m * data_parallel + r) *
     micro_batch and the micro_batch - 1 after it; with unequal shares the rows of `order.rows_of`. In a run with stages,
     data and batch are the stage's. A daemon thread builds steps a few ahead; `next` raises its errors.
     """
@@ -238,7 +238,7 @@ class TrainLoader:
         self._thread.join()
 
     def seek(self, index: int, step: int | None = None) -> None:
-        """Continue with the step that begins at sample `index`. `step`: its number; None: the next one."""
+        """Continue with the step that begins at sequence `index`. `step`: its number; None: the next one."""
         step = self._step if step is None else step
         if (step, index) != (self._step, self.next_index):
             self.close()

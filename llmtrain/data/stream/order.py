@@ -1,4 +1,4 @@
-"""The order of a run's sequences, computed and never stored: a mixture's sets, an epoch's samples, a rank's rows.
+"""The order of a run's sequences, computed and never stored: a mixture's sets, an epoch's sequences, a rank's rows.
 
 The order of an epoch is a pure function of (seed, epoch, index): a Feistel network on the rectangle rows x columns >= n
 with modular addition, and cycle walking back into [0, n) (J. Black and P. Rogaway, "Ciphers with arbitrary finite
@@ -119,11 +119,11 @@ def permute(n: int, seed: int, epoch: int, member: int, index: int) -> int:
             return position
 
 
-def position_of(n: int, seed: int, epoch: int, member: int, sample: int) -> int:
-    """Position of a sample in the epoch: the inverse of `permute`."""
-    assert 0 <= sample < n, (sample, n)
+def position_of(n: int, seed: int, epoch: int, member: int, sequence: int) -> int:
+    """Position of a sequence in the epoch: the inverse of `permute`."""
+    assert 0 <= sequence < n, (sequence, n)
     rows, columns, key = _network(n, seed, epoch, member)
-    position = sample
+    position = sequence
     while True:
         row, column = divmod(position, columns)
         for round_ in reversed(range(0, _ROUNDS, 2)):

@@ -163,14 +163,14 @@ class OnlineReference:
         self.figures = loss.figures
         self._loss, self._base = loss, base
         self._references: dict[tuple[int, ...], Tensor] = {}
-        """A micro-batch's samples -> log-probabilities of its answers, fp32 [A]."""
+        """A micro-batch's sequences -> log-probabilities of its answers, fp32 [A]."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
         batches = [answers_in(micro) for micro in micros]
         others = mismatched_of(batches)
         with self._base():
             references, of_others = (_log_probs(some, evaluate) for some in (batches, others))
-        self._references = {tuple(micro.sample_indices): each for micro, each in zip(batches, references, strict=False)}
+        self._references = {tuple(micro.sequences): each for micro, each in zip(batches, references, strict=False)}
         if not isinstance(self._loss, LooksAhead):
             return
         compared: list[MicroBatch] = list(batches)
@@ -185,7 +185,7 @@ class OnlineReference:
         return self._loss.weight(micro)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        reference = self._references[tuple(micro.sample_indices)]
+        reference = self._references[tuple(micro.sequences)]
         return self._loss.sums(head, hidden, replace(answers_in(micro), reference=reference))
 
 

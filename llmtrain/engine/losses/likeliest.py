@@ -43,8 +43,8 @@ class Likeliest(PerToken):
     def __init__(self, top_k: int, temperature: float) -> None:
         self._top_k, self._temperature = top_k, temperature
         self.found: list[tuple[list[int], Tensor, Tensor]] = []
-        """(samples of a micro-batch, words int64 [n, k], logs fp32 [n, k + 1]: see `TopWords`) for n counted labels, on
-        the host, complete on all ranks that share the rows; in a pipeline on the last stage only."""
+        """(sequences of a micro-batch, words int64 [n, k], logs fp32 [n, k + 1]: see `TopWords`) of n counted labels,
+        on the host, complete on all ranks that share the rows; in a pipeline on the last stage only."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]: the probability of all other words."""
@@ -55,5 +55,5 @@ class Likeliest(PerToken):
             head.whole(each.new_zeros(*own.shape, each.shape[1]).masked_scatter(own.unsqueeze(-1), each))[counted]
             for each in (likeliest.words, likeliest.logs)
         )
-        self.found.append((micro.sample_indices, words.cpu(), logs.cpu()))
+        self.found.append((micro.sequences, words.cpu(), logs.cpu()))
         return likeliest.logs[:, -1].exp().sum().unsqueeze(0)

@@ -174,7 +174,7 @@ class HostPace:
         began_s, waited_s = self._clock(), self._waited_s()
         yield
         own_s = self._clock() - began_s - (self._waited_s() - waited_s)
-        rows = sum(len(micro.sample_indices) for micro in micros)
+        rows = sum(len(micro.sequences) for micro in micros)
         self._found = max(1, round(own_s * 1e9 / rows))
 
     def take(self) -> int:
@@ -209,7 +209,7 @@ class DevicePace:
             yield
         finally:
             self._wanted = self._inside = False
-        self._ahead.append((len(micros[0].sample_indices), self._pairs))
+        self._ahead.append((len(micros[0].sequences), self._pairs))
 
     def take(self) -> int:
         pace = 0

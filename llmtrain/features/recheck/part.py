@@ -96,7 +96,7 @@ class Recheck(Part):
         micros: list[MicroBatch] = []
         with self._ranks.together():
             if self._ranks.rank == source:
-                rows = [micro.sample_indices for micro in loader.build(step).micro_batches]
+                rows = [micro.sequences for micro in loader.build(step).micro_batches]
                 mine = [index for row in rows for index in row]
                 some = min(_ROWS, -(-3 * len(mine) // 4))  # alone they take longer; a check takes a step at most
                 micros = [loader.row(step, index) for index in mine[:some]]
@@ -149,7 +149,7 @@ class Recheck(Part):
             if isinstance(objective, LooksAhead):
                 objective.look(micros, self._engine.evaluate)
             for micro in micros:
-                seed_step(0, micro.sample_indices[0], self._place.sequence)
+                seed_step(0, micro.sequences[0], self._place.sequence)
                 # A divisor of a step's size: fp16 would overflow.
                 weight = max(1, objective.weight(micro)) * self._data * len(micros)
                 self._parts = []

@@ -68,18 +68,18 @@ class NextWord:
     figures over all ranks, so each rank gets all ids."""
 
     def __init__(self, rows: int) -> None:
-        """`rows`: number over all micro-batches on all ranks; sample indices are row numbers."""
+        """`rows`: number over all micro-batches on all ranks; a sequence is the number of a row."""
         self.figures: tuple[str, ...] = ("loss", *(f"row {index}" for index in range(rows)))
 
     def weight(self, micro: MicroBatch) -> int:
-        return len(micro.sample_indices)
+        return len(micro.sequences)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1 + rows]: 0 for the loss, then the ids of this micro-batch's rows; fp32 is exact for integers below
         2^24."""
         at = head.own(micro.labels != IGNORE)
         words = head.top_words(hidden[at], 1, 1.0).words[:, 0]
-        samples = torch.tensor([0, *micro.sample_indices], device=hidden.device)[1:]
+        samples = torch.tensor([0, *micro.sequences], device=hidden.device)[1:]
         rows = samples[at.nonzero()[:, 0]] + 1
         return torch.zeros(len(self.figures), device=hidden.device).index_add(0, rows, words.float())
 

@@ -114,7 +114,7 @@ class Replay(Record):
             with compiler.uncompiled(), largest_values(engine.module.hf) as largest:
                 norm, _ = gradient_norm(engine, self._ranks, batch.micro_batches, weight, objective, copy_into=gradient)
         rows = range(batch.first_index, batch.first_index + batch.sequences)
-        mine = [index for micro in batch.micro_batches for index in micro.sample_indices]
+        mine = [index for micro in batch.micro_batches for index in micro.sequences]
         losses = self._losses(rows, mine, objective)
         measured = []
         for index, (loss, row_weight) in zip(rows, losses, strict=True):

@@ -90,7 +90,7 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
         for step in steps:
             given = next(loader)
             found.shares.append(shares.sequences)
-            found.indices.append([index for micro in given.micro_batches for index in micro.sample_indices])
+            found.indices.append([index for micro in given.micro_batches for index in micro.sequences])
             found.sizes.append([len(micro.inputs) for micro in given.micro_batches])
             batch = uneven(given) if not case.objective else given
             done = session.step(batch, shares.request(), around=shares.around_passes)

@@ -11,7 +11,7 @@ from llmtrain.features.balance.part import DevicePace, HostPace
 
 def micro(rows: int) -> MicroBatch:
     empty = torch.zeros(rows, 1, dtype=torch.int64)
-    return MicroBatch(inputs=empty, labels=empty, sample_indices=list(range(rows)))
+    return MicroBatch(inputs=empty, labels=empty, sequences=list(range(rows)))
 
 
 def test_waiting_in_collectives_is_not_computing() -> None:

@@ -27,7 +27,7 @@ def test_a_row_that_fills_a_micro_batch_is_cut(
     def micro(count: int) -> MicroBatch:
         tokens = torch.arange(64).repeat(count, 1)
         labels = torch.where(tokens < prompt, IGNORED, tokens + 1)
-        return MicroBatch(inputs=tokens, labels=labels, sample_indices=[*range(count)], positions=tokens)
+        return MicroBatch(inputs=tokens, labels=labels, sequences=[*range(count)], positions=tokens)
 
     loader = SimpleNamespace(
         build=lambda step: SimpleNamespace(micro_batches=[micro(rows)] * 4), row=lambda step, index: micro(1)

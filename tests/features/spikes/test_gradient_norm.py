@@ -30,14 +30,14 @@ def row(index: int, vocabulary: int = 64) -> MicroBatch:
     tokens = torch.randint(0, vocabulary, (1, LENGTH), generator=torch.Generator().manual_seed(index))
     labels = tokens.roll(-1, 1)
     labels[:, : 8 * index] = IGNORE  # rows of unequal weight
-    return MicroBatch(inputs=tokens, labels=labels, sample_indices=[index])
+    return MicroBatch(inputs=tokens, labels=labels, sequences=[index])
 
 
 WEIGHT = sum(int((row(index).labels != IGNORE).sum()) for index in range(ROWS))
 
 
 def empty() -> MicroBatch:
-    return replace(row(0), labels=torch.full((1, LENGTH), IGNORE), sample_indices=[])
+    return replace(row(0), labels=torch.full((1, LENGTH), IGNORE), sequences=[])
 
 
 class Widened(TorchDispatchMode):

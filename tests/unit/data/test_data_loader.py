@@ -114,8 +114,8 @@ def test_the_union_over_the_ranks_is_the_global_batch(data: TrainData, layout: t
         for m, batch in enumerate(step.micro_batches):
             assert batch.inputs.shape == batch.labels.shape == (micro, T) and batch.inputs.dtype == torch.int64
             first = 24 + (m * ranks + rank) * micro
-            assert batch.sample_indices == list(range(first, first + micro))
-            for row, index in enumerate(batch.sample_indices):
+            assert batch.sequences == list(range(first, first + micro))
+            for row, index in enumerate(batch.sequences):
                 rows[index] = (batch.inputs[row].tolist(), batch.labels[row].tolist())
     assert rows == {index: as_lists(data.sequence(index)) for index in range(24, 36)}
 
@@ -176,9 +176,9 @@ def test_validation_gives_every_rank_the_same_shapes(data: TrainData, ranks: int
     counted = 0
     for batch in (batch for batches in per_rank for batch in batches):
         assert batch.inputs.shape == batch.labels.shape == (micro, T)
-        seen += batch.sample_indices
+        seen += batch.sequences
         counted += int((batch.labels != -100).sum())
-        for row, index in enumerate(batch.sample_indices):
+        for row, index in enumerate(batch.sequences):
             assert (batch.inputs[row].tolist(), batch.labels[row].tolist()) == as_lists(data.validation_sequence(index))
     assert sorted(seen) == list(range(total))
     assert counted == sum(int((data.validation_sequence(i)[1] != -100).sum()) for i in range(total))
@@ -289,5 +289,5 @@ def test_a_loader_goes_on_elsewhere(data: TrainData) -> None:
         loader.seek(40)
         batch = next(loader)
         assert batch.first_index == 40 and loader.next_index == 44
-        assert [index for micro in batch.micro_batches for index in micro.sample_indices] == [40, 41, 42, 43]
+        assert [index for micro in batch.micro_batches for index in micro.sequences] == [40, 41, 42, 43]
         assert next(loader).first_index == 44 and not thread.is_alive()

@@ -51,9 +51,7 @@ def rows_of(steps: list[StepBatch]) -> dict[int, tuple[list[int], list[int]]]:
         index: (inputs, labels)
         for step in steps
         for micro in step.micro_batches
-        for index, inputs, labels in zip(
-            micro.sample_indices, micro.inputs.tolist(), micro.labels.tolist(), strict=True
-        )
+        for index, inputs, labels in zip(micro.sequences, micro.inputs.tolist(), micro.labels.tolist(), strict=True)
     }
 
 

@@ -101,7 +101,7 @@ def test_every_micro_batch_and_every_update_leaves_a_mark(monkeypatch: pytest.Mo
     ours: Any = ZeroEngine.__new__(ZeroEngine)
     ours.deepspeed, ours.module, ours._attention, ours._must_look = theirs, theirs.module, contextlib.nullcontext, False
     ours._state = SimpleNamespace(base=theirs.optimizer)
-    micro = MicroBatch(inputs=torch.zeros(1, 1), labels=torch.zeros(1, 1), sample_indices=[0])
+    micro = MicroBatch(inputs=torch.zeros(1, 1), labels=torch.zeros(1, 1), sequences=[0])
     ours.forward_backward([micro] * 2, lambda: 1)
     ours.update(1.0)
     assert done == ["forward", "backward", "mark", "step", "forward", "backward", "mark", "step", "mark"]

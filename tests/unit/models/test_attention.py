@@ -89,7 +89,7 @@ def kernels(device: str, family: str, *, documents: bool) -> tuple[bool, bool, l
     engine._ranks = SimpleNamespace(device=torch.device(device))
     engine.module = SimpleNamespace(config=load_config(ModelConfig(config=FAMILIES[family])))
     tokens = torch.zeros(1, 12, dtype=torch.long)
-    micro = MicroBatch(inputs=tokens, labels=tokens, sample_indices=[], positions=tokens if documents else None)
+    micro = MicroBatch(inputs=tokens, labels=tokens, sequences=[], positions=tokens if documents else None)
     with engine._attention([micro]):
         order: list[int] = torch._C._get_sdp_priority_order()
         return torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled(), order
