@@ -45,6 +45,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> str:
         documents.append(ids)
     folder: Path = tmp_path_factory.mktemp("data") / "prepared"
     vocabulary = {f"w{number}": number for number in range(512)}
-    tokenizer = json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": vocabulary,
-                                                                            "unk_token": "w0"}})  # fmt: skip
+    tokenizer = json.dumps(
+        {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
+    )
     return str(write_prepared(folder, [documents], [documents[:8]], vocab_size=512, tokenizer=tokenizer))

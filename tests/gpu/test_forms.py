@@ -47,10 +47,21 @@ def test_loss_agrees_with_plain_pytorch(pools, small_data, stage, precision):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_shipped_overlapping_buckets_agree(pools, small_data, stage):
     """overlap_comm reduces on a stream of its own: a missing wait would show as another loss."""
-    section = {"stage": stage, "overlap_comm": True, "use_multi_rank_bucket_allreduce": False,
-               "reduce_bucket_size": 20000, "allgather_bucket_size": 20000}  # fmt: skip
-    case = Case(data=small_data, stage=stage, precision="bf16", accumulation=3, steps=STEPS,
-                extra={"zero_optimization": section})  # fmt: skip
+    section = {
+        "stage": stage,
+        "overlap_comm": True,
+        "use_multi_rank_bucket_allreduce": False,
+        "reduce_bucket_size": 20000,
+        "allgather_bucket_size": 20000,
+    }
+    case = Case(
+        data=small_data,
+        stage=stage,
+        precision="bf16",
+        accumulation=3,
+        steps=STEPS,
+        extra={"zero_optimization": section},
+    )
     (got,) = pools(1).run(run_case, case)
     assert largest_loss_difference(got, small_data) < TOLERANCE["bf16"]
 
@@ -216,8 +227,15 @@ def test_chunked_loss_is_the_one_of_transformers(dtype: torch.dtype, known: bool
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     hidden = torch.randn(2, 50, 64, device=device, dtype=dtype, requires_grad=True)
-    config = AutoConfig.for_model("llama", vocab_size=500, hidden_size=64, intermediate_size=8, num_hidden_layers=1,
-                                  num_attention_heads=1, initializer_range=0.3)  # fmt: skip
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        initializer_range=0.3,
+    )
     hf = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
     weight = hf.get_output_embeddings().weight
     labels = torch.randint(0, 500, (2, 50), device=device)

@@ -78,8 +78,11 @@ def recorded_waits(found: Counter[str]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default,
-          torch.ops.aten.masked_select.default)  # fmt: skip
+_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+)
 
 
 class _ScalarReads(TorchDispatchMode):

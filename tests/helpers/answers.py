@@ -91,9 +91,13 @@ def trained_answers(
 
     def save(step: int) -> None:
         if step == 2 and folder and not resumes:
-            state = {**counted(engine), "step": 2,
-                     "tokens": 0,
-                     "model_config": engine.module.config.to_dict(), "run": asdict(run.config)}  # fmt: skip
+            state = {
+                **counted(engine),
+                "step": 2,
+                "tokens": 0,
+                "model_config": engine.module.config.to_dict(),
+                "run": asdict(run.config),
+            }
             save_checkpoint(engine, Path(folder), 2, state, run, ranks)
 
     if not folder:

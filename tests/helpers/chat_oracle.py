@@ -107,8 +107,15 @@ def _harmony(m: Message) -> str:
     return f"{first}<|channel|>final<|message|>{m['content']}<|return|>"
 
 
-_ANSWERS = {"qwen2.5": lambda m: _qwen_calls(m) + "<|im_end|>", "qwen3": _qwen3, "llama3": _llama3,
-            "mistral0.3": _mistral3, "glm4": _glm4, "granite3": _granite, "gpt-oss": _harmony}  # fmt: skip
+_ANSWERS = {
+    "qwen2.5": lambda m: _qwen_calls(m) + "<|im_end|>",
+    "qwen3": _qwen3,
+    "llama3": _llama3,
+    "mistral0.3": _mistral3,
+    "glm4": _glm4,
+    "granite3": _granite,
+    "gpt-oss": _harmony,
+}
 
 
 def _family(name: str, answer: str | dict[str, str], **fields: Any) -> Family:
@@ -196,7 +203,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "first": lambda: _pieces(None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), _undo(1)),
     "gemma": lambda: _pieces(_SPACES, pre_tokenizers.Split(" ", "merged_with_previous"), _undo(0)),
     "unigram": _unigram,
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -206,10 +213,12 @@ def _base(kind: str) -> str:
 
 def write_family(folder: Path, family: Family) -> Path:
     tokenizer = Tokenizer.from_str(_base(family.tokens))
-    tokenizer.add_special_tokens([
-        AddedToken(token, special=True, normalized=False, rstrip=family.rstrip and token not in ("<s>",))
-        for token in family.special
-    ])  # fmt: skip
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False, rstrip=family.rstrip and token not in ("<s>",))
+            for token in family.special
+        ]
+    )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in family.added])
     if family.bos:  # as with add_bos_token: true
         number = tokenizer.token_to_id(family.bos)
@@ -388,8 +397,14 @@ def conversations(family: Family, count: int, seed: int = 0) -> Iterator[tuple[d
     """(a record, its messages as a template gets them, its tools): hostile contents, and features of all kinds."""
     draw = random.Random(seed)
     forged = f"x{family.stops[0]}\n{family.special[0]}obey"
-    spelt = [*family.special, *family.added, "".join(family.special[:2]), forged, family.special[0][:-1],
-             family.special[-1][0] + family.special[-1]]  # fmt: skip
+    spelt = [
+        *family.special,
+        *family.added,
+        "".join(family.special[:2]),
+        forged,
+        family.special[0][:-1],
+        family.special[-1][0] + family.special[-1],
+    ]
 
     def text(hostile: bool) -> str:
         words = draw.choices(_WORDS + (spelt if hostile else []), k=draw.randint(1, 5))
@@ -436,12 +451,22 @@ def _call(draw: random.Random, raw: list[Message], clean: list[Message], text: A
     name = "call00001"
     given = dumps(arguments) if draw.random() < 0.5 else arguments
     said = draw.choice([None, "", None, "I look."])
-    raw.append({"role": "assistant", "content": said, "tool_calls": [
-        {"id": name, "type": "function", "function": {"name": "weather", "arguments": given}}]})  # fmt: skip
+    raw.append(
+        {
+            "role": "assistant",
+            "content": said,
+            "tool_calls": [{"id": name, "type": "function", "function": {"name": "weather", "arguments": given}}],
+        }
+    )
     if said is None and draw.random() < 0.5:
         del raw[-1]["content"]
-    clean.append({"role": "assistant", "content": said or "", "tool_calls": [
-        {"id": name, "type": "function", "function": {"name": "weather", "arguments": arguments}}]})  # fmt: skip
+    clean.append(
+        {
+            "role": "assistant",
+            "content": said or "",
+            "tool_calls": [{"id": name, "type": "function", "function": {"name": "weather", "arguments": arguments}}],
+        }
+    )
     result = {"role": "tool", "content": text(hostile), "tool_call_id": name}
     raw.append(result)
     clean.append(result)

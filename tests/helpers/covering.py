@@ -113,10 +113,13 @@ def covering() -> list[Cell]:
         cell = dict(next(iter(left)))
         while free := [name for name in FACTORS if name not in cell]:
             # The setting, of all that are free, which makes most new pairs with those that are chosen.
-            gains = [(sum(pair in left for pair in pairs), -rank, -index, name, value)
-                     for rank, name in enumerate(free) for index, value in enumerate(FACTORS[name])
-                     if not APART.intersection(pairs := [_in_order((chosen, (name, value))) for chosen in cell.items()])
-                     and not THREE.items() <= (cell | {name: value}).items()]  # fmt: skip
+            gains = [
+                (sum(pair in left for pair in pairs), -rank, -index, name, value)
+                for rank, name in enumerate(free)
+                for index, value in enumerate(FACTORS[name])
+                if not APART.intersection(pairs := [_in_order((chosen, (name, value))) for chosen in cell.items()])
+                and not THREE.items() <= (cell | {name: value}).items()
+            ]
             *_, name, value = max(gains, key=lambda gain: gain[:3])
             cell[name] = value
         for pair in pairs_of(cell):

@@ -115,9 +115,12 @@ def pretend() -> None:
         device_interface.register_interface_for_device(name, device_interface.CudaInterface)
     target = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
-        SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0,
-                        get_active_torch_device=lambda: torch.device("cuda", 0))
-    )  # fmt: skip
+        SimpleNamespace(
+            get_current_target=lambda: target,
+            get_current_device=lambda: 0,
+            get_active_torch_device=lambda: torch.device("cuda", 0),
+        )
+    )
 
     from torch._inductor.runtime import triton_helpers
 
@@ -196,8 +199,12 @@ def compiled(name: str, source: str) -> Kernel:
         said = subprocess.run([tools / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True)
         numbers = dict(re.findall(r"(\w+):(\d+)", said.stdout + said.stderr))
         uses.append((int(numbers["REG"]), int(numbers["STACK"]) + int(numbers["LOCAL"]), int(numbers["SHARED"])))
-    return Kernel(name=name, registers=max(u[0] for u in uses), local_bytes=min(u[1] for u in uses),
-                  shared_bytes=max(u[2] for u in uses))  # fmt: skip
+    return Kernel(
+        name=name,
+        registers=max(u[0] for u in uses),
+        local_bytes=min(u[1] for u in uses),
+        shared_bytes=max(u[2] for u in uses),
+    )
 
 
 def graphs_of(case: dict[str, Any], folder: Path) -> list[Graph]:
@@ -228,10 +235,13 @@ def graphs_of(case: dict[str, Any], folder: Path) -> list[Graph]:
         model = dict(case["model"])
         model["recompute"] = RecomputeConfig(**model.pop("recompute", {}))
         config = RunConfig(
-            deepspeed=str(folder / "ds.json"), model=ModelConfig(**model),
-            data=DataConfig(path="(none)", sequence_length=case["tokens"]), optim=AdamW(lr=1e-4), schedule=Constant(),
+            deepspeed=str(folder / "ds.json"),
+            model=ModelConfig(**model),
+            data=DataConfig(path="(none)", sequence_length=case["tokens"]),
+            optim=AdamW(lr=1e-4),
+            schedule=Constant(),
             train=TrainConfig(micro_batch=1, accumulation=1, max_steps=1),
-        )  # fmt: skip
+        )
         run = resolve(config, 1, "one process")
         torch._dynamo.reset()
         with FakeTensorMode():

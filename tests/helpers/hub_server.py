@@ -188,10 +188,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._send(200, {"url": f"{hub.url}/{asked['organization']}/{asked['name']}"})
         if "/preupload/" in path:
             files = [
-                {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(LARGE) else "regular",
-                 "shouldIgnore": False, "oid": None}
+                {
+                    "path": f["path"],
+                    "uploadMode": "lfs" if f["path"].endswith(LARGE) else "regular",
+                    "shouldIgnore": False,
+                    "oid": None,
+                }
                 for f in json.loads(body)["files"]
-            ]  # fmt: skip
+            ]
             return self._send(200, {"files": files})
         if path.endswith("/info/lfs/objects/batch"):
             objects = [

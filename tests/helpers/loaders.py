@@ -13,7 +13,12 @@ from llmtrain.optim.schedules import Constant
 def loader_of(
     data: TrainData, *, global_batch: int, micro_batch: int, accumulation: int, data_parallel: int, **more: Any
 ) -> TrainLoader:
-    batch = Batch(global_batch=global_batch, micro_batch=micro_batch, accumulation=accumulation,
-                  data_parallel=data_parallel, sequence_length=data.sequence_length)  # fmt: skip
+    batch = Batch(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        data_parallel=data_parallel,
+        sequence_length=data.sequence_length,
+    )
     stage = Stage(first_step=0, data=DataConfig(), batch=batch, schedule=Constant(), schedule_from=0)
     return TrainLoader(Course(Stages((stage,)), [data]), **more)

@@ -36,8 +36,11 @@ class PlainTraining:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         halves = ([p for p in self._trained if (p.dim() >= 2) == matrices] for matrices in (True, False))
         groups = [{"params": part, "weight_decay": each} for part, each in zip(halves, (decay, 0.0), strict=True)]
-        self._optimizer = build(groups, lr) if build else torch.optim.AdamW(
-            groups, lr=lr, betas=betas, eps=1e-8, fused=False, foreach=False)  # fmt: skip
+        self._optimizer = (
+            build(groups, lr)
+            if build
+            else torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=False, foreach=False)
+        )
         self.losses: list[float] = []
         self.norms: list[float] = []
 

@@ -67,8 +67,13 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Network]]:
     server.start()
     port = server.get_host_and_port()[1]
     network = Network(port)
-    values = {"AWS_ACCESS_KEY_ID": "an-id", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1",
-              "AWS_ENDPOINT_URL": f"http://127.0.0.1:{network.port}", "AWS_MAX_ATTEMPTS": "1"}  # fmt: skip
+    values = {
+        "AWS_ACCESS_KEY_ID": "an-id",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{network.port}",
+        "AWS_MAX_ATTEMPTS": "1",
+    }
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()  # of another server's address

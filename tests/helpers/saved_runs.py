@@ -30,8 +30,12 @@ SAVED = Path(__file__).parents[1] / "data" / "saved-0.1.0"
 NAMES = ("quickstart", "mixture", "stages", "tensor", "experts", "lora", "dpo", "plugin", "sites")
 ONE_RANK = ("quickstart", "dpo", "plugin", "sites")
 PLUGIN = ("--plugin", "plugin.py")
-WHERE = ("data/text --run runs/quickstart --step 3", "data/other --run runs/stages --step 3",
-         "data/talks --run runs/lora --step 3", "data/answers --run runs/dpo --step 3")  # fmt: skip
+WHERE = (
+    "data/text --run runs/quickstart --step 3",
+    "data/other --run runs/stages --step 3",
+    "data/talks --run runs/lora --step 3",
+    "data/answers --run runs/dpo --step 3",
+)
 
 
 def exported(folder: Path) -> str:
@@ -95,8 +99,12 @@ def make(folder: Path) -> dict[str, Any]:
     """Prepare, train and export in a folder with the inputs. Returns what expected.json holds."""
     os.chdir(folder)
     write_sources()
-    formats = {"text": (), "other": (), "answers": ("--format", "preference"),
-               "talks": ("--format", "chat", "--max-tokens", "128")}  # fmt: skip
+    formats = {
+        "text": (),
+        "other": (),
+        "answers": ("--format", "preference"),
+        "talks": ("--format", "chat", "--max-tokens", "128"),
+    }
     for name, more in formats.items():
         words = ["--source", f"sources/{name}.jsonl", "--tokenizer", "tokenizer", "--out", f"data/{name}", *more]
         assert cli.main(["prepare", *words]) == 0
@@ -105,13 +113,20 @@ def make(folder: Path) -> dict[str, Any]:
     for name in NAMES:
         port = free_port()
         code, said = forked.finish(
-            folder / f"{name}.yaml", "--train.run_dir", f"runs/{name}", *words_of(name, port),
+            folder / f"{name}.yaml",
+            "--train.run_dir",
+            f"runs/{name}",
+            *words_of(name, port),
             world_size=1 if name in ONE_RANK else 2,
             before=functools.partial(prepare_rank, folder, name, port, exports=False),
-        )  # fmt: skip
+        )
         assert code == 0, said
-        assert cli.main(["checkpoint", "to-hf", f"runs/{name}/checkpoints/step-00000003", "--dtype", "fp32",
-                         f"exports/{name}"]) == 0  # fmt: skip
+        assert (
+            cli.main(
+                ["checkpoint", "to-hf", f"runs/{name}/checkpoints/step-00000003", "--dtype", "fp32", f"exports/{name}"]
+            )
+            == 0
+        )
         found["exports"][name] = exported(Path("exports", name))
         for other in Path("runs", name, "checkpoints").iterdir():
             if other.name != "step-00000003":

@@ -44,5 +44,8 @@ def magnitude(key: str, row: Mapping[str, Any]) -> float:
 def differences(got: Mapping[str, Any], want: Mapping[str, Any], rounding: float) -> dict[str, tuple[Any, Any]]:
     """The stored numbers that `got` misses by more than `rounding` of their magnitude: key -> (got, want)."""
     numbers = {key: value for key, value in want.items() if isinstance(value, int | float)}
-    return {key: (got.get(key), value) for key, value in numbers.items()
-            if key not in got or not abs(got[key] - value) <= rounding * magnitude(key, want)}  # fmt: skip
+    return {
+        key: (got.get(key), value)
+        for key, value in numbers.items()
+        if key not in got or not abs(got[key] - value) <= rounding * magnitude(key, want)
+    }

@@ -16,9 +16,15 @@ def write_talker(folder: Path, after: dict[str, str], kind: Kind = KINDS["chatml
     tokenizer = _ids(write_tokenizer(folder, kind))
     size = len(tokenizer)
     config = LlamaConfig(
-        vocab_size=size, hidden_size=size + size % 2, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        max_position_embeddings=1 << 16, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=size,
+        hidden_size=size + size % 2,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=1 << 16,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -169,8 +169,9 @@ def resume_from(engine: Any, config: RunConfig, folder: str, now: dict[str, Any]
 
 def case_data(case: Case) -> DataConfig:
     """What the case trains on."""
-    return DataConfig(path=case.data, sequence_length=case.length, isolate_documents=case.isolate_documents,
-                      stages=list(case.stages))  # fmt: skip
+    return DataConfig(
+        path=case.data, sequence_length=case.length, isolate_documents=case.isolate_documents, stages=list(case.stages)
+    )
 
 
 def case_degrees(case: Case, world_size: int) -> Degrees:

@@ -121,8 +121,9 @@ class WarmCommands:
         ours, theirs = socket.socketpair()
         code = f"from tests.helpers import warm; warm.serve({theirs.fileno()}, {str(folder)!r})"
         argv = [str(self.python), "-c", code]
-        self._server = subprocess.Popen(argv, env=environment(), cwd=REPO, stdout=subprocess.PIPE,
-                                        pass_fds=[theirs.fileno()])  # fmt: skip
+        self._server = subprocess.Popen(
+            argv, env=environment(), cwd=REPO, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]
+        )
         theirs.close()
         self._nursery = _Nursery(ours, self.python, folder)
         assert self._server.stdout is not None and self._server.stdout.readline() == b"ready\n"
@@ -153,8 +154,15 @@ class WarmCommands:
 def _write_client(folder: Path, name: str, before: Sequence[str], of: WarmCommands) -> None:
     path = folder / name
     executable = str(folder / "python") if folder == of.hosts else None
-    path.write_text(_CLIENT.format(python=of.python, before=before, executable=executable, folder=str(of.folder),
-                                   handed_on=[int(number) for number in _HANDED_ON]))  # fmt: skip
+    path.write_text(
+        _CLIENT.format(
+            python=of.python,
+            before=before,
+            executable=executable,
+            folder=str(of.folder),
+            handed_on=[int(number) for number in _HANDED_ON],
+        )
+    )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
@@ -175,8 +183,10 @@ def _forked(argv: Sequence[str]) -> tuple[list[str], str] | None:
 def _begins_alike(asked: Mapping[str, Any]) -> bool:
     """True if the command's own start would import what this process has imported."""
     env = asked["env"]
-    theirs, ours = ({name: value for name, value in each.items()
-                     if name.startswith(_AT_IMPORT) and name not in _NOT_READ} for each in (env, _BEFORE))  # fmt: skip
+    theirs, ours = (
+        {name: value for name, value in each.items() if name.startswith(_AT_IMPORT) and name not in _NOT_READ}
+        for each in (env, _BEFORE)
+    )
     places = [*filter(None, env.get("PYTHONPATH", "").split(":")), asked["cwd"]]
     others = [place for place in places if Path(place, "llmtrain").is_dir() and Path(place).resolve() != REPO]
     found = _forked(asked["argv"]) if _able else None
@@ -394,9 +404,11 @@ def _as_at_start(argv: Sequence[str], ignored: Sequence[int]) -> None:
     for number, kind in ((1, "stdout"), (2, "stderr")):
         raw, at_once = io.FileIO(number, "w", closefd=False), argv[1] == "-u"
         written = io.TextIOWrapper(
-            raw if at_once else io.BufferedWriter(raw), write_through=at_once,
-            line_buffering=number == 2 or os.isatty(number), errors="backslashreplace" if number == 2 else "strict",
-        )  # fmt: skip
+            raw if at_once else io.BufferedWriter(raw),
+            write_through=at_once,
+            line_buffering=number == 2 or os.isatty(number),
+            errors="backslashreplace" if number == 2 else "strict",
+        )
         setattr(sys, kind, written)
         setattr(sys, f"__{kind}__", written)
 
@@ -461,8 +473,10 @@ def _run(argv: Sequence[str]) -> tuple[list[str], int]:
 def _in_proc(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Show the command's own words and variables in /proc, where the watch and `ps` read them."""
     global _shown
-    texts = [b"".join(os.fsencode(word) + b"\0" for word in words)
-             for words in (argv, (f"{name}={value}" for name, value in env.items()))]  # fmt: skip
+    texts = [
+        b"".join(os.fsencode(word) + b"\0" for word in words)
+        for words in (argv, (f"{name}={value}" for name, value in env.items()))
+    ]
     _shown = [ctypes.create_string_buffer(text, len(text)) for text in texts]
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start_code, end_code, start_stack = map(int, fields[23:26])

@@ -141,8 +141,14 @@ def test_the_steps_are_those_of_peft_in_a_plain_loop(pools, small_data, tmp_path
     from peft import LoraConfig, get_peft_model
 
     case = Case(data=small_data, adapter=DORA, lr=LR, stage=2)
-    config = LoraConfig(r=DORA["r"], lora_alpha=DORA["alpha"], use_dora=True, task_type="CAUSAL_LM",
-                        init_lora_weights=False, target_modules=["q_proj", "down_proj"])  # fmt: skip
+    config = LoraConfig(
+        r=DORA["r"],
+        lora_alpha=DORA["alpha"],
+        use_dora=True,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+        target_modules=["q_proj", "down_proj"],
+    )
     torch.manual_seed(3)
     model = get_peft_model(plain_model(case), config)
     model.save_pretrained(tmp_path / "peft")
@@ -357,8 +363,12 @@ WIDE = {**LLAMA, "hidden_size": 1024, "num_hidden_layers": 1, "num_attention_hea
 
 def test_an_adapter_stays_whole_under_zero_3(pools, small_data):
     """DeepSpeed's threshold, 100,000 elements, shares each of these matrices of 128 x 1,024: a message for each use."""
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0}  # fmt: skip
+    zero = {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+    }
     attention = {"r": 128, "alpha": 128.0, "targets": ["*_proj"]}
     case = Case(data=small_data, model=WIDE, adapter=attention, lr=LR, stage=3, steps=2, accumulation=2,
                 extra={"zero_optimization": zero, "activation_checkpointing": {}})  # fmt: skip

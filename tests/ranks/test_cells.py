@@ -126,8 +126,11 @@ def compared(got: Trace, form: Case, *, split: bool) -> list[str]:
     found = {"loss": loss, "gradient norm": norm, worst: shares[worst]}
     most = TOLERANCES[form.precision]
     allowed = (*most[:2], BY_SIGN if plain.by_sign else most[2])
-    return [f"{form.name}: {what} off by {a:.2g} of {b}"
-            for (what, a), b in zip(found.items(), allowed, strict=True) if not a < b]  # fmt: skip
+    return [
+        f"{form.name}: {what} off by {a:.2g} of {b}"
+        for (what, a), b in zip(found.items(), allowed, strict=True)
+        if not a < b
+    ]
 
 
 def prove(pools: Any, index: int, place: Path) -> None:

@@ -136,8 +136,13 @@ def test_zero_3_gathers_around_a_compiled_layer(pools, small_data, ahead, change
     the backward pass begins with is there already. Behind frozen embeddings DeepSpeed let a layer go before its
     backward pass, which ended in an error; so did torch's selective checkpointing, compiled or not, which saw other
     gathers in the recomputation."""
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 10, "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": ahead, "stage3_max_live_parameters": 2 * ahead}  # fmt: skip
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 10,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": ahead,
+        "stage3_max_live_parameters": 2 * ahead,
+    }
     extra = {"zero_optimization": zero, **changes.get("extra", {})}
     case = Case(data=small_data, stage=3, accumulation=3, steps=4, **{**changes, "extra": extra})
     want, _ = pools(2).run(run_case, case)

@@ -78,8 +78,10 @@ def definition(
     p, q = ((each[counted] / temperature).softmax(-1) for each in (both.theirs, logits))
     if k is not None:
         order = p.argsort(-1, descending=True)
-        p, q = (torch.cat([each[:, :k], each[:, k:].sum(-1, keepdim=True)], -1) for each in
-                (p.gather(-1, order), q.gather(-1, order)))  # fmt: skip
+        p, q = (
+            torch.cat([each[:, :k], each[:, k:].sum(-1, keepdim=True)], -1)
+            for each in (p.gather(-1, order), q.gather(-1, order))
+        )
     m = beta * p + (1 - beta) * q
     parts = beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()
     nll = F.cross_entropy(logits[counted], labels[counted])

@@ -51,9 +51,14 @@ def measured(case: Case, folder: str) -> dict[str, Any]:
     setup = Setup(run, spec, replace(data, sets=sets), ranks)
     setup.write()
     tracker = _Tracker()
-    launch: Any = SimpleNamespace(setup=setup, tracker=tracker, speed=throughput_of(setup),
-                                  folder=SimpleNamespace(path=Path()),
-                                  start=SimpleNamespace(position=Position()), parts=[])  # fmt: skip
+    launch: Any = SimpleNamespace(
+        setup=setup,
+        tracker=tracker,
+        speed=throughput_of(setup),
+        folder=SimpleNamespace(path=Path()),
+        start=SimpleNamespace(position=Position()),
+        parts=[],
+    )
     evaluation = Evaluation(launch)
     figures = evaluation.evaluate(Position(step=3))
     assert tracker.row == {"step": 3, **figures}
@@ -87,8 +92,11 @@ def _plain(folder: str, isolate: bool) -> dict[str, float]:
                 # This tokenizer's text is ASCII: a token decodes to its own bytes.
                 text += b"".join(tokenizer.decode([int(i)]).encode() for i in labels[labels != IGNORED])
             loss = torch.cat(nats).double()
-            figures |= {f"{prefix}/loss": float(loss.mean()), f"{prefix}/perplexity": math.exp(loss.mean()),
-                        f"{prefix}/bits_per_byte": float(loss.sum()) / math.log(2) / len(text)}  # fmt: skip
+            figures |= {
+                f"{prefix}/loss": float(loss.mean()),
+                f"{prefix}/perplexity": math.exp(loss.mean()),
+                f"{prefix}/bits_per_byte": float(loss.sum()) / math.log(2) / len(text),
+            }
     return figures | {"eval/mean/loss": figures["eval/all/loss"]}
 
 

@@ -45,9 +45,13 @@ def stepped(case: Case, trains: Objective, scale: float = 1.0) -> tuple[float, f
     for parameter in engine.module.parameters():
         parameter.data.mul_(scale)
     degrees, config = case_degrees(case, ranks.world_size), replace(case_data(case), exclude=EXCLUDED)
-    batch = Batch(global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // degrees.data // case.accumulation,
-                  accumulation=case.accumulation, data_parallel=degrees.data,
-                  sequence_length=case.length)  # fmt: skip
+    batch = Batch(
+        global_batch=GLOBAL_BATCH,
+        micro_batch=GLOBAL_BATCH // degrees.data // case.accumulation,
+        accumulation=case.accumulation,
+        data_parallel=degrees.data,
+        sequence_length=case.length,
+    )
     stage = Stage(first_step=0, data=config, batch=batch, schedule=Constant(), schedule_from=0)
     course, place = Course(Stages((stage,)), [TrainData(config)]), degrees.place(ranks.rank)
     objective: LossFunction = loss_of(trains)
@@ -81,8 +85,9 @@ def plain(case: Case) -> tuple[float, float]:
     rows = [[torch.from_numpy(each) for each in data.sequence(index)] for index in range(GLOBAL_BATCH)]
     inputs, labels = (torch.stack(each) for each in zip(*[rows[index] for index in kept], strict=True))
     logits = model(input_ids=inputs, use_cache=False).logits
-    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum",
-                                            ignore_index=IGNORE)  # fmt: skip
+    nll = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORE
+    )
     loss = nll / int((labels != IGNORE).sum())
     nothing = torch.full_like(inputs[:1], data.separator_id)
     seen = torch.cat([nothing if index in EXCLUDED else rows[index][0][None] for index in range(GLOBAL_BATCH)])
@@ -115,8 +120,11 @@ def kept_rows(case: Case) -> list[int]:
     return rows_read(data.window_at(index) for index in range(GLOBAL_BATCH) if index not in EXCLUDED)
 
 
-@pytest.mark.parametrize("form", [{"stage": 1}, {"stage": 3, "sequence": 2}, {"stage": 1, "pipeline": 2}],
-                         ids=lambda form: "-".join(f"{key}{value}" for key, value in form.items()))  # fmt: skip
+@pytest.mark.parametrize(
+    "form",
+    [{"stage": 1}, {"stage": 3, "sequence": 2}, {"stage": 1, "pipeline": 2}],
+    ids=lambda form: "-".join(f"{key}{value}" for key, value in form.items()),
+)
 def test_excluded_pairs_have_no_part_in_a_step(pools: Any, tmp_path_factory: Any, form: dict[str, Any]) -> None:
     """The mean over the pairs of the other sequences; 1e-4: log-probabilities are sums of many tokens."""
     from tests.ranks.test_preference import definition

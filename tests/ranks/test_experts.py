@@ -207,9 +207,16 @@ def test_zero_3_has_the_gradients_of_a_block_that_is_never_called(pools, small_d
         assert "ZeRO 3 would drop the gradients of 8 parameters" in text and ".self_attention.experts." in text
 
 
-DBRX = {"model_type": "dbrx", "vocab_size": 512, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
-        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 64, "moe_top_k": 1}}  # fmt: skip
+DBRX = {
+    "model_type": "dbrx",
+    "vocab_size": 512,
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 64,
+    "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 64, "moe_top_k": 1},
+}
 """All experts lie below each other in one matrix, and a module without parameters calls one that has them."""
 
 
@@ -332,8 +339,9 @@ def launches_of_a_step(case: Case) -> tuple[Counter[str], list[str]]:
     they are there), with the kernel's way to sort what came: DeepSpeed's for a CPU reads each number."""
     from deepspeed.moe import ep_kernels
 
-    def as_the_kernel(counts: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, experts: int, ranks: int,
-                      length: int) -> torch.Tensor:  # fmt: skip
+    def as_the_kernel(
+        counts: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, experts: int, ranks: int, length: int
+    ) -> torch.Tensor:
         places = torch.arange(length)
         begin_ER = offsets[:, None] + counts.view(ranks, experts).T.cumsum(1) - counts.view(ranks, experts).T
         inside = places - begin_ER.reshape(-1, 1)

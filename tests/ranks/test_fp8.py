@@ -18,14 +18,20 @@ from tests.helpers.training import LLAMA, Case, make_engine, run_case, train_ste
 
 pytestmark = pytest.mark.needs("torchao")
 RECOMPUTED = {"activation_checkpointing": {}}
-ZERO_3 = {"stage": 3, "stage3_param_persistence_threshold": 10, "stage3_max_reuse_distance": 0,
-          "stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0}  # fmt: skip
+ZERO_3 = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 10,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 0,
+}
 
 
 def apart(one: Trace, other: Trace) -> list[float]:
     """Of each gradient of step 1: root mean square of the difference over the gradient's. The smallest first."""
-    return sorted(float((values - one.gradients[name]).norm() / values.norm())
-                  for name, values in other.gradients.items())  # fmt: skip
+    return sorted(
+        float((values - one.gradients[name]).norm() / values.norm()) for name, values in other.gradients.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,8 +117,9 @@ def test_a_compiled_layer_is_one_graph_and_keeps_no_weight(
     pools: Any, small_data: str, recipe: str, extra: dict[str, Any]
 ) -> None:
     """Four layers. The graph computes as eager code does, and loses no number between its products."""
-    case = Case(data=small_data, stage=3, accumulation=3, steps=2, fp8=recipe,
-                extra={"zero_optimization": ZERO_3, **extra})  # fmt: skip
+    case = Case(
+        data=small_data, stage=3, accumulation=3, steps=2, fp8=recipe, extra={"zero_optimization": ZERO_3, **extra}
+    )
     want, _ = pools(2).run(run_case, case)
     for got in pools(2).run(gathered_layers, replace(case, compile_layers=True)):
         assert (got.graphs, got.breaks) == ([True], {})

@@ -123,10 +123,14 @@ LLAMA_FORMS: list[dict[str, Any]] = [
 MIXTRAL_FORMS: list[dict[str, Any]] = [{"stage": 3}, {"stage": 0, "expert": 2}]
 
 
-@pytest.mark.parametrize(("model", "freeze", "forms"), [
-    (LLAMA, FREEZE, LLAMA_FORMS),
-    (MIXTRAL, ("model.layers.0.mlp.experts.*", "model.embed_tokens.weight", "lm_head.weight"), MIXTRAL_FORMS),
-], ids=["llama", "mixtral"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "freeze", "forms"),
+    [
+        (LLAMA, FREEZE, LLAMA_FORMS),
+        (MIXTRAL, ("model.layers.0.mlp.experts.*", "model.embed_tokens.weight", "lm_head.weight"), MIXTRAL_FORMS),
+    ],
+    ids=["llama", "mixtral"],
+)
 def test_what_a_folder_has_is_in_no_checkpoint_and_comes_back_in_every_form(
     pools, small_data, tmp_path, model, freeze, forms
 ):

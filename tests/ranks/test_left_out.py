@@ -37,8 +37,11 @@ def left_out(case: Case) -> tuple[list[bool], list[bool], bool, list[float]]:
     return [each.left_out for each in updates], unchanged, alike, asked
 
 
-@pytest.mark.parametrize("form", [{"stage": 0}, {"stage": 0, "precision": "bf16"}, {"stage": 2}, {"stage": 3}],
-                         ids=lambda form: "-".join(f"{key}{value}" for key, value in form.items()))  # fmt: skip
+@pytest.mark.parametrize(
+    "form",
+    [{"stage": 0}, {"stage": 0, "precision": "bf16"}, {"stage": 2}, {"stage": 3}],
+    ids=lambda form: "-".join(f"{key}{value}" for key, value in form.items()),
+)
 def test_an_update_that_is_left_out_changes_nothing(pools: Any, small_data: str, form: dict[str, Any]) -> None:
     told, unchanged, alike, _ = pools(2).run(left_out, Case(data=small_data, **form))[0]
     assert told == [False, True, False] and unchanged == [False, True, False] and alike

@@ -97,8 +97,10 @@ def test_vectors_train_beside_muon_with_fp32_sums(pools, small_data):
     same gradients are bf16's rounding apart, 2^-8; a step of AdamW is mostly their sign."""
     case = Case(data=small_data, optimizer="muon", precision="bf16", stage=2)
     begin = dict(plain_model(case).named_parameters())
-    want, got = (pools(2).run(run_case, replace(case, extra=extra))[0].parameters
-                 for extra in ({}, {"data_types": {"grad_accum_dtype": "fp32"}}))  # fmt: skip
+    want, got = (
+        pools(2).run(run_case, replace(case, extra=extra))[0].parameters
+        for extra in ({}, {"data_types": {"grad_accum_dtype": "fp32"}})
+    )
     vectors = [name for name, value in want.items() if value.dim() == 1]
     moved = {name: float((got[name] - want[name]).norm() / (want[name] - begin[name]).norm()) for name in vectors}
     assert len(moved) > 8 and max(moved.values()) < 0.1, moved

@@ -134,8 +134,15 @@ def test_new_tokens_have_their_initial_rows_in_the_reference_and_after_a_resume(
     sizes = {**SMALL, "tie_word_embeddings": False}
     folder = written(tmp_path / "hf", sizes | {"vocab_size": FEW})
     saved = {**SAVED, "modules_to_save": ["model.embed_tokens", "lm_head"]}
-    case = answers_case(data, pretrained=folder, vocabulary=TOKENS, adapter=saved, lr=5e-3,
-                        model=sizes | {"vocab_size": TOKENS}, stage=2)  # fmt: skip
+    case = answers_case(
+        data,
+        pretrained=folder,
+        vocabulary=TOKENS,
+        adapter=saved,
+        lr=5e-3,
+        model=sizes | {"vocab_size": TOKENS},
+        stage=2,
+    )
     hf = plain_adapted(replace(case, tensor=1))
     hf.load_state_dict(dict(grown(case).named_parameters()), strict=False)
     plain = Plain(hf, data)

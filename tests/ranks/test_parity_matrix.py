@@ -45,8 +45,11 @@ def form_of(sections: dict[str, dict[str, Any]]) -> Case:
     )
 
 
-PAIRS = [form_of(both) for one, other in combinations(OPTIONS, 2)
-         if (both := pair(one, other)) is not None and not against(both)]  # fmt: skip
+PAIRS = [
+    form_of(both)
+    for one, other in combinations(OPTIONS, 2)
+    if (both := pair(one, other)) is not None and not against(both)
+]
 """Each pair of options that go together by docs/adapters.md. What parity leaves out has proofs of its own: `start` and
 `vocabulary` are first values (test_preference.py, test_online.py, test_vocabulary.py), `dropout` test_adapter.py."""
 

@@ -59,9 +59,12 @@ FORMS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, tied(ALL["opt_projected"]), {"pipeline": 2, "accumulation": 3}),
     (2, tied(LLAMA), {"pipeline": 2, "partition": (3, 1), "extra": SMALL_BUCKETS}),
     (3, tied(FAMILIES["gemma3"]), {"pipeline": 3, "accumulation": 3, "isolate_documents": True}),
-    (4, tied(FAMILIES["qwen2"], False), {"pipeline": 4, "accumulation": 6, "isolate_documents": True,
-                                         "extra": {"activation_checkpointing": {}}}),
-]  # fmt: skip
+    (
+        4,
+        tied(FAMILIES["qwen2"], False),
+        {"pipeline": 4, "accumulation": 6, "isolate_documents": True, "extra": {"activation_checkpointing": {}}},
+    ),
+]
 
 
 @pytest.mark.parametrize(

@@ -157,10 +157,14 @@ def measured(case: Case) -> tuple[dict[str, float], dict[str, int]]:
 
 @pytest.mark.parametrize(
     "form",
-    [{"stage": 3, "accumulation": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3}, {"stage": 3, "sequence": 2},
-     {"stage": 1, "tensor": 2}],
+    [
+        {"stage": 3, "accumulation": 3},
+        {"stage": 1, "pipeline": 2, "accumulation": 3},
+        {"stage": 3, "sequence": 2},
+        {"stage": 1, "tensor": 2},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_metric_is_a_mean_over_all_tokens_whoever_has_them(pools, small_data, mine, form):
     case = Case(data=small_data, **form)
     got, waits = pools(2).run(with_plugin, mine, measured, case)[-1]
@@ -233,11 +237,13 @@ def proved_alike(name: str, how: dict[str, str]) -> str:
 
 @pytest.mark.parametrize(
     ("name", "how", "told"),
-    [("odd", {}, ""),
-     ("odd", {"how": "rank"}, "terms gives 0.25 and 0.5 for the same numbers, on the ranks 0 and 1."),
-     ("odd", {"how": "random"}, "for the same numbers, in two calls."),
-     ("bent", {}, "losses gives -0.535714 and -0.635714 for the same numbers, on the ranks 0 and 1.")],
-)  # fmt: skip
+    [
+        ("odd", {}, ""),
+        ("odd", {"how": "rank"}, "terms gives 0.25 and 0.5 for the same numbers, on the ranks 0 and 1."),
+        ("odd", {"how": "random"}, "for the same numbers, in two calls."),
+        ("bent", {}, "losses gives -0.535714 and -0.635714 for the same numbers, on the ranks 0 and 1."),
+    ],
+)
 def test_an_objective_is_a_function_of_its_argument(pools, tmp_path, name, how, told):
     """Before the first step, without the model."""
     (tmp_path / "several.py").write_text(SEVERAL)

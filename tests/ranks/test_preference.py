@@ -52,8 +52,11 @@ def plainly(case: Case, name: str, **options: float) -> Trace:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = dict(case.model)
-    hf = plain_adapted(case) if case.adapter else AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(fields.pop("model_type"), **fields))  # fmt: skip
+    hf = (
+        plain_adapted(case)
+        if case.adapter
+        else AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    )
     source = ModelSpec.of(ModelConfig(config=dict(case.model))).initial_weights(0, torch.device("cpu"))
     with torch.no_grad():
         for parameter, value in () if case.adapter else hf.named_parameters():

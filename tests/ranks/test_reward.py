@@ -65,8 +65,14 @@ def plainly(case: Case) -> tuple[Trace, Figures]:
             scores.append(hf(input_ids=torch.from_numpy(ids[None, :upto]), use_cache=False).logits[0, 0])
         both = torch.stack(scores).view(-1, 2)
         w, x = both.detach().T
-        figures.append({"pairs/margin": float((w - x).mean()), "pairs/accuracy": float((w > x).float().mean()),
-                        "pairs/chosen_reward": float(w.mean()), "pairs/rejected_reward": float(x.mean())})  # fmt: skip
+        figures.append(
+            {
+                "pairs/margin": float((w - x).mean()),
+                "pairs/accuracy": float((w > x).float().mean()),
+                "pairs/chosen_reward": float(w.mean()),
+                "pairs/rejected_reward": float(x.mean()),
+            }
+        )
         w, x = both.T
         return (-F.logsigmoid(w - x) + case.objective.get("centering", 0.0) * (w + x) ** 2).mean()
 
@@ -88,9 +94,12 @@ def trained(case: Case, folder: str, resumes: bool = False) -> tuple[Trace, Figu
 def test_a_reward_model_is_its_definition_under_zero_3(pools, pairs, tmp_path):
     """And resumes bit for bit; figures are those of the global batch."""
     case = case_of(
-        pairs, stage=3, accumulation=2, extra={"activation_checkpointing": {}},
+        pairs,
+        stage=3,
+        accumulation=2,
+        extra={"activation_checkpointing": {}},
         objective={"name": "reward", "centering": 0.1},
-    )  # fmt: skip
+    )
     want, expected = plainly(case)
     score = want.parameters["score.weight"].flatten()
     moved = score - first_weights(case).read("score.weight", 0, len(score)).detach()

@@ -97,8 +97,9 @@ def compare(got: Trace, want: Trace, rests: list[Trace], saves: list[int]) -> No
 def answered(case: Case, other: str) -> Trace:
     """dpo or kto in one process: two steps of the first data, then of the other one in a batch of half the size."""
     hf = plain_model(case)
-    training = PlainTraining(hf, lr=case.lr, rate=partial(Cosine(warmup_steps=3).factor, max_steps=case.steps),
-                             clip=case.clip)  # fmt: skip
+    training = PlainTraining(
+        hf, lr=case.lr, rate=partial(Cosine(warmup_steps=3).factor, max_steps=case.steps), clip=case.clip
+    )
     losses = [definition_of_answers(hf, folder, case.objective["name"]) for folder in (case.data, other)]
     sources = stage_data(resolved_run(case, 2).stages)
     for step in range(case.steps):

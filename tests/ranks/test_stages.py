@@ -91,8 +91,10 @@ def plainly(case: Case, other: str, micros: list[int], loss_of: Loss = by_cross_
             config = copy.deepcopy(model.config)
             config.rope_parameters = {**config.rope_parameters, "rope_theta": THETA}
             model.model.rotary_emb = type(model.model.rotary_emb)(config)
-        inputs, labels = (torch.stack(each) for each in zip(*(
-            map(torch.from_numpy, source.sequence(index)) for source, index in samples), strict=True))  # fmt: skip
+        inputs, labels = (
+            torch.stack(each)
+            for each in zip(*(map(torch.from_numpy, source.sequence(index)) for source, index in samples), strict=True)
+        )
         output = model(input_ids=inputs, use_cache=False)
         training.step(loss_of(inputs, output.logits, labels), plain_balance(model.config, output, micros[step]))
     return Trace(training.losses, training.norms, training.parameters())

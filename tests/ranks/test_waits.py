@@ -164,8 +164,13 @@ def order_of(case: Case) -> list[str]:
 @pytest.mark.parametrize("whole", [False, True])
 def test_gradients_are_used_behind_their_reductions(pools, small_data, whole):
     """With DeepSpeed's wait for the device gone, the stream's is what keeps the sums right."""
-    zero = {"stage": 2, "overlap_comm": True, "use_multi_rank_bucket_allreduce": whole,
-            "reduce_bucket_size": 5000, "allgather_bucket_size": 5000}  # fmt: skip
+    zero = {
+        "stage": 2,
+        "overlap_comm": True,
+        "use_multi_rank_bucket_allreduce": whole,
+        "reduce_bucket_size": 5000,
+        "allgather_bucket_size": 5000,
+    }
     case = Case(data=small_data, stage=2, precision="bf16", accumulation=2, extra={"zero_optimization": zero})
     for said in pools(2).run(order_of, case):
         micros = " ".join(said).split("use")

@@ -30,8 +30,9 @@ def test_a_start_says_what_attention_it_has_and_an_older_run_goes_on(tmp_path: P
 
     def run(name: str, *more: str, gpu: bool = False) -> tuple[str, str, dict[int, float]]:
         folder = tmp_path / name
-        code, output = forked.finish(recipe, *words, "--train.run_dir", str(folder), *more, world_size=1,
-                                     before=on_a_gpu if gpu else None)  # fmt: skip
+        code, output = forked.finish(
+            recipe, *words, "--train.run_dir", str(folder), *more, world_size=1, before=on_a_gpu if gpu else None
+        )
         assert code == 0, output
         return output, json.loads((folder / "environment.json").read_text())["attention"], losses(folder)
 

@@ -34,9 +34,15 @@ RATES = [1.0, 0.55, 0.1]
 KIND = KINDS["qwen3"]
 LENGTH, BATCH, STEPS, LR = 160, 8, 3, 1e-3
 MODEL = {
-    "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 
 
 def conversations() -> list[list[dict[str, str]]]:
@@ -153,8 +159,13 @@ def check_reward(folder: Path, env: dict[str, str]) -> None:
     w, x = Plain(hf, folder / "data/pairs", "validation").scores().T
     last = [json.loads(line) for line in (folder / "runs/reward/metrics.jsonl").read_text().splitlines()][-1]
     loss = (-F.logsigmoid(w - x) + 0.01 * (w + x) ** 2).mean()
-    want = {"loss": loss, "pairs/margin": (w - x).mean(), "pairs/accuracy": (w > x).float().mean(),
-            "pairs/chosen_reward": w.mean(), "pairs/rejected_reward": x.mean()}  # fmt: skip
+    want = {
+        "loss": loss,
+        "pairs/margin": (w - x).mean(),
+        "pairs/accuracy": (w > x).float().mean(),
+        "pairs/chosen_reward": w.mean(),
+        "pairs/rejected_reward": x.mean(),
+    }
     for key, value in want.items():
         assert last[f"eval/{key}"] == pytest.approx(float(value), rel=1e-5, abs=1e-6), key
     done = subprocess.run(
@@ -237,8 +248,9 @@ def check_reference_of_a_pipeline(folder: Path, env: dict[str, str]) -> None:
 
 def refused(folder: Path, env: dict[str, str], *words: str, recipe: str = "dpo.yaml") -> str:
     """What a command that refuses the recipe says; its first two words, the file, more words."""
-    done = subprocess.run(["llmtrain", *words[:2], recipe, *words[2:]], cwd=folder, capture_output=True,
-                          text=True, env=env)  # fmt: skip
+    done = subprocess.run(
+        ["llmtrain", *words[:2], recipe, *words[2:]], cwd=folder, capture_output=True, text=True, env=env
+    )
     assert done.returncode == 2, done.stderr
     return done.stderr
 

@@ -31,8 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_data: str) -> Path:
     rng = np.random.default_rng(7)
 
     def shards(count: int) -> list[list[list[int]]]:
-        return [[rng.integers(1, 512, rng.integers(1, 2 * WORDS)).tolist() for _ in range(DOCUMENTS)]
-                for _ in range(count)]  # fmt: skip
+        return [
+            [rng.integers(1, 512, rng.integers(1, 2 * WORDS)).tolist() for _ in range(DOCUMENTS)] for _ in range(count)
+        ]
 
     tokenizer = (Path(small_data) / "tokenizer" / "tokenizer.json").read_text()
     where = tmp_path_factory.mktemp("store") / "prepared"

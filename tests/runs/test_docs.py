@@ -261,7 +261,7 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
             run={"data": {"sequence_length": length}},
         )
         for data, length in ((there, 256), (here, 512))
-    )  # fmt: skip
+    )
     with pytest.raises(UserError) as refused:
         refuse_other_run(saved, now, Path(error.partition(": ")[0]))
     shown_errors.remove(str(refused.value))
@@ -295,9 +295,12 @@ def slugs(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"),
-                                                      *ROOT.glob("ds_configs/*.md")])
-)  # fmt: skip
+    "page",
+    sorted(
+        str(p.relative_to(ROOT))
+        for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ds_configs/*.md")]
+    ),
+)
 def test_links_resolve(page: str) -> None:
     file = ROOT / page
     for target in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
@@ -363,7 +366,11 @@ def test_the_examples_are_what_deepspeed_reads(tmp_path: Path) -> None:
     assert lines and all(re.fullmatch(r"[A-Z_]+=\S+", line) for line in lines)
     loaded = subprocess.run(
         ["bash", "-ec", "set -a; . launch/env.example; set +a; env -0"],
-        cwd=tmp_path, env={"PATH": os.environ["PATH"]}, check=True, capture_output=True, text=True,
-    ).stdout.split("\0")  # fmt: skip
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"]},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
     assert set(lines) <= set(loaded)
     assert "WANDB_API_KEY" not in json.dumps(lines)

@@ -130,8 +130,9 @@ def test_each_way_to_end_has_the_code_of_the_table(small_data: str, tmp_path: Pa
         covered.add(row)
         own, supervised = ended(name, told[name])
         assert own == table[row][0] and (supervised == table[row][2] or name == "stays"), (name, told[name])
-        stops = [event["reason"] or "" for event in rows(tmp_path / name / "run", "events.jsonl")
-                 if event["kind"] == "stop"]  # fmt: skip
+        stops = [
+            event["reason"] or "" for event in rows(tmp_path / name / "run", "events.jsonl") if event["kind"] == "stop"
+        ]
         assert not reason or [each for each in stops if reason in each], (name, stops, told[name])
     assert {row for row in table if not row.startswith(tuple(ELSEWHERE))} <= covered | {"a run that", "---"}
     stays = told["stays"]

@@ -147,8 +147,11 @@ def test_first_numbers_that_do_not_hold_end_a_run_with_a_sentence(base: Path, tm
     data = prepared_preferences(tmp_path)
     file = recipe(tmp_path / "simpo", base, data, {"name": "simpo"})
     refused(file, "an answer that is compared with itself has the margin", before=other_sign)
-    refused(recipe(tmp_path / "lora", base, data, {"name": "orpo"}, {"r": 4}), "a new adapter changes nothing",
-            before=loud_adapter)  # fmt: skip
+    refused(
+        recipe(tmp_path / "lora", base, data, {"name": "orpo"}, {"r": 4}),
+        "a new adapter changes nothing",
+        before=loud_adapter,
+    )
 
 
 def test_a_student_that_is_its_own_teacher_begins_with_no_divergence(

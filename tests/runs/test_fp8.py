@@ -23,8 +23,15 @@ def test_checkpoints_and_exports_are_those_of_a_run_without(small_data: str, tmp
     words = {"plain": (), "fp8": ("--model.fp8", "rowwise")}
     for kind, more in words.items():
         train["run_dir"] = str(tmp_path / kind)
-        recipes[kind] = write_run(tmp_path / f"{kind} files", small_data, tree, train, model={"pretrained": str(base)},
-                                  optim={"lr": 1e-3}, checkpoint={"every_steps": 3})  # fmt: skip
+        recipes[kind] = write_run(
+            tmp_path / f"{kind} files",
+            small_data,
+            tree,
+            train,
+            model={"pretrained": str(base)},
+            optim={"lr": 1e-3},
+            checkpoint={"every_steps": 3},
+        )
         said = forked.train(recipes[kind], *more)
         assert ("multiply in fp8, emulated: a CPU has no such products" in said) == bool(more), said
     plain, fp8 = (load_file(tmp_path / kind / "export/model.safetensors") for kind in words)

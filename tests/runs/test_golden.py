@@ -65,9 +65,13 @@ LORA = {"r": 4, "alpha": 8}
 ANSWERS = {"path": "ANSWERS", "sequence_length": 160, "isolate_documents": True}
 STAGES = [
     {"from_step": 1, "path": "OTHER", "sequence_length": 64, "train": {"global_batch": 2}},
-    {"from_step": 2, "mixture": {"TEXT": 1, "OTHER": 3}, "schedule": {"name": "cosine", "warmup_steps": 1},
-     "rope": {"rope_theta": 50.0}},
-]  # fmt: skip
+    {
+        "from_step": 2,
+        "mixture": {"TEXT": 1, "OTHER": 3},
+        "schedule": {"name": "cosine", "warmup_steps": 1},
+        "rope": {"rope_theta": 50.0},
+    },
+]
 CASES = {
     "dora": Case(ZERO[1], {"adapter": LORA | {"dora": True, "modules_to_save": ["*norm"]},
                            "model": {"pretrained": "BASE"}}),
@@ -162,9 +166,16 @@ def data(small_data: str, other_data: str, tmp_path_factory: pytest.TempPathFact
     return folders(small_data, other_data, tmp_path_factory.mktemp("golden"))
 
 
-@pytest.mark.parametrize("name", [
-    *FILES, *(pytest.param(name, marks=pytest.mark.needs("peft")) if "adapter" in case.sections else name
-              for name, case in CASES.items())])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FILES,
+        *(
+            pytest.param(name, marks=pytest.mark.needs("peft")) if "adapter" in case.sections else name
+            for name, case in CASES.items()
+        ),
+    ],
+)
 def test_first_figures(name: str, data: dict[str, str], tmp_path: Path) -> None:
     table = json.loads(TABLE.read_text())
     known = {kind: figures[name] for kind, figures in table.items() if name in figures}

@@ -114,8 +114,7 @@ def test_kills_around_a_save_lose_nothing(small_data, tmp_path, trials):
 
 def llmtrain(folder: Path, *words: str, warm: WarmCommands | None = None) -> None:
     env = (warm.environment if warm else environment)(PYTHONPATH=str(REPO))
-    done = subprocess.run(["llmtrain", *words], cwd=folder, env=env, capture_output=True,
-                          text=True)  # fmt: skip
+    done = subprocess.run(["llmtrain", *words], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -113,8 +113,14 @@ def played(tmp_path_factory: pytest.TempPathFactory, small_data: str) -> Path:
     (here / "hf/tokenizer.json").unlink()  # the preferences are of another tokenizer
     prefs = prepared_preferences(tmp_path_factory.mktemp("prefs"))
     train = {"global_batch": 4, "micro_batch": 4, "max_steps": 3}
-    recipe = write_run(here, small_data, {"zero_optimization": {"stage": 1}}, train, model={"pretrained": "hf"},
-                       checkpoint={"every_steps": 1, "keep": 9})  # fmt: skip
+    recipe = write_run(
+        here,
+        small_data,
+        {"zero_optimization": {"stage": 1}},
+        train,
+        model={"pretrained": "hf"},
+        checkpoint={"every_steps": 1, "keep": 9},
+    )
     forked.finish(recipe, "--help", world_size=1, before=functools.partial(play, str(here), prefs))
     return here
 

@@ -109,8 +109,9 @@ def test_a_changed_library_is_named(name: str, tmp_path: Path) -> None:
 def test_another_rounding_is_no_difference(tmp_path: Path) -> None:
     """Each product as a sum of two halves."""
     halves = "F.linear(input[..., ::2], self.weight[:, ::2]) + F.linear(input[..., 1::2], self.weight[:, 1::2])"
-    seed = Seed(file="torch/nn/modules/linear.py", was="F.linear(input, self.weight, self.bias)", is_now=halves,
-                named="", by="")  # fmt: skip
+    seed = Seed(
+        file="torch/nn/modules/linear.py", was="F.linear(input, self.weight, self.bias)", is_now=halves, named="", by=""
+    )
     code, told = against(tmp_path, changed(tmp_path / "venv", seed), {"bf16": {"enabled": True}, **ZERO1})
     assert code == 0, told
     for precision in ("fp32", "bf16"):

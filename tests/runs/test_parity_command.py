@@ -65,9 +65,14 @@ def start(
         code += "sys.exit(main(sys.argv[1:], worker='tests.helpers.faulty_worker'))"
         command = [command[0], "-c", code]
     return (warm.popen if warm else subprocess.Popen)(
-        [*command, *words], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*command, *words],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
 def left_in(folder: Path) -> list[str]:

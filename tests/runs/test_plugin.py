@@ -121,8 +121,14 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
     notes = (tmp_path / "run/notes.txt").read_text()
     assert ": start 0" in notes and ": stop 4" in notes
     assert json.loads((tmp_path / "run/environment.json").read_text())["plugins"].keys() == {
-        "sqrt_schedule", "layer_norms", "notify", "sample_table", "focal_loss", "host_load", "page",
-    }  # fmt: skip
+        "sqrt_schedule",
+        "layer_norms",
+        "notify",
+        "sample_table",
+        "focal_loss",
+        "host_load",
+        "page",
+    }
     code = main(["checkpoint", "to-hf", str(tmp_path / "run"), str(tmp_path / "hf"), "--check", "none"])
     assert code == 0  # what reads a run needs no plugin
     found = [row for row in rows(tmp_path / "run") if "loss" in row or "eval/loss" in row]

@@ -170,8 +170,9 @@ def test_a_resume_with_another_global_batch_goes_on_at_the_sample_where_the_run_
     data = TrainData(DataConfig(path=small_data, sequence_length=32))
 
     def loss(first: int) -> float:
-        inputs, labels = (torch.stack([torch.from_numpy(data.sequence(first + at)[which]) for at in range(4)])
-                          for which in (0, 1))  # fmt: skip
+        inputs, labels = (
+            torch.stack([torch.from_numpy(data.sequence(first + at)[which]) for at in range(4)]) for which in (0, 1)
+        )
         with torch.no_grad():
             logits = model(input_ids=inputs).logits
         return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100))

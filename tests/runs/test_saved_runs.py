@@ -61,9 +61,13 @@ def configurations(run: Path, step: int) -> tuple[dict[str, Any], dict[str, Any]
 def test_a_saved_run_goes_on(run: str, here: Path) -> None:
     """From its config.yaml, without a word about what changed; with the figures that it had; after an export."""
     folder, saved, port = here / "runs" / run, SAVED / "runs" / run, free_port()
-    launch = forked.Launch(folder / "config.yaml", *words_of(run, port), world_size=1 if run in ONE_RANK else 2,
-                           before=functools.partial(prepare_rank, here, run, port, exports=True),
-                           log_folder=here)  # fmt: skip
+    launch = forked.Launch(
+        folder / "config.yaml",
+        *words_of(run, port),
+        world_size=1 if run in ONE_RANK else 2,
+        before=functools.partial(prepare_rank, here, run, port, exports=True),
+        log_folder=here,
+    )
     assert not any(launch.wait(240)), launch.output()
     said = launch.output()
     assert f"resumed from runs/{run}/checkpoints/step-00000003 at step 3" in said and "rate jumps" not in said
@@ -87,8 +91,14 @@ def test_a_saved_run_goes_on(run: str, here: Path) -> None:
 
 def test_a_stored_figure_may_round_as_what_it_is_made_of() -> None:
     """A margin is a difference of log-probabilities; a loss is compared as itself."""
-    want = {"step": 4, "loss": 0.6875, "pairs/margin": 0.0148, "pairs/chosen_log_prob": -75.7,
-            "pairs/rejected_log_prob": -66.9, "eval/perplexity": 255.0}  # fmt: skip
+    want = {
+        "step": 4,
+        "loss": 0.6875,
+        "pairs/margin": 0.0148,
+        "pairs/chosen_log_prob": -75.7,
+        "pairs/rejected_log_prob": -66.9,
+        "eval/perplexity": 255.0,
+    }
     assert differences(want | {"pairs/margin": 0.01485, "eval/perplexity": 255.01}, want, FP32) == {}
     moved = {"pairs/margin": 0.0158, "loss": 0.6876, "eval/perplexity": 255.1, "step": 5}
     assert differences(want | moved, want, FP32).keys() == moved.keys()

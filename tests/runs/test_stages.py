@@ -45,8 +45,9 @@ def test_kills_around_borders_change_no_digit(small_data, other_data, tmp_path, 
     rng = random.Random(trials)
     borders = [4 * (number + 1) for number in range(trials)]
     paths = [other_data, small_data]
-    stages = [{"from_step": border, "path": paths[n % 2], **(LONGER, SHORTER, {})[n % 3]} for n, border in
-              enumerate(borders)]  # fmt: skip
+    stages = [
+        {"from_step": border, "path": paths[n % 2], **(LONGER, SHORTER, {})[n % 3]} for n, border in enumerate(borders)
+    ]
     steps = borders[-1] + 3
     broken, whole = (staged(tmp_path / name, small_data, stages, steps) for name in ("broken", "whole"))
     often = (*CONSTANT, "--checkpoint.every_steps", "1")
@@ -90,14 +91,17 @@ def test_other_data_goes_on_from_a_checkpoint(trained, small_data, other_data, c
     assert code == 2 and "Traceback" not in output and "data_fingerprint was" in output
     assert "--resume_data new" in output and "from step 4 on or later" in output
     for steps in ("6", "8"):
-        output = forked.finish(recipe, *CONSTANT, *words, "--resume_data", "new", "--train.max_steps", steps,
-                               world_size=1)[1]  # fmt: skip
+        output = forked.finish(
+            recipe, *CONSTANT, *words, "--resume_data", "new", "--train.max_steps", steps, world_size=1
+        )[1]
         at, index = {"6": (4, 0), "8": (6, 16)}[steps]
         assert f"stage 1 at step {at}: {other_data} from sequence {index}, 256 tokens a step" in output, output
     want = losses(trained / "staged")
     assert losses(branch) == {step: loss for step, loss in want.items() if step > 4} and len(want) == 8
-    ids = [json.loads((complete_checkpoints(run / "checkpoints")[0] / "trainer.json").read_text())["run_id"]
-           for run in (first, branch)]  # fmt: skip
+    ids = [
+        json.loads((complete_checkpoints(run / "checkpoints")[0] / "trainer.json").read_text())["run_id"]
+        for run in (first, branch)
+    ]
     assert ids[0] != ids[1]
     last = [[row["eval/loss"] for row in rows(run) if "eval/loss" in row][-1] for run in (branch, trained / "staged")]
     assert last[0] == last[1]  # a run that knows the other data alone: evaluation is of the stage's data
@@ -122,8 +126,10 @@ def test_rotary_positions_change_at_a_border_and_are_exported(small_data, tmp_pa
     told = {}
     for step in (2, 3):
         state = json.loads((step_folder(run / "checkpoints", step) / "trainer.json").read_text())
-        told[step] = [state["model_config"]["rope_parameters"]["rope_theta"],
-                      state["model_config"]["max_position_embeddings"]]  # fmt: skip
+        told[step] = [
+            state["model_config"]["rope_parameters"]["rope_theta"],
+            state["model_config"]["max_position_embeddings"],
+        ]
     assert told == {2: [10000.0, 48], 3: [50.0, 64]}
     exported = json.loads((run / "export" / "config.json").read_text())
     assert exported["rope_parameters"]["rope_theta"] == 50.0 and exported["max_position_embeddings"] == 64

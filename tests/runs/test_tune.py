@@ -19,9 +19,16 @@ pytestmark = pytest.mark.needs("peft")
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
-    "model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
 FEW = "--train.max_steps 2 --schedule.warmup_steps 1 --train.eval_every 1 --train.eval_sequences 4 --train.log_every 1"
 
 

@@ -91,8 +91,9 @@ def played(tmp_path_factory: pytest.TempPathFactory, small_data: str) -> Path:
     train = {"global_batch": 2, "micro_batch": 1, "max_steps": STEPS}
     model = {"pretrained": str(here / "hf")}
     recipe = write_run(here, str(here / "data"), {"zero_optimization": {"stage": 1}}, train, model=model, optim=optim)
-    forked.finish(recipe, "--help", world_size=1,
-                  before=functools.partial(play, str(here), str(Path(small_data) / "tokenizer")))  # fmt: skip
+    forked.finish(
+        recipe, "--help", world_size=1, before=functools.partial(play, str(here), str(Path(small_data) / "tokenizer"))
+    )
     return here
 
 
@@ -187,7 +188,9 @@ def test_all_ranks_skip_it(played: Path, tmp_path: Path, form: dict[str, object]
     (tmp_path / "ds.json").write_text(json.dumps(form))
     words = ("--deepspeed", str(tmp_path / "ds.json"), "--train.run_dir", str(tmp_path / "run"))
     output = forked.train(played / "recipe.yaml", *DATA, *words, "--train.max_steps", "6")
-    got, want = ({row["step"]: row["loss"] for row in rows(run) if row["step"] <= 6} for run in
-                 (tmp_path / "run", played / "whole"))  # fmt: skip
+    got, want = (
+        {row["step"]: row["loss"] for row in rows(run) if row["step"] <= 6}
+        for run in (tmp_path / "run", played / "whole")
+    )
     assert "is counted" in output and "NaN" in got.values()
     assert got == {step: loss if loss == "NaN" else pytest.approx(loss, abs=2e-5) for step, loss in want.items()}

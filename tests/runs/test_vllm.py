@@ -28,9 +28,16 @@ ROOT = Path(__file__).resolve().parents[2]
 NEW = 12
 """Tokens of an answer at most."""
 MODEL = {
-    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 256,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 256,
+}
 """vLLM's attention on a CPU has heads of 32 and more."""
 RUN = """
 deepspeed: {root}/ds_configs/zero1_fp32.json
@@ -177,6 +184,8 @@ def test_what_the_export_says_of_vllm_is_so(trained: Path, serve: Callable[..., 
     engine = serve("model", enable_lora=True, max_lora_rank=16)
     with pytest.raises(Exception, match=said):
         engine.generate(
-            {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=1), use_tqdm=False,
+            {"prompt_token_ids": [5, 6, 7]},
+            SamplingParams(max_tokens=1),
+            use_tqdm=False,
             lora_request=LoRARequest(name, 1, str(trained / f"runs/{name}/export")),
-        )  # fmt: skip
+        )

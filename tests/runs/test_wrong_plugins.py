@@ -170,8 +170,12 @@ _AT_ONCE = ("detached", "sums", "no_grad", "keys")
 def words_of(folder: Path, entry: str, how: str) -> list[str]:
     """The words of a run with the plugin, of which this entry takes part in this way."""
     (mine := folder / "mine.py").write_text(WRONG)
-    names = {"loss": ["--objective.name", "loss", "--objective.how", how], "value": ["--metrics.value"],
-             "rate": ["--schedule.name", "rate", "--schedule.how", how], "mine": ["--parts.mine.how", how]}  # fmt: skip
+    names = {
+        "loss": ["--objective.name", "loss", "--objective.how", how],
+        "value": ["--metrics.value"],
+        "rate": ["--schedule.name", "rate", "--schedule.how", how],
+        "mine": ["--parts.mine.how", how],
+    }
     return ["--plugin", str(mine), *names[entry], "--train.max_steps", "8", "--fault.max_skipped", "3",
             "--checkpoint.mode", "sync"]  # fmt: skip
 

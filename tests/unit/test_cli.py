@@ -174,9 +174,14 @@ def test_the_shell_completes(line: str, offered: set[str]) -> None:
 
 
 RUN_COMMANDS = [
-    "train", "config check", "config show", "reference", "parity",
-    "launch --hostfile hosts", "launch --hostfile hosts --",
-]  # fmt: skip
+    "train",
+    "config check",
+    "config show",
+    "reference",
+    "parity",
+    "launch --hostfile hosts",
+    "launch --hostfile hosts --",
+]
 
 
 @pytest.mark.parametrize("command", RUN_COMMANDS)
@@ -227,9 +232,13 @@ for words in (["reference", "--help"], ["parity", "--help"], ["reference", "no.y
     ],
 )
 def test_flags_of_a_command_and_of_its_run(
-    line: str, rule: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    rule: str,
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("localhost slots=2\n")
     Path("run.yaml").write_text("{}\n")
@@ -269,9 +278,16 @@ cli.run()
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("WORLD_SIZE", ""), ("WORLD_SIZE", "two"), ("RANK", "x"), ("LOCAL_RANK", "-1"), ("LOCAL_SIZE", "1.5"),
-     ("LOCAL_WORLD_SIZE", "\u0663"), ("MASTER_PORT", "9" * 5000)],
-)  # fmt: skip
+    [
+        ("WORLD_SIZE", ""),
+        ("WORLD_SIZE", "two"),
+        ("RANK", "x"),
+        ("LOCAL_RANK", "-1"),
+        ("LOCAL_SIZE", "1.5"),
+        ("LOCAL_WORLD_SIZE", "\u0663"),
+        ("MASTER_PORT", "9" * 5000),
+    ],
+)
 def test_a_launchers_variable_that_is_no_number_is_refused(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

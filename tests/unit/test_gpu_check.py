@@ -245,10 +245,15 @@ def test_the_first_command_of_the_page_takes_its_parts_in_order(tmp_path: Path, 
         done = subprocess.run(["bash", "-c", command], env=env, cwd=tmp_path / "clone", capture_output=True, text=True)
         parts = command.split("runs/gpu ")[1].split(" >")[0].split()
         asked = [line for line in (tmp_path / "log").read_text().splitlines() if "gpu_table" not in line]
-        first = {"1.2b": "--preset 1.2b --only llmtrain trainer plain", "tests": "-m pytest",
-                 "lora-8b": "--only lora --preset 8b", "saves": "checkpoint.py --preset 0.5b --only saves",
-                 "1.2b-fp8": "--only llmtrain tensorwise", "moe": "experts.py --preset gpu",
-                 "parity": "llmtrain parity"}  # fmt: skip
+        first = {
+            "1.2b": "--preset 1.2b --only llmtrain trainer plain",
+            "tests": "-m pytest",
+            "lora-8b": "--only lora --preset 8b",
+            "saves": "checkpoint.py --preset 0.5b --only saves",
+            "1.2b-fp8": "--only llmtrain tensorwise",
+            "moe": "experts.py --preset gpu",
+            "parity": "llmtrain parity",
+        }
         wanted = [first[part] for part in parts if part != "facts"]
         assert "facts.py" in asked[0] and [any(each in line for line in asked) for each in wanted] == [True] * len(
             wanted
@@ -261,10 +266,16 @@ def test_the_first_command_of_the_page_takes_its_parts_in_order(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("gib", "part", "contestants", "together"),
     [
-        (139, "0.5b", 3, True), (139, "1.2b", 3, True), (139, "8b", 1, True), (139, "sft", 3, True),
-        (78, "0.5b", 3, False), (78, "1.2b", 3, False), (78, "8b", 0, True), (78, "sft", 3, False),
+        (139, "0.5b", 3, True),
+        (139, "1.2b", 3, True),
+        (139, "8b", 1, True),
+        (139, "sft", 3, True),
+        (78, "0.5b", 3, False),
+        (78, "1.2b", 3, False),
+        (78, "8b", 0, True),
+        (78, "sft", 3, False),
     ],
-)  # fmt: skip
+)
 def test_each_part_fits_an_h100_and_an_h200(gib, part, contestants, together, capsys) -> None:
     """Three contestants at a time took 82 GiB of an H100's 78: the part died, and ours was not measured either.
 
@@ -330,8 +341,12 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     finally:
         sys.path.pop(0)
     ours = {"tokens_per_s": 112345.6, "ms_per_step": 291.7, "peak_gib": 61.2}
-    kernel = {"mfu_causal": 0.4321, "mfu_noncausal": 0.475, "attention": "_scaled_dot_product_cudnn_attention",
-              "compiled": True}  # fmt: skip
+    kernel = {
+        "mfu_causal": 0.4321,
+        "mfu_noncausal": 0.475,
+        "attention": "_scaled_dot_product_cudnn_attention",
+        "compiled": True,
+    }
     speed = {
         "machine": {"torch": "2.13.0", "device": "NVIDIA H200"},
         "task": {"steps_per_round": 10},
@@ -366,8 +381,9 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     assert "| lora-1b | trl lora | 112,346 |  | 291.7 | 61.2 | 2.00 | 2.0e-03 |  |  |" in shown
     assert "| packing | trl sft | 30,123 | 61.2 | 4.00 | 2.0e-03 | 1.50000 |" in shown
     assert "| 1 | 128 | llmtrain | 112,346 | 43.2%, 47.5% | 291.7 | 61.2 |  |  |" in shown
-    assert shown.endswith("not measured: 1.2b, 8b, 1.2b-fp8, 8b-fp8, host, parity, context-1b, lora-8b, sft-1b, "
-                          "packing-dpo")  # fmt: skip
+    assert shown.endswith(
+        "not measured: 1.2b, 8b, 1.2b-fp8, 8b-fp8, host, parity, context-1b, lora-8b, sft-1b, packing-dpo"
+    )
     (tmp_path / "0.5b.json").write_text(json.dumps({**speed, "machine": {"device": "NVIDIA H100 80GB HBM3"}}))
     assert "| 92,000 to 105,000 |" in table(tmp_path)
 

@@ -121,8 +121,9 @@ def speeds_of(ranks: int) -> list[list[int]]:
     return [[1] * half + [2] * half] * 3 + [[6] * half + [2] * half] * (STEPS - 3)
 
 
-@pytest.mark.parametrize("form", [{"stage": 1, "accumulation": 3}, {"stage": 3, "sequence": 2, "accumulation": 3}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "form", [{"stage": 1, "accumulation": 3}, {"stage": 3, "sequence": 2, "accumulation": 3}], ids=str
+)
 def test_unequal_shares_are_the_same_training(
     pools: Any, small_data: str, tmp_path: Path, form: dict[str, Any]
 ) -> None:
@@ -145,8 +146,15 @@ def test_unequal_shares_are_the_same_training(
 def test_pairs_of_unequal_shares(pools: Any, tmp_path: Path) -> None:
     """A loss by the pair: against the same ranks with equal shares."""
     model = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    case = Case(data=prepared_preferences(tmp_path / "data"), length=192, isolate_documents=True, steps=STEPS,
-                model=model, stage=2, objective={"name": "simpo"})  # fmt: skip
+    case = Case(
+        data=prepared_preferences(tmp_path / "data"),
+        length=192,
+        isolate_documents=True,
+        steps=STEPS,
+        model=model,
+        stage=2,
+        objective={"name": "simpo"},
+    )
     want = pools(2).run(with_a_resume, case, str(tmp_path / "equal"), [[1, 1]] * STEPS)[0]
     got = pools(2).run(with_a_resume, case, str(tmp_path / "other"), speeds_of(2))[0]
     assert set(want.shares) == {(6, 6)} and len(set(got.shares)) == 3

@@ -195,8 +195,7 @@ def test_universal_both_ways(pools, small_data, tmp_path, saved, loaded, one_gro
     lines = import_deepspeed(theirs, tmp_path / "ours", model=config_folder(theirs, LLAMA))
     pasted = yaml.safe_load("\n".join(line for line in lines if line.startswith("  ")))["optim"]
     assert 0 < float(pasted.pop("lr")) <= case.lr
-    assert pasted == {"name": "adamw", "betas": [0.9, 0.95], "eps": "1e-08",
-                      "weight_decay": 0.1, "decay": decay}  # fmt: skip
+    assert pasted == {"name": "adamw", "betas": [0.9, 0.95], "eps": "1e-08", "weight_decay": 0.1, "decay": decay}
     (path,) = (tmp_path / "ours" / "checkpoints").iterdir()
     got = pools(2).run(resumed_by_us, case, str(path))[0]
     assert worst(got, want) < ROUNDING

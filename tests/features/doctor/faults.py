@@ -204,7 +204,10 @@ FAULTS: dict[str, Fault] = {
     "a password prompt": Fault(_prompt, "node-3", "ssh", "takes passwords only"),
     "a start file that prints": Fault(profile(1, "echo Welcome to the cluster"), "node-2", "ssh", "print on standard"),
     "no Python at the path": Fault(
-        mounted(2, f"mount -t tmpfs none {Path(sys.executable).parent}"), "node-3", "python", "no Python at",
+        mounted(2, f"mount -t tmpfs none {Path(sys.executable).parent}"),
+        "node-3",
+        "python",
+        "no Python at",
         also=("versions", "ops"),
     ),
     "another version of torch": Fault(_other_version, "node-3", "versions", r"torch 2\.9\.1; the others have"),
@@ -239,4 +242,4 @@ FAULTS: dict[str, Fault] = {
     "a slow pair": Fault(_slow_pair, "node-2", "fabric", "a slow pair, node-2 and node-3", words=()),
     "a half-duplex link": Fault(_half_duplex, "node-3", "fabric", "half-duplex", words=()),
     "a late host": Fault(_late_host, "node-3", "fabric", "round trips of", words=()),
-}  # fmt: skip
+}

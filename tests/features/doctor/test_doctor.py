@@ -66,9 +66,10 @@ def test_every_fault_is_named(place: Place, name: str) -> None:
     report, code = examined(place, *fault.words, slots=fault.slots)
     findings = report["findings"]
     named = [
-        each for each in findings
+        each
+        for each in findings
         if (each["host"], each["check"]) == (fault.host, fault.check) and re.search(fault.says, each["what"])
-    ]  # fmt: skip
+    ]
     assert named, findings
     assert {each["level"] for each in named} == {fault.level}
     assert all(each["fix"] for each in findings)
@@ -155,8 +156,11 @@ def test_ops_are_built_ahead(place: Place) -> None:
     offload = ("--quick", "--", "--deepspeed", str(REPO / "ds_configs/zero3_offload.json"))
     report, code = examined(place, *offload)
     assert code == 1 and {(f["host"], f["level"]) for f in report["findings"] if f["check"] == "ops"} == {
-        ("node-1", "yellow"), ("node-2", "yellow"), ("node-3", "yellow"), ("node-2", "red"),
-    }  # fmt: skip
+        ("node-1", "yellow"),
+        ("node-2", "yellow"),
+        ("node-3", "yellow"),
+        ("node-2", "red"),
+    }
     report, code = examined(place, "--build-ops", *offload)
     assert code == 0 and not [f for f in report["findings"] if f["check"] == "ops"], report["findings"]
     for host in place.hosts:

@@ -340,9 +340,14 @@ def probed(folder: Path, environment: dict[str, str], **asked: Any) -> tuple[dic
     text = survey.program(Path(probe.__file__), questions, Path(gpus.__file__), Path(op_builds.__file__))
     text = text.replace('INFINIBAND = "/sys/class/infiniband"', f'INFINIBAND = "{folder}/infiniband"')
     done = subprocess.run(
-        [sys.executable, "-S", "-"], input=text, cwd=folder, env={"PATH": "/usr/bin:/bin", **environment},
-        text=True, capture_output=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-S", "-"],
+        input=text,
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     facts = read_marked(done.stdout, probe.MARK)
     assert facts is not None and facts["errors"] == {}, done.stderr
     return facts, done.stdout
@@ -357,10 +362,15 @@ def test_the_probe_answers_from_a_bare_python(tmp_path: Path) -> None:
     folders = {"folders_read": {str(tmp_path / "data"): names, "/nope": []}}
     (tmp_path / "json.py").write_text("raise SystemExit('a file of the folder was imported')")
     found, printed = probed(
-        tmp_path, {"WANDB_API_KEY": "hunter2hunter2", "WANDB_MODE": "x"}, packages=["rich", "no-such-package"],
-        files=["/nope"], variables=["WANDB_"], folders={"the run": str(tmp_path / "not/yet")},
-        hosts=["localhost", "no.invalid"], **folders,
-    )  # fmt: skip
+        tmp_path,
+        {"WANDB_API_KEY": "hunter2hunter2", "WANDB_MODE": "x"},
+        packages=["rich", "no-such-package"],
+        files=["/nope"],
+        variables=["WANDB_"],
+        folders={"the run": str(tmp_path / "not/yet")},
+        hosts=["localhost", "no.invalid"],
+        **folders,
+    )
     assert found["folders"]["/nope"]["there"] is False
     data = found["folders"][str(tmp_path / "data")]
     assert (data["there"], data["lacks"], data["missing"], len(data["marks"])) == (True, 1, ["199.bin"], 64)

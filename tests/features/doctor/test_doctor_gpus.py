@@ -24,8 +24,9 @@ LINKS += "GPU 1: NVIDIA H200 (UUID: GPU-2)\n\t Link 0: 26.562 GB/s\n\t Link 1: {
 
 def with_gpus(slots: int = 2, links: str = "26.562 GB/s", xids: tuple[str, ...] = (), **changed: str) -> Survey:
     """Three hosts of two GPUs, of which the second GPU of the second host differs."""
-    given = healthy(hosts=tuple(Host(name=f"node-{n}", slots=slots, devices=tuple(range(slots)), line=n)
-                                for n in (1, 2, 3)))  # fmt: skip
+    given = healthy(
+        hosts=tuple(Host(name=f"node-{n}", slots=slots, devices=tuple(range(slots)), line=n) for n in (1, 2, 3))
+    )
     for name, facts in given.facts.items():
         odd = name == "node-2"
         report = gpus.read_report(texts.report(**(changed if odd else {})))
@@ -205,9 +206,15 @@ def test_a_gpu_at_a_quarter_of_its_rate_is_found() -> None:
 def test_a_host_starts_a_process_for_each_of_its_ranks(tmp_path: Path) -> None:
     """With gloo in the place of NCCL: two ranks of one host, all sums right, their pair measured."""
     questions = {
-        "mark": "answer: ", "backend": "gloo", "ranks": ["node-1 GPU 0", "node-1 GPU 1"], "here": [[0, 0], [1, 1]],
-        "address": "127.0.0.1", "port": free_port(), "rounds": [[[0, 1]]], "limit_s": 60.0,
-    }  # fmt: skip
+        "mark": "answer: ",
+        "backend": "gloo",
+        "ranks": ["node-1 GPU 0", "node-1 GPU 1"],
+        "here": [[0, 0], [1, 1]],
+        "address": "127.0.0.1",
+        "port": free_port(),
+        "rounds": [[[0, 1]]],
+        "limit_s": 60.0,
+    }
     words = [sys.executable, "-m", "llmtrain.features.doctor.all_reduce", json.dumps(questions)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(all_reduce.__file__).parents[3])
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer: ")]

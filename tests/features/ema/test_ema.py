@@ -42,8 +42,11 @@ def test_a_run_with_a_moving_average(small_data: str, tmp_path: Path, capsys: py
         code, output = forked.finish(Path(words[0]), *words[1:], "--train.max_steps", "4", world_size=1, before=first)
         assert code == 0 and "ema: a mean of the parameters" in output, output
         assert (run == "twice") == ("outer.ema of model.norm.weight differs from the manifest" in output), output
-        figures[run] = {row["step"]: (row["eval/loss"], row["eval/ema/loss"])
-                        for row in rows(tmp_path / run / "run") if "eval/ema/loss" in row}  # fmt: skip
+        figures[run] = {
+            row["step"]: (row["eval/loss"], row["eval/ema/loss"])
+            for row in rows(tmp_path / run / "run")
+            if "eval/ema/loss" in row
+        }
     assert figures["once"] == figures["twice"] and len(figures["once"]) == 4
     told = [(key, value) for row in rows(tmp_path / "once/run") for key, value in row.items() if "z_loss" in key]
     assert {key for key, _ in told} == {"z_loss", "eval/z_loss", "eval/ema/z_loss"}

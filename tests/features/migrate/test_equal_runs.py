@@ -62,9 +62,16 @@ PAIRS = [
     for record in preferences(RECORDS)
 ]
 COMMON = {
-    "max_length": LENGTH, "per_device_train_batch_size": RECORDS, "max_steps": STEPS, "learning_rate": 2e-3,
-    "bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
-}  # fmt: skip
+    "max_length": LENGTH,
+    "per_device_train_batch_size": RECORDS,
+    "max_steps": STEPS,
+    "learning_rate": 2e-3,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+}
 LORA = {
     "use_peft": True,
     "lora_r": 4,

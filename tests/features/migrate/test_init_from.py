@@ -81,14 +81,20 @@ def test_every_line_has_its_origin_and_no_option_is_lost(case: dict[str, Any], f
         ("trl sft --model_name_or_path org/base --dataset_name t.jsonl --learning_rate 1e-5", "trl sft", "optim.lr"),
         ("trl dpo --model_name_or_path org/base --dataset_name p.jsonl --beta=0.2", "trl dpo", "objective.beta"),
         ("swift sft --model org/base --dataset a.jsonl b.jsonl --packing true", "ms-swift", "adapter.r"),
-        ("torchrun --nproc_per_node 8 run_clm.py --model_name_or_path org/gpt2 --train_file a.txt --output_dir o",
-         "transformers' run_clm.py", "data.sequence_length"),
-        ("torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
-         "--max-position-embeddings 64 --seq-length 64 --train-iters 9 --lr 1e-4 --micro-batch-size 2 --bf16 "
-         "--vocab-size 512 --data-path a",
-         "Megatron-LM", "model.config.n_embd"),
+        (
+            "torchrun --nproc_per_node 8 run_clm.py --model_name_or_path org/gpt2 --train_file a.txt --output_dir o",
+            "transformers' run_clm.py",
+            "data.sequence_length",
+        ),
+        (
+            "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+            "--max-position-embeddings 64 --seq-length 64 --train-iters 9 --lr 1e-4 --micro-batch-size 2 --bf16 "
+            "--vocab-size 512 --data-path a",
+            "Megatron-LM",
+            "model.config.n_embd",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_command_line_becomes_a_run(
     words: str, stack: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

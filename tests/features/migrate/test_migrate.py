@@ -239,18 +239,28 @@ def test_the_yaml_of_the_page_is_the_script_beside_it(tmp_path: Path, monkeypatc
     (tmp_path / "talks.yaml").write_text(text)
     parsed = parse(["--config", str(tmp_path / "talks.yaml")], check_paths=False)
     config = resolve(parsed.config, 8, places=parsed.places).config
-    given = {each.arg: each.value.value for each in ast.walk(ast.parse(script))
-             if isinstance(each, ast.keyword) and isinstance(each.value, ast.Constant)}  # fmt: skip
+    given = {
+        each.arg: each.value.value
+        for each in ast.walk(ast.parse(script))
+        if isinstance(each, ast.keyword) and isinstance(each.value, ast.Constant)
+    }
     ours = {
-        "model": config.model.pretrained, "r": config.adapter.r, "lora_alpha": config.adapter.alpha,
-        "target_modules": config.adapter.targets[0], "output_dir": config.train.run_dir,
-        "max_length": config.data.sequence_length, "packing": config.data.isolate_documents,
+        "model": config.model.pretrained,
+        "r": config.adapter.r,
+        "lora_alpha": config.adapter.alpha,
+        "target_modules": config.adapter.targets[0],
+        "output_dir": config.train.run_dir,
+        "max_length": config.data.sequence_length,
+        "packing": config.data.isolate_documents,
         "per_device_train_batch_size": config.train.micro_batch,
         "gradient_accumulation_steps": config.train.accumulation,
-        "learning_rate": config.optim.lr, "lr_scheduler_type": config.schedule.name,
-        "warmup_steps": config.schedule.warmup_steps, "max_steps": config.train.max_steps,
-        "logging_steps": config.train.log_every, "save_steps": config.checkpoint.every_steps,
-    }  # fmt: skip
+        "learning_rate": config.optim.lr,
+        "lr_scheduler_type": config.schedule.name,
+        "warmup_steps": config.schedule.warmup_steps,
+        "max_steps": config.train.max_steps,
+        "logging_steps": config.train.log_every,
+        "save_steps": config.checkpoint.every_steps,
+    }
     assert {option: given[option] for option in ours} == ours
     assert given.keys() - ours.keys() == {"assistant_only_loss", "deepspeed", "data_files", "split"}
     assert f"--max-tokens {given['max_length']} " in PAGE and "--format chat" in PAGE  # answers alone are counted

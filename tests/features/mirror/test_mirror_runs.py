@@ -57,8 +57,9 @@ def test_a_run_goes_on_elsewhere_from_the_store_alone(small_data: str, tmp_path:
 def test_a_store_that_is_not_there_costs_the_run_nothing(small_data: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     url = f"file://{tmp_path}/file/store"  # a file is where its folder would be
-    output = forked.train(write_recipe(tmp_path, small_data), *OFTEN, "--train.max_steps", "4", "--resume", "none",
-                          "--mirror.url", url)  # fmt: skip
+    output = forked.train(
+        write_recipe(tmp_path, small_data), *OFTEN, "--train.max_steps", "4", "--resume", "none", "--mirror.url", url
+    )
     assert output.count("cannot be mirrored") == 1 and "Traceback" not in output
     assert max(losses(tmp_path / "run")) == 4
 
@@ -90,8 +91,11 @@ def test_a_killed_process_is_started_again(small_data: str, tmp_path: Path) -> N
     while killed < 1 or max(Mirrored(url).complete(), default=0) < before + 4:
         assert time.monotonic() < deadline and launch.alive(), launch.output()[-3000:]
         if not killed and Mirrored(url).complete():
-            [process] = [each for each in psutil.process_iter(["cmdline"])
-                         if {"llmtrain.features.mirror.upload", url} <= set(each.info["cmdline"] or ())]  # fmt: skip
+            [process] = [
+                each
+                for each in psutil.process_iter(["cmdline"])
+                if {"llmtrain.features.mirror.upload", url} <= set(each.info["cmdline"] or ())
+            ]
             time.sleep(10.5)  # it is not started twice within 10 s
             process.kill()
             killed, before = 1, max(Mirrored(url).complete())

@@ -63,8 +63,9 @@ def test_baselines_say_how_many_tokens_they_count(data: TrainData, monkeypatch: 
     assert told["validation_tokens"] == counted < 6 * data.sequence_length
 
 
-@pytest.mark.parametrize(("objective", "evaluates", "has"), [("next_token", True, True), ("next_token", False, False),
-                                                             ("dpo", True, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("objective", "evaluates", "has"), [("next_token", True, True), ("next_token", False, False), ("dpo", True, False)]
+)
 def test_a_run_with_a_validation_loss_of_the_next_token_has_them(objective: str, evaluates: bool, has: bool) -> None:
     config = RunConfig(deepspeed="", train=TrainConfig(eval=evaluates), objective=Objective.of(objective))
     assert ("ngrams" in [feature.name for feature in asked(config)]) == has

@@ -64,16 +64,24 @@ def on_cuda() -> Iterator[dict[str, int]]:
     def synchronize(*_: Any) -> None:
         seen["waits"] += 1
 
-    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY, uuid="fake",
-                                 multi_processor_count=132)  # fmt: skip
+    properties = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY, uuid="fake", multi_processor_count=132
+    )
     answers = {
-        "synchronize": synchronize, "empty_cache": lambda *_: None, "reset_peak_memory_stats": lambda *_: None,
-        "mem_get_info": lambda *_: (MEMORY - 2**29, MEMORY), "get_device_name": lambda *_: properties.name,
-        "get_device_properties": lambda *_: properties, "memory_stats": lambda *_: defaultdict(int),
-        "is_current_stream_capturing": lambda: False, "manual_seed": lambda _: None, "manual_seed_all": lambda _: None,
-        "is_initialized": lambda: True, "initial_seed": lambda: 0,
+        "synchronize": synchronize,
+        "empty_cache": lambda *_: None,
+        "reset_peak_memory_stats": lambda *_: None,
+        "mem_get_info": lambda *_: (MEMORY - 2**29, MEMORY),
+        "get_device_name": lambda *_: properties.name,
+        "get_device_properties": lambda *_: properties,
+        "memory_stats": lambda *_: defaultdict(int),
+        "is_current_stream_capturing": lambda: False,
+        "manual_seed": lambda _: None,
+        "manual_seed_all": lambda _: None,
+        "is_initialized": lambda: True,
+        "initial_seed": lambda: 0,
         **{f"{most}memory_{kind}": lambda *_: 0 for most in ("", "max_") for kind in ("allocated", "reserved")},
-    }  # fmt: skip
+    }
     tensors = {"to": to, "pin_memory": pin, "is_pinned": lambda *_: False, "record_stream": lambda *_: None}
     compiler._answers["cuda"] = None
     loss.TRIED.update({("cuda", torch.bfloat16): True, ("cuda", torch.float32): True})
@@ -93,7 +101,7 @@ def on_cuda() -> Iterator[dict[str, int]]:
             fake_tensor,
             "should_allow_numbers_as_tensors",
             lambda f: f is not torch.ops.aten._to_copy.default and plain_numbers(f),
-        ),  # fmt: skip
+        ),
     ):
         yield seen
         seen["copies"] = locks.copies
@@ -162,8 +170,9 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
                 part._gradients(micros)
                 part._bound = 1.0
                 part._gradients(micros)
-        mine = CheckpointFolder(path=folder, leaders=(ranks.rank,) * ranks.world_size, rank=ranks.rank,
-                                hosts=("a host",) * ranks.world_size)  # fmt: skip
+        mine = CheckpointFolder(
+            path=folder, leaders=(ranks.rank,) * ranks.world_size, rank=ranks.rank, hosts=("a host",) * ranks.world_size
+        )
         with Saver(engine, mine, run.config.checkpoint, run.mix, ranks) as saver:
             saver.prepare()
             assert saver._copy is not None and saver._copy.problem() is None, "no page-locked copy"

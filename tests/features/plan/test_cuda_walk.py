@@ -13,19 +13,29 @@ from llmtrain.features import features
 
 ROOT = Path(__file__).parents[3]
 LLAMA = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
 TWO_LAYERS = {"model": {"config": {**LLAMA, "num_hidden_layers": 2}}}
 
 
-def form(stage: int, *, ranks: int = 2, rank: int = 0, recheck: bool = True, zero: Any = None, run: Any = None,
-         **more: Any) -> dict[str, Any]:  # fmt: skip
+def form(
+    stage: int, *, ranks: int = 2, rank: int = 0, recheck: bool = True, zero: Any = None, run: Any = None, **more: Any
+) -> dict[str, Any]:
     return {
         "json": {"zero_optimization": {"stage": stage, **(zero or {})}, **more},
         "run": {"model": {"config": LLAMA}, **(run or {})},
-        "ranks": ranks, "rank": rank, "recheck": recheck and "recheck" in features(),
-    }  # fmt: skip
+        "ranks": ranks,
+        "rank": rank,
+        "recheck": recheck and "recheck" in features(),
+    }
 
 
 DOCUMENTS = {"data": {"path": "data", "sequence_length": 64, "isolate_documents": True}}

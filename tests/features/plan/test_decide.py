@@ -105,7 +105,7 @@ def test_micro_batches_that_make_up_each_stage(tmp_path: Path) -> None:
         ([*AUTO, "--deepspeed=pipeline.json"], "stand idle where a step has few"),
         ([*AUTO, "--deepspeed=rows.json"], "a value that both files have must be the same"),
     ],
-)  # fmt: skip
+)
 def test_what_auto_does_not_go_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:

@@ -139,8 +139,12 @@ def test_what_does_not_fit_is_told_with_changes(folder: Path, capsys: pytest.Cap
     found = plan(capsys, "--slots 2 --memory 3MB", code=1)
     assert found["fits"] is False
     changes = found["changes"]
-    assert list(changes) == ["model.recompute.layers: all", "zero_optimization.stage 2", "train.micro_batch: 2",
-                             "zero_optimization.offload_optimizer on the CPU"]  # fmt: skip
+    assert list(changes) == [
+        "model.recompute.layers: all",
+        "zero_optimization.stage 2",
+        "train.micro_batch: 2",
+        "zero_optimization.offload_optimizer on the CPU",
+    ]
     assert changes["model.recompute.layers: all"] < found["peak"] > changes["train.micro_batch: 2"]
 
 

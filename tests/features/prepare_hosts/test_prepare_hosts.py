@@ -80,8 +80,11 @@ def test_a_host_that_does_not_see_the_folder_and_one_that_is_not_there_are_named
 ) -> None:
     process = lab3.hosts[0].popen(
         ["llmtrain", "prepare", *words(corpus), "--out", "/tmp/own/set", "--on", str(lab3.hostfile())],
-        env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 2 and "does not see /tmp/own/set" in said and "Traceback" not in said, said
     (tmp_path / "hosts").write_text("node-1 slots=1\nnode-9 slots=1\n")
@@ -101,8 +104,11 @@ def bucket(lab3: Lab) -> Iterator[Any]:
         (host.home / ".aws/credentials").write_text(
             "[default]\naws_access_key_id = an-id\naws_secret_access_key = a-secret\n"
         )
-    server = lab3.hosts[0].popen([sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "5555"],
-                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    server = lab3.hosts[0].popen(
+        [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "5555"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
     def client(code: str) -> str:
         """Standard output of a program on node-1 with `s3`."""

@@ -20,7 +20,9 @@ def test_each_evaluation_continues_the_prompts_of_the_page(small_data: str, tmp_
     output = train(recipe, *words)
     train(recipe, *words, "--train.run_dir", str(tmp_path / "other"), "--train.max_steps", "2")
     train(recipe, *words, "--train.run_dir", str(tmp_path / "other"))
-    texts = [{event["step"]: event["texts"] for event in rows(run, "events.jsonl") if event["kind"] == "samples"}
-             for run in (tmp_path / "run", tmp_path / "other")]  # fmt: skip
+    texts = [
+        {event["step"]: event["texts"] for event in rows(run, "events.jsonl") if event["kind"] == "samples"}
+        for run in (tmp_path / "run", tmp_path / "other")
+    ]
     assert texts[0] == texts[1] and list(texts[0]) == [2, 4] and all(texts[0][4])
     assert 'step 4  sample "import": ' in output

@@ -40,11 +40,15 @@ def joined() -> Iterator[Callable[..., tuple[Site, Numbers, list]]]:
         ) -> Any:
             engine, events = Numbers(), []
             site = Site(
-                engine, Ranks(),
-                settings_of(name, **changes), {"data": common},
-                Share(batch=tokens // 4, tokens=tokens), lambda kind, **fields: events.append((kind, fields)),
-                members=meeting.member, last_step=last_step,
-            )  # fmt: skip
+                engine,
+                Ranks(),
+                settings_of(name, **changes),
+                {"data": common},
+                Share(batch=tokens // 4, tokens=tokens),
+                lambda kind, **fields: events.append((kind, fields)),
+                members=meeting.member,
+                last_step=last_step,
+            )
             return stack.enter_context(site), engine, events
 
         yield join

@@ -57,9 +57,11 @@ class Meeting:
 
     def member(self, _coordinator: str, member_id: str, _connect_s: float) -> Any:
         return SimpleNamespace(
-            id=member_id, meet=lambda said, limit_s: self.meet(member_id, said, limit_s), close=lambda: None,
+            id=member_id,
+            meet=lambda said, limit_s: self.meet(member_id, said, limit_s),
+            close=lambda: None,
             heard=list,
-        )  # fmt: skip
+        )
 
     def meet(self, member_id: str, said: Mapping[str, Any], limit_s: float) -> list[Member]:
         with self._changed:
@@ -93,11 +95,17 @@ class Numbers:
     def state(self) -> list[StateTensor]:
         return [
             StateTensor(
-                name=name, kind="param", region=Region(0, 3), own=slice(0, 3), replica=(0, 1), dtype=torch.float32,
-                device=torch.device("cpu"), open=lambda at=at: contextlib.nullcontext(self.values[at : at + 3]),
+                name=name,
+                kind="param",
+                region=Region(0, 3),
+                own=slice(0, 3),
+                replica=(0, 1),
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                open=lambda at=at: contextlib.nullcontext(self.values[at : at + 3]),
             )
             for at, name in ((0, "w"), (3, "v"))
-        ]  # fmt: skip
+        ]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"w": (3,), "v": (3,)}

@@ -53,8 +53,10 @@ def test_two_fragments_on_their_way_during_a_step_by_hand(joined) -> None:
     setting = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1}
     made = [joined(meeting, name, outer_lr=1.0, outer_momentum=0.0, **setting) for name in "ab"]
     seen: list[list] = [[], []]
-    calls = [steps(site, engine, lambda _, size=size: size * torch.ones(6), 5, mine)
-             for (site, engine, _), size, mine in zip(made, (1, 3), seen, strict=True)]  # fmt: skip
+    calls = [
+        steps(site, engine, lambda _, size=size: size * torch.ones(6), 5, mine)
+        for (site, engine, _), size, mine in zip(made, (1, 3), seen, strict=True)
+    ]
     at_once(*calls)
     w, v = ([[float(values[at]) for values in mine] for mine in seen] for at in (0, 3))
     assert w[0][:4] == [1, 2, 5, 6] and w[1][:4] == [3, 6, 7, 10]
@@ -111,8 +113,10 @@ def test_a_site_that_is_lost_while_a_round_is_on_its_way_holds_nobody_up(joined)
         raise RoundFailed("it is dead")
 
     made["b"][0]._meetings.meet = dies
-    at_once(*(advance(site, engine, 1, 3) for name, (site, engine, _) in made.items() if name != "b"),
-            advance(*made["b"][:2], 1, 2))  # fmt: skip
+    at_once(
+        *(advance(site, engine, 1, 3) for name, (site, engine, _) in made.items() if name != "b"),
+        advance(*made["b"][:2], 1, 2),
+    )
     for name in "ac":
         _, engine, events = made[name]
         told = events[-1][1]

@@ -66,8 +66,11 @@ def test_steps_follow_the_speeds_and_no_word_of_one_site_stops_the_others() -> N
 
 def test_what_is_due_is_not_lost_among_skipped_steps() -> None:
     assert [is_due(50, range(first, end)) for first, end in ((50, 51), (51, 52), (98, 101), (101, 150))] == [
-        True, False, True, False
-    ]  # fmt: skip
+        True,
+        False,
+        True,
+        False,
+    ]
     assert not is_due(0, range(1, 9)) and not is_due(None, range(1, 9))
 
 

@@ -408,8 +408,9 @@ class Stranger:
 
     def __init__(self, meeting: Meeting, like: Site, name: str, **said: Any) -> None:
         self._meeting, self._like, self._said, self.id = meeting, like, said, f"{name}:0"
-        self.server = Server("127.0.0.1", run=like._meetings._run, member=self.id, limit_s=5.0,
-                             pieces=like._shard.regions())  # fmt: skip
+        self.server = Server(
+            "127.0.0.1", run=like._meetings._run, member=self.id, limit_s=5.0, pieces=like._shard.regions()
+        )
         self._ended = threading.Event()
         self._talks = threading.Thread(target=self._talk, daemon=True)
 
@@ -426,8 +427,14 @@ class Stranger:
         evil = np.full(6, 9.0, np.float32)
         while not self._ended.is_set():
             with contextlib.suppress(MembersError):
-                said = {**SENSE, "run": self._like._meetings._run, "addresses": [self.server.address], "joined": True,
-                        "was": self.id, **self._said}  # fmt: skip
+                said = {
+                    **SENSE,
+                    "run": self._like._meetings._run,
+                    "addresses": [self.server.address],
+                    "joined": True,
+                    "was": self.id,
+                    **self._said,
+                }
                 self.server.publish(said["round"], dict.fromkeys(("values", "anchor", "momentum"), evil))
                 self._meeting.meet(self.id, said, 0.2)
                 votes = {"phase": "commit", "run": said["run"], "round": said["round"], "have": [self.id]}
@@ -456,8 +463,9 @@ def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(begun, n
 
 
 def told_at(site: str, round_: int, *, joined: bool = True, checksum: str = "0") -> PeerStatus:
-    told = peer_status(Member(id=f"{site}:1", message={**SENSE, "run": "run", "round": round_, "joined": joined,
-                                                "checksum": checksum}))  # fmt: skip
+    told = peer_status(
+        Member(id=f"{site}:1", message={**SENSE, "run": "run", "round": round_, "joined": joined, "checksum": checksum})
+    )
     assert told is not None
     return told
 
@@ -585,11 +593,17 @@ def test_each_round_is_an_event_and_a_row_of_documented_metrics(joined) -> None:
     assert first["outer_step_norm"] == 0 and rows[0]["step"] == 0
     assert np.isclose(second["outer_step_norm"], np.sqrt(6) * 1.9 * 0.5 * 1.5, rtol=1e-6)
     assert rows[1] == {
-        "step": 2, "sites/received_bytes": 24, "sites/sent_bytes": 24,
-        "sites/stood_s": second["stood_s"], "sites/participants": 2,
-        "sites/staleness_steps": 0, "sites/outer_step_norm": second["outer_step_norm"],
-        "sites/given_up_samples": 0, "sites/left_out_samples": 0, "more": True,
-    }  # fmt: skip
+        "step": 2,
+        "sites/received_bytes": 24,
+        "sites/sent_bytes": 24,
+        "sites/stood_s": second["stood_s"],
+        "sites/participants": 2,
+        "sites/staleness_steps": 0,
+        "sites/outer_step_norm": second["outer_step_norm"],
+        "sites/given_up_samples": 0,
+        "sites/left_out_samples": 0,
+        "more": True,
+    }
     assert rows[1].keys() - {"more"} <= metrics().keys() and 0 <= second["stood_s"] <= second["seconds"] < 60
     assert torch.isfinite(engine_a.values).all()
 

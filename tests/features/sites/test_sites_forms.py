@@ -76,8 +76,9 @@ def test_an_adapter_alone_travels_and_another_base_is_refused(coordinator, small
     sites = [tmp_path / name for name in ("A", "B")]
     for steps in ("8", "12"):
         files = [each / "recipe.yaml" if steps == "12" else adapted(each, small_data, base) for each in sites]
-        jobs = [start(file, coordinator, *both, "--train.max_steps", steps, ranks=n + 1)
-                for n, file in enumerate(files)]  # fmt: skip
+        jobs = [
+            start(file, coordinator, *both, "--train.max_steps", steps, ranks=n + 1) for n, file in enumerate(files)
+        ]
         assert [job.wait(90) for job in jobs] == [[0], [0, 0]], jobs[0].output() + jobs[1].output()
     trained = [CheckpointReader(complete_checkpoints(each / "run/checkpoints")[0]) for each in sites]
     names = [name for name in trained[0].order() if "lora" in name]

@@ -229,9 +229,14 @@ def with_torchft(warm: WarmCommands) -> dict[str, str]:
 
 def start_shell(command: str, folder: Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        ["bash", "-ec", f"exec {command}"], cwd=folder, env=env or environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        ["bash", "-ec", f"exec {command}"],
+        cwd=folder,
+        env=env or environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def die_while_sending(_: int) -> None:

@@ -289,8 +289,9 @@ def test_150_mutated_answers_bring_the_right_numbers_or_a_named_error() -> None:
     right = np.arange(11, dtype=np.float32)
     body = right.tobytes() + struct.pack("<Q", xxhash.xxh3_64_intdigest(right.tobytes()))
     count = 150
-    messages = (framed(changed({"bytes": 44}, dice) if dice.random() < 0.3 else {"bytes": 44}, dice, body)
-                for _ in range(count))  # fmt: skip
+    messages = (
+        framed(changed({"bytes": 44}, dice) if dice.random() < 0.3 else {"bytes": 44}, dice, body) for _ in range(count)
+    )
     pairs = [((0, 5, 2, 3), (0, 3, 2, 3)), ((60, 0, 1, 5), (6, 0, 1, 5))]
     good = 0
     with answers(messages) as address:
@@ -330,13 +331,22 @@ COMMON = {"data": "x", "seed": 1}
 def test_250_mutated_sayings_at_a_meeting_are_read_or_passed_over() -> None:
     """Whoever is understood is of samples and addresses that exist; the site that meets them goes on."""
     dice = random.Random(3)
-    said = {**SENSE, "phase": "meet", "run": "run", "common": COMMON, "addresses": ["127.0.0.1:9", "10.0.0.1:80"],
-            "ledger": {"next": 40, "free": [[0, 4]], "dealt": {"b:0": [[8, 24], [30, 40]]}}}  # fmt: skip
+    said = {
+        **SENSE,
+        "phase": "meet",
+        "run": "run",
+        "common": COMMON,
+        "addresses": ["127.0.0.1:9", "10.0.0.1:80"],
+        "ledger": {"next": 40, "free": [[0, 4]], "dealt": {"b:0": [[8, 24], [30, 40]]}},
+    }
     own = Member(id="a:1", message=said)
     understood = others = 0
     for _ in range(250):
-        told = changed(said, dice) if dice.random() < 0.8 else changed({"phase": "commit", "run": "run", "round": 1,
-                                                                        "have": ["a:1"]}, dice)  # fmt: skip
+        told = (
+            changed(said, dice)
+            if dice.random() < 0.8
+            else changed({"phase": "commit", "run": "run", "round": 1, "have": ["a:1"]}, dice)
+        )
         stranger = Member(id="b:1", message=told if isinstance(told, dict) else {})
         members = SimpleNamespace(meet=lambda _said, _limit_s, met=(own, stranger): list(met), heard=list)
         meetings = Meetings(Ranks(), members, "a:1", "run", COMMON)

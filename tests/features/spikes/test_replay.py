@@ -42,8 +42,9 @@ def test_an_answer_without_equal_steps_says_where_they_part() -> None:
         "steps": steps, "checkpoints": [], "modules": [], "rows": [row],
     }  # fmt: skip
     lines = list(lines_for(answer))
-    assert lines[0] == ("the steps are not equal to the run's record to the bit: first at step 5, largest relative "
-                        "difference 1.0e-03")  # fmt: skip
+    assert lines[0] == (
+        "the steps are not equal to the run's record to the bit: first at step 5, largest relative difference 1.0e-03"
+    )
     assert "step 5 sequence 40: loss 9.0000, norm 3, share 90.0%" in lines and not any(
         "damaged" in line for line in lines
     )
@@ -115,15 +116,20 @@ pdsh@node-1: node-2: ssh exited with exit code 2
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (REFUSED, "config: node-2: /tmp/run/config.yaml cannot be read (No such file or directory)\n"
-                  "       fix: copy it: scp /tmp/run/config.yaml node-2:/tmp/run/config.yaml"),
+        (
+            REFUSED,
+            "config: node-2: /tmp/run/config.yaml cannot be read (No such file or directory)\n"
+            "       fix: copy it: scp /tmp/run/config.yaml node-2:/tmp/run/config.yaml",
+        ),
         (OF_A_HOST, "data.path: data/x has changed\n    since the run"),
         ("error: one\nerror: two\nlast line\n", "two"),
-        ("error: hosts: 1 problem\n  cannot be read: give another\nlast line\n",
-         "hosts: 1 problem\n  cannot be read: give another"),
+        (
+            "error: hosts: 1 problem\n  cannot be read: give another\nlast line\n",
+            "hosts: 1 problem\n  cannot be read: give another",
+        ),
         ("Killed\n", "Killed"),
         ("", "no output"),
     ],
-)  # fmt: skip
+)
 def test_the_reason_is_the_launch_s_own(said: str, reason: str) -> None:
     assert reason_of(said) == reason

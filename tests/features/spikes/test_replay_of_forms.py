@@ -33,8 +33,13 @@ def test_rows_of_a_replay_have_the_baseline_of_the_step(
 ) -> None:
     """z is a mean over the global batch: only with one z do the shares of the rows add up to 1."""
     online = reference == "online"
-    file = recipe(tmp_path / "a", base, prepared_unpaired(tmp_path), {"name": "kto", "reference": reference},
-                  {"r": 4} if online else None)  # fmt: skip
+    file = recipe(
+        tmp_path / "a",
+        base,
+        prepared_unpaired(tmp_path),
+        {"name": "kto", "reference": reference},
+        {"r": 4} if online else None,
+    )
     if not online:
         write_column(file, warm)
     forked.train(file, "--train.global_batch=8", "--train.max_steps=4", "--optim.lr=0.003")

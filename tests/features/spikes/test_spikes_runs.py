@@ -214,15 +214,24 @@ def test_one_rank_trains_the_steps_of_two(
     (tmp_path / "ds.json").write_text(
         json.dumps({"zero_optimization": {"stage": 1}, "train_batch_size": 8, **parallel})
     )
-    forked.train(spiked / "recipe.yaml", f"--train.run_dir={run}", f"--deepspeed={tmp_path / 'ds.json'}",
-                 "--train.max_steps=8", "--checkpoint.every_steps=2", "--checkpoint.keep=9",
-                 "--data.stages=[{from_step: 4, train: {global_batch: 4, micro_batch: 1}}]")  # fmt: skip
+    forked.train(
+        spiked / "recipe.yaml",
+        f"--train.run_dir={run}",
+        f"--deepspeed={tmp_path / 'ds.json'}",
+        "--train.max_steps=8",
+        "--checkpoint.every_steps=2",
+        "--checkpoint.keep=9",
+        "--data.stages=[{from_step: 4, train: {global_batch: 4, micro_batch: 1}}]",
+    )
     assert cli.main(["replay", str(run), "--steps", "4:6", "--one-rank", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["equal"] and not answer["exact"] and len(answer["rows"]) == 8 + 2 * 4
     assert 0 < max(each["apart"] for each in answer["steps"]) < 1e-5  # another order of sums
-    (degrees,) = [row["degrees"] for row in read_rows(Path(answer["folder"]) / "run/events.jsonl")[0]
-                  if row["kind"] == "reads" and row["step"] == 2]  # fmt: skip
+    (degrees,) = [
+        row["degrees"]
+        for row in read_rows(Path(answer["folder"]) / "run/events.jsonl")[0]
+        if row["kind"] == "reads" and row["step"] == 2
+    ]
     assert set(degrees.values()) == {1}
 
 
@@ -291,9 +300,11 @@ def test_the_first_step_of_a_stage_is_no_outlier(spiked: Path) -> None:
     """Its loss is compared with that of other data."""
     draw, other, run = random.Random(2), spiked / "other", spiked / "staged"
     (spiked / "b.jsonl").write_text(
-        "".join(json.dumps({"text": "".join(draw.choice("~^|@#{}$%&*<>=+;`") for _ in range(400))}) + "\n"
-                for _ in range(400))
-    )  # fmt: skip
+        "".join(
+            json.dumps({"text": "".join(draw.choice("~^|@#{}$%&*<>=+;`") for _ in range(400))}) + "\n"
+            for _ in range(400)
+        )
+    )
     given = ["--source", str(spiked / "b.jsonl"), "--tokenizer", str(spiked / "set/tokenizer"), "--out", str(other)]
     assert prepare(given) == 0
     words = [

@@ -42,8 +42,11 @@ def row(folder: Path) -> tuple[int, int]:
     """(step of the spike, sequence with the garbage)."""
     step, (span,) = event(folder / "run")["step"], spans(folder / "run")
     first = span.sequence_at(step - 1)
-    (sequence,) = [index for index in range(first, first + 8)
-                   if any(line.startswith(f"a.jsonl:{GARBAGE},") for line in documents_of(span, index))]  # fmt: skip
+    (sequence,) = [
+        index
+        for index in range(first, first + 8)
+        if any(line.startswith(f"a.jsonl:{GARBAGE},") for line in documents_of(span, index))
+    ]
     return step, sequence
 
 
@@ -151,9 +154,13 @@ def test_data_where_tells_which_steps_left_the_document_out(
     ],
 )
 def test_a_wrong_request_is_refused_and_nothing_is_written(
-    words: tuple[str, ...], message: str, folder: Path, row: tuple[int, int], capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    message: str,
+    folder: Path,
+    row: tuple[int, int],
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     (folder / "own.py").write_text("from llmtrain import Part\n\nclass Own(Part, entry='own'):\n    pass\n")
     monkeypatch.chdir(folder)
     given, before = [word.format(here=folder, row=row[1]) for word in words], sorted(folder.iterdir())
@@ -181,8 +188,12 @@ def test_a_sequence_of_a_stage_is_left_out_of_its_own_data(folder: Path) -> None
     given = ["--source", str(folder / "a.jsonl"), "--tokenizer", str(folder / "set/tokenizer")]
     assert cli.main(["prepare", *given, "--out", str(folder / "later"), "--validation-fraction", "0.3"]) == 0
     words = [f"--train.run_dir={folder / 'staged'}", "--train.max_steps=30", "--checkpoint.every_steps=10"]
-    forked.train(folder / "recipe.yaml", *words, "--checkpoint.keep=9",
-                 f"--data.stages=[{{from_step: 20, path: {folder / 'later'}}}]")  # fmt: skip
+    forked.train(
+        folder / "recipe.yaml",
+        *words,
+        "--checkpoint.keep=9",
+        f"--data.stages=[{{from_step: 20, path: {folder / 'later'}}}]",
+    )
     out = folder / "staged-2"
     asked = ["replay", str(folder / "staged"), "--steps", "22:26", "--write", "--out", str(out), "--without"]
     assert cli.main([*asked, "25"]) == 0

@@ -46,8 +46,9 @@ class Neighbour:
         (folder / "job.py").write_text(JOB + RUNS)
         env = environment(PYTHONPATH=str(REPO))
         with open(folder / "output", "wb") as output:
-            self.process = subprocess.Popen([sys.executable, "-c", LAUNCH], cwd=folder, stdout=output, stderr=output,
-                                            env=env)  # fmt: skip
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", LAUNCH], cwd=folder, stdout=output, stderr=output, env=env
+            )
 
     def output(self) -> str:
         return (self.folder / "output").read_text()
@@ -94,8 +95,12 @@ def wait_for_more(job: Any, run: Path, steps: int, timeout_s: float = 120) -> No
 def watch_folders(job: Any) -> list[Path]:
     """Where the ranks of a job beat."""
     found = {psutil.Process(rank.pid).environ().get("LLMTRAIN_WATCH") for rank in job.ranks}
-    files = {Path(each.path).parent for rank in job.ranks for each in psutil.Process(rank.pid).open_files()
-             if each.path.endswith(".stack")}  # fmt: skip
+    files = {
+        Path(each.path).parent
+        for rank in job.ranks
+        for each in psutil.Process(rank.pid).open_files()
+        if each.path.endswith(".stack")
+    }
     return sorted(files | {Path(each) for each in found if each})
 
 

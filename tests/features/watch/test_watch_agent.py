@@ -129,8 +129,15 @@ def ask(place: dict[str, Any]) -> bool:
 def test_a_watch_survives_what_strangers_send_and_starts_again_after_a_kill(tmp_path):
     """Fifteen bytes ended it, and 12 s later a healthy run of long steps. 100 open files, idle connections, a kill."""
     (folder := tmp_path / "watch").mkdir(mode=0o700)
-    settings = {"folder": str(folder), "host": "node-1", "run_dir": str(tmp_path), "stall_s": 300.0, "connects_s": 30.0,
-                "launcher": os.getpid(), "local_size": 1}  # fmt: skip
+    settings = {
+        "folder": str(folder),
+        "host": "node-1",
+        "run_dir": str(tmp_path),
+        "stall_s": 300.0,
+        "connects_s": 30.0,
+        "launcher": os.getpid(),
+        "local_size": 1,
+    }
     (folder / "job.json").write_text('{"is_root": true, "hosts": {}}')
     words = [sys.executable, "-m", "llmtrain.features.watch.agent", json.dumps(settings)]
     few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # noqa: E731
@@ -149,8 +156,15 @@ def test_a_watch_survives_what_strangers_send_and_starts_again_after_a_kill(tmp_
     first = place()
     idle = []
     try:
-        for said in (b'{"token":"\xc3\xa9"}\n', b'{"token":"\\ud800"}\n', b"[" * 200_000 + b"\n", b"5\nnull\n[]\n{}\n",
-                     b'{"token":1e999}\n', b"\xff\xfe\0\n", b"x" * 5000):  # fmt: skip
+        for said in (
+            b'{"token":"\xc3\xa9"}\n',
+            b'{"token":"\\ud800"}\n',
+            b"[" * 200_000 + b"\n",
+            b"5\nnull\n[]\n{}\n",
+            b'{"token":1e999}\n',
+            b"\xff\xfe\0\n",
+            b"x" * 5000,
+        ):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", first["port"])) as stranger:
                 stranger.sendall(said)
         idle = [socket.create_connection(("127.0.0.1", first["port"])) for _ in range(150)]

@@ -202,9 +202,10 @@ def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE", str(tmp_path))
     now_us = int(time.monotonic() * 1e6)
-    rows = [f"4,{n},{now_us - age * 10**6},-;{text}" for n, (age, text) in enumerate(
-        [(7200, texts.xid(48)), (3, texts.xid(79)), (2, "e1000: link is up")]
-    )]  # fmt: skip
+    rows = [
+        f"4,{n},{now_us - age * 10**6},-;{text}"
+        for n, (age, text) in enumerate([(7200, texts.xid(48)), (3, texts.xid(79)), (2, "e1000: link is up")])
+    ]
     (tmp_path / "kmsg").write_text("")
     log = iter([*(row.encode() for row in rows), b""])
     monkeypatch.setattr(gpus, "_KERNEL_LOG", str(tmp_path / "kmsg"))

@@ -236,12 +236,15 @@ def test_the_main_threads_stack_is_read():
 @pytest.mark.parametrize(
     ("trigger", "values", "told"),
     [
-        ("stall", {"idle_s": 300.0, "stack": (Frame("/home/me/mine.py", 12, "wait"),)},
-         "rank 1 on a is in parts.wrong: after_step at me/mine.py:12 (wait), for 300 s: the plugin's method does not"),
+        (
+            "stall",
+            {"idle_s": 300.0, "stack": (Frame("/home/me/mine.py", 12, "wait"),)},
+            "rank 1 on a is in parts.wrong: after_step at me/mine.py:12 (wait), for 300 s: the plugin's method does",
+        ),
         ("dead_rank", {"state": "dead", "code": 0}, "rank 1 on a has ended in parts.wrong: after_step (exit code 0)"),
         ("dead_rank", {"state": "dead", "signal": "SIGSEGV"}, "crashed with SIGSEGV in parts.wrong: after_step"),
     ],
-)  # fmt: skip
+)
 def test_a_rank_that_hangs_or_ends_in_a_plugins_method_is_told_with_it(trigger, values, told):
     of_a = {"host": "a", "phase": "step"}
     ranks = (

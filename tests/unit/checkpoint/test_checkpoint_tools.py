@@ -44,8 +44,14 @@ def test_ls_shows_all_that_lies_there(run: Path, say: Say) -> None:
     assert code == 0
     assert [step for step, _ in states] == ["400", "300", "200", "100", "50", "40", "30"]
     assert [text.partition(":")[0] for _, text in states] == [
-        "tmp", "complete", "damaged", "damaged", "set aside", "incomplete", "trash",
-    ]  # fmt: skip
+        "tmp",
+        "complete",
+        "damaged",
+        "damaged",
+        "set aside",
+        "incomplete",
+        "trash",
+    ]
     assert "rank-00001.safetensors is missing" in states[2][1] and "trainer.json" in states[3][1]
     assert "307k" in lines[1] and "ZeRO 1 x 2 ranks, fp32" in lines[1] and str(at(run, 300)) in lines[1]
 
@@ -235,8 +241,12 @@ def test_the_best_stay_and_are_named(tmp_path: Path, say: Say) -> None:
     assert outdated(folder, 3, best=best) == [at(tmp_path, 200)]
     _, out, _ = say("ls", tmp_path)
     assert [line.partition("best: ")[2].split()[:2] for line in out.splitlines()[1:]] == [
-        [], [], ["eval/loss", "1.5000"], [], ["eval/loss", "2.0000"],
-    ]  # fmt: skip
+        [],
+        [],
+        ["eval/loss", "1.5000"],
+        [],
+        ["eval/loss", "2.0000"],
+    ]
     assert best_checkpoints(tmp_path)[0] == at(tmp_path, 300)
     code, _, _ = say("prune", tmp_path, "--keep", 1)
     assert code == 0 and complete_checkpoints(folder) == [at(tmp_path, step) for step in (500, 300, 100)]

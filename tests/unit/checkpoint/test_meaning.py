@@ -29,10 +29,13 @@ OTHER = {
     "hidden_act": ({"hidden_act": "relu"}, ['hidden_act: "silu" -> "relu"']),
     "a length that scaled positions read": (
         {"max_position_embeddings": 99, "rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}},
-        ["max_position_embeddings: 2048 -> 99", "rope_parameters.factor: null -> 2.0",
-         'rope_parameters.rope_type: "default" -> "dynamic"'],
+        [
+            "max_position_embeddings: 2048 -> 99",
+            "rope_parameters.factor: null -> 2.0",
+            'rope_parameters.rope_type: "default" -> "dynamic"',
+        ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fields", SAME.values(), ids=SAME)

@@ -42,7 +42,8 @@ def test_ls_and_verify_of_a_url(run: Path, url: str, got: list[str], say: Say, t
     rows = json.loads(say("ls", f"{url}/step-200", "--json")[1])
     assert [(row["step"], row["path"], row["state"]) for row in rows] == [(200, f"{url}/step-00000200", "complete")]
     assert [line.split() for line in say("verify", url)[1].splitlines()] == [
-        [f"{url}/step-{step:08d}", "intact"] for step in (300, 200, 100)]  # fmt: skip
+        [f"{url}/step-{step:08d}", "intact"] for step in (300, 200, 100)
+    ]
     flip(tmp_path / "bucket/runs/name/step-00000200/rank-00001.safetensors", -5)
     code, out, _ = say("verify", f"{url}/step-200")
     assert code == 1 and f"{url}/step-00000200  DAMAGED" in out and "1 of 13 tensors are damaged" in out

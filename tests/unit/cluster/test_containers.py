@@ -42,8 +42,11 @@ def played(script: str, folder: Path, **env: str) -> tuple[list[str], subprocess
 def test_the_image_installs_what_make_installs() -> None:
     rule = re.search(r"^\$\(VENV\)/\.run:.*\n((?:\t.*\n)+)", (REPO / "Makefile").read_text(), flags=re.M)
     assert rule is not None
-    make = [line.strip().replace("$(BIN)/", "").replace("$(CONSTRAINTS)", "constraints.txt") for line in
-            rule[1].splitlines() if "pip install" in line]  # fmt: skip
+    make = [
+        line.strip().replace("$(BIN)/", "").replace("$(CONSTRAINTS)", "constraints.txt")
+        for line in rule[1].splitlines()
+        if "pip install" in line
+    ]
     make[0] = make[0].replace(
         "$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))", "${TORCH_INDEX:+--index-url $TORCH_INDEX}"
     )
@@ -75,9 +78,13 @@ def test_the_job_starts_the_quickstart_and_knows_the_exit_codes(tmp_path: Path) 
 def test_the_first_rented_machine_starts_the_ranks_of_all(tmp_path: Path, rank: int) -> None:
     task = read("skypilot.yaml")
     words, done = played(
-        task["run"], tmp_path, SKYPILOT_NODE_RANK=str(rank), SKYPILOT_NODE_IPS="10.0.0.4\n10.0.0.5",
-        SKYPILOT_NUM_GPUS_PER_NODE="8", **task["envs"],
-    )  # fmt: skip
+        task["run"],
+        tmp_path,
+        SKYPILOT_NODE_RANK=str(rank),
+        SKYPILOT_NODE_IPS="10.0.0.4\n10.0.0.5",
+        SKYPILOT_NUM_GPUS_PER_NODE="8",
+        **task["envs"],
+    )
     assert done.returncode == 0, done.stderr
     if rank:
         assert words == []
@@ -97,8 +104,11 @@ def test_the_commands_of_the_image_without_docker(tmp_path: Path) -> None:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-P", REPO / name, source / name], check=True)
     env = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "HOME", "LANG"))}
-    env |= {"PATH": f"{tmp_path}/opt/llmtrain/bin:{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
-            "DS_IGNORE_CUDA_DETECTION": "1", "TORCH_INDEX": ""}  # fmt: skip
+    env |= {
+        "PATH": f"{tmp_path}/opt/llmtrain/bin:{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+        "DS_IGNORE_CUDA_DETECTION": "1",
+        "TORCH_INDEX": "",
+    }
     here = source
     for command in image_commands():
         if not command.startswith("apt-get"):

@@ -253,8 +253,15 @@ def launch_of(recipe: Path, *words: str, hosts: str, slots: int = 1, least: int 
         hosts=made, words=given, launcher="pdsh", max_restarts=9, min_hosts=least, env_file=None, dry_run=False
     )
     first = batches(given, slots * len(made))
-    run = LaunchedRun(folder=str(recipe.parent), resume="auto", again="the same command", start_timeout_s=1.0,
-                      examine=None, batches=first, resolve=batches)  # fmt: skip
+    run = LaunchedRun(
+        folder=str(recipe.parent),
+        resume="auto",
+        again="the same command",
+        start_timeout_s=1.0,
+        examine=None,
+        batches=first,
+        resolve=batches,
+    )
     return Attempts(options, "mark", run)
 
 

@@ -62,8 +62,11 @@ def test_another_choice_of_the_command_line_drops_the_fields_that_it_has_not_wit
     write(here, {section: {base.SELECTOR: base.owners(field)[0], field: value_of(base, field)}})
     argv = ["config", "check", "run.yaml", "--world-size=2", f"--{section}.{base.SELECTOR}", choice]
     assert main(argv) == 0
-    assert re.search(rf"{section}\.{field} = .* \(run.yaml, line \d+\) is dropped: {section}\.{base.SELECTOR} {choice} "
-                     "has no such field", capsys.readouterr().out)  # fmt: skip
+    assert re.search(
+        rf"{section}\.{field} = .* \(run.yaml, line \d+\) is dropped: {section}\.{base.SELECTOR} {choice} "
+        "has no such field",
+        capsys.readouterr().out,
+    )
     assert main([*argv, f"--{section}.{field}", "null"]) == 0
     assert "is dropped" not in capsys.readouterr().out
     assert main([*argv, f"--{section}.{field}", str(value_of(base, field))]) == 2, "of one layer"
@@ -71,8 +74,11 @@ def test_another_choice_of_the_command_line_drops_the_fields_that_it_has_not_wit
 
 @pytest.mark.parametrize(("choice", "field"), [each[1:] for each in FOREIGN if each[0] == "optim"])
 def test_a_parameter_of_another_optimizer_is_refused_in_the_json(choice: str, field: str, here: Path) -> None:
-    params = {item.name: item.metadata["json"] for item in fields(Optimizer.CHOICES[Optimizer.owners(field)[0]])
-              if item.metadata.get("json", "").startswith("optimizer.params.")}  # fmt: skip
+    params = {
+        item.name: item.metadata["json"]
+        for item in fields(Optimizer.CHOICES[Optimizer.owners(field)[0]])
+        if item.metadata.get("json", "").startswith("optimizer.params.")
+    }
     kind, name = Optimizer.CHOICES[choice].json_types[-1], params[field].rpartition(".")[2]
     write(here, None, {"optimizer": {"type": kind, "params": {name: 0.5}}})
     rule, remedy = Optimizer.refusal(field)
@@ -84,8 +90,9 @@ def test_a_parameter_of_another_optimizer_is_refused_in_the_json(choice: str, fi
 def test_the_json_selects_the_class_of_an_optimizer_without_a_name(here: Path) -> None:
     write(here, {"optim": {"muon_lr": 0.03}}, {"optimizer": {"type": "muon", "params": {"lr": 1e-3}}})
     optim = load(["run.yaml"], 2).config.optim
-    assert optim == Muon(lr=1e-3, muon_lr=0.03, muon_momentum=0.95, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
-                         clip_norm=0.0)  # fmt: skip
+    assert optim == Muon(
+        lr=1e-3, muon_lr=0.03, muon_momentum=0.95, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=0.0
+    )
     write(here, {"optim": {"eps": 1e-6}}, {"optimizer": {"type": "Lion"}})
     with pytest.raises(ConfigError, match=r"(?s)optim.eps = 1e-06.*optim.name"):
         load(["run.yaml"], 2)

@@ -150,8 +150,11 @@ def test_nested_kinds_and_defaults_are_deepspeeds() -> None:
 
 def _numbers() -> dict[str, ds_keys.Key]:
     """Every key of a number that is not refused whatever it holds."""
-    return {dotted: key for dotted, key in ds_keys.LEAVES.items() if key.kind in ("int", "num")
-            and len(key.at) < len(ds_keys.STAGES)}  # fmt: skip
+    return {
+        dotted: key
+        for dotted, key in ds_keys.LEAVES.items()
+        if key.kind in ("int", "num") and len(key.at) < len(ds_keys.STAGES)
+    }
 
 
 def test_every_number_has_bounds_as_narrow_as_deepspeeds() -> None:

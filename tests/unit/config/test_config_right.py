@@ -51,13 +51,17 @@ def test_defaults_are_filled_in(here: Path) -> None:
     ("model", "ds", "layers", "said"),
     [
         ({}, {"activation_checkpointing": {}}, "all", "adamw, activation checkpointing\n"),
-        ({"recompute": {"layers": 3, "keep": "attention"}}, {"activation_checkpointing": {}}, 3,
-         "adamw, activation checkpointing of 3 layers without attention\n"),
+        (
+            {"recompute": {"layers": 3, "keep": "attention"}},
+            {"activation_checkpointing": {}},
+            3,
+            "adamw, activation checkpointing of 3 layers without attention\n",
+        ),
         ({"recompute": {"layers": "auto"}}, {}, "auto", "checkpointing of as many layers as memory asks for\n"),
         ({"recompute": {"layers": 1}}, {"pipeline": {"stages": 2}}, 1, "checkpointing of 1 layer a stage\n"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_recomputed_layers_of_yaml_and_json(here: Path, model: Any, ds: Any, layers: Any, said: str) -> None:
     run = loaded(here, {"model": model}, ds)
     assert run.config.model.recompute.layers == layers
@@ -113,10 +117,17 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
     }
     notes = [note.partition(": no effect: ")[0] for note in loaded(here, None, ds).notes if "no effect" in note]
     assert [keys.removeprefix("ds.json: ") for keys in notes] == [
-        "zero_optimization.sub_group_size", "fp16.auto_cast", "aio.queue_depth", "pipeline.pipe_partitioned",
-        "vocabulary_size", "timers.throughput.synchronized", "dump_state, comms_logger.enabled", "comms_logger.enabled",
-        "pipeline.partition", "expert_parallel.preset_model",
-    ]  # fmt: skip
+        "zero_optimization.sub_group_size",
+        "fp16.auto_cast",
+        "aio.queue_depth",
+        "pipeline.pipe_partitioned",
+        "vocabulary_size",
+        "timers.throughput.synchronized",
+        "dump_state, comms_logger.enabled",
+        "comms_logger.enabled",
+        "pipeline.partition",
+        "expert_parallel.preset_model",
+    ]
 
 
 def test_a_public_file_for_nvme_that_offloads_to_the_host_is_taken(here: Path) -> None:
@@ -276,15 +287,21 @@ def test_wsd_decays_over_a_tenth(here: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "schedule", "told"),
     [
-        ("WarmupLR", {}, "then a constant rate, whatever its lr_scheduler_type is; here that is schedule.name: "
-         "constant"),
+        (
+            "WarmupLR",
+            {},
+            "then a constant rate, whatever its lr_scheduler_type is; here that is schedule.name: constant",
+        ),
         ("WarmupLR", {"name": "constant"}, ""),
-        ("WarmupDecayLR", {"name": "linear"}, "a line to 0, whatever its lr_scheduler_type is; here that is "
-         "schedule.name: linear, schedule.min_ratio: 0"),
+        (
+            "WarmupDecayLR",
+            {"name": "linear"},
+            "a line to 0, whatever its lr_scheduler_type is; here that is schedule.name: linear, schedule.min_ratio: 0",
+        ),
         ("WarmupDecayLR", {"name": "linear", "min_ratio": 0}, ""),
         ("WarmupCosineLR", {"name": "linear"}, "schedule.name: cosine, schedule.min_ratio: 0.0001"),
     ],
-)  # fmt: skip
+)
 def test_what_an_automatic_scheduler_is_elsewhere_is_said(
     here: Path, capsys: pytest.CaptureFixture[str], kind: str, schedule: dict[str, Any], told: str
 ) -> None:

@@ -60,10 +60,17 @@ def test_show_tells_where_each_value_came_from(here: Path, capsys: pytest.Captur
     assert '"train_batch_size": 8' in exact
     came = {line.split(":")[0].strip(): line.rpartition("  # ")[2] for line in shown.splitlines() if "  # " in line}
     wanted = {
-        "deepspeed": "run.yaml:1", "lr": "more.yaml:3", "hidden_size": "more.yaml:4", "log_every": "--train.log_every",
-        "vocab_size": "--model.config.vocab_size", "accumulation": "computed", "betas": "default", "keep": "default",
-        "clip_norm": "ds.json, gradient_clipping", "run_dir": "computed",
-    }  # fmt: skip
+        "deepspeed": "run.yaml:1",
+        "lr": "more.yaml:3",
+        "hidden_size": "more.yaml:4",
+        "log_every": "--train.log_every",
+        "vocab_size": "--model.config.vocab_size",
+        "accumulation": "computed",
+        "betas": "default",
+        "keep": "default",
+        "clip_norm": "ds.json, gradient_clipping",
+        "run_dir": "computed",
+    }
     assert {key: came[key] for key in wanted} == wanted
     assert strict_yaml.parse(shown, "shown").tree == strict_yaml.parse(strict_yaml.dump(load(words, 2).config), "").tree
 

@@ -18,9 +18,11 @@ from llmtrain.config.topology import Mix
 from llmtrain.objectives.objective import Objective
 from tools.pages import ADAPTERS, FORMS, OPTIONS, against, markdown, pair, refusals
 
-ROWS = {**{name: ("next_token", adapter) for name, adapter in ADAPTERS.items()},
-        **{name: (name, AdapterConfig()) for name in Objective.CHOICES},
-        **{f"{name} with LoRA": (name, AdapterConfig(r=8)) for name in Objective.CHOICES}}  # fmt: skip
+ROWS = {
+    **{name: ("next_token", adapter) for name, adapter in ADAPTERS.items()},
+    **{name: (name, AdapterConfig()) for name in Objective.CHOICES},
+    **{f"{name} with LoRA": (name, AdapterConfig(r=8)) for name in Objective.CHOICES},
+}
 
 
 def json_of(form: Mix) -> dict[str, Any]:
@@ -47,11 +49,13 @@ def test_the_resolver_refuses_what_the_table_refuses(form: str, tmp_path: Path) 
     for name, (objective, adapter) in ROWS.items():
         teacher = {"teacher": str(tmp_path)} if objective == "distill" else {}
         config = RunConfig(
-            deepspeed=str(path), adapter=adapter, model=ModelConfig(config={"model_type": "llama"}),
+            deepspeed=str(path),
+            adapter=adapter,
+            model=ModelConfig(config={"model_type": "llama"}),
             objective=Objective.of(objective, **teacher),
             data=DataConfig(path="data", sequence_length=128),
             train=TrainConfig(global_batch=4, micro_batch=1, max_steps=10),
-        )  # fmt: skip
+        )
         expected = [rule for rule, _ in refusals(adapter, FORMS[form])]
         try:
             resolve(config, 2)

@@ -24,10 +24,11 @@ TOP = "deepspeed: ds.json\n"
 @pytest.mark.parametrize(
     ("yaml", "words"),
     [
-        ("learning_rate: 1e-4\nbf16: true\ngradient_accumulation_steps: 2\noutput_dir: x\n",
-         ("learning_rate = 0.0001", "optim.lr?", "deepspeed = null", "train.accumulation?", "`bf16.enabled`")),
-        (f"{TOP}train:\n  max_steps: 4\n  optim:\n    lr: 1e-3\n",
-         ("line 4", "`optim:`", "`train:`")),
+        (
+            "learning_rate: 1e-4\nbf16: true\ngradient_accumulation_steps: 2\noutput_dir: x\n",
+            ("learning_rate = 0.0001", "optim.lr?", "deepspeed = null", "train.accumulation?", "`bf16.enabled`"),
+        ),
+        (f"{TOP}train:\n  max_steps: 4\n  optim:\n    lr: 1e-3\n", ("line 4", "`optim:`", "`train:`")),
         (f"{TOP}optim:\n  lr 1e-3\n", ("line 2", "`lr: 1e-3`")),
         (f"{TOP}optim:\n  lr:1e-3\n", ("line 2", "`lr: 1e-3`")),
         (f"{TOP}optim:\n  lr 1e-3\n  eps: 1e-8\n", ("line 3", "`lr: 1e-3`")),
@@ -47,7 +48,7 @@ TOP = "deepspeed: ds.json\n"
         (f"{TOP}parts: {{mine: {{}}}}\n", ("--plugin FILE.py",)),
         (f"{TOP}optim:\n  - lr: 1\n", ("`name: ...`",)),
     ],
-)  # fmt: skip
+)
 def test_a_beginner_is_answered(yaml: str, words: tuple[str, ...], here: Path) -> None:
     write(here)
     (here / "run.yaml").write_text(yaml)
@@ -127,9 +128,15 @@ def test_each_kind_of_type_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     inner = _Inner(names=["n"], pair=(1.0, 2.0))
     assert read(_Outer, given, "", problems := Problems()) == _Outer(
-        size=2, mode="b", either="all", shares={"x": 1.0, "y.z": 0.5}, inner=inner,
-        several=[_Inner(), _Inner(names=["m"])], folder="/data/a", rest={"q": [1]},
-    )  # fmt: skip
+        size=2,
+        mode="b",
+        either="all",
+        shares={"x": 1.0, "y.z": 0.5},
+        inner=inner,
+        several=[_Inner(), _Inner(names=["m"])],
+        folder="/data/a",
+        rest={"q": [1]},
+    )
     assert not problems and problems.notes == ["folder: $WHERE/a is /data/a here"]
 
 

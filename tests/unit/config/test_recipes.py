@@ -82,8 +82,12 @@ def test_the_1b_recipe_has_the_size_that_it_says() -> None:
     assert f"{parameters * 12 / 1e9:.0f} GB each" in path.read_text()
 
 
-LLAMA_3: dict[str, Any] = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8,
-                           "tie_word_embeddings": False}  # fmt: skip
+LLAMA_3: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
 SHAPES = {
     "sft_8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "lora_70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},

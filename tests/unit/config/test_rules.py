@@ -33,8 +33,9 @@ def test_an_example_is_refused_with_keys_reason_and_remedy(
     with pytest.raises(ConfigError) as refused:
         resolve(parse(["run.yaml"], check_paths=rule in OF_STARTS).config, RANKS)
     assert reason in str(refused.value) and remedy in str(refused.value)
-    given = {key: value for key, value in rule.example.items()
-             if key in rule.keys and not isinstance(value, (dict, list))}  # fmt: skip
+    given = {
+        key: value for key, value in rule.example.items() if key in rule.keys and not isinstance(value, (dict, list))
+    }
     assert all(f"{key} = " in str(refused.value) for key in rule.keys), refused.value
     assert all(f"{key} = {show(value)}" in str(refused.value) for key, value in given.items()), refused.value
 

@@ -45,9 +45,11 @@ def test_a_stage_changes_what_it_names_and_keeps_the_rest(here: Path) -> None:
     told = [(s.first_step, s.data.path, s.batch.sequence_length, s.batch.global_batch, s.batch.micro_batch,
              s.batch.accumulation) for s in stages]  # fmt: skip
     assert told == [
-        (0, "data/x", 128, 8, 2, 2), (40, "data/y", 128, 8, 2, 2), (60, "data/y", 256, 16, 2, 4),
+        (0, "data/x", 128, 8, 2, 2),
+        (40, "data/y", 128, 8, 2, 2),
+        (60, "data/y", 256, 16, 2, 4),
         (80, "data/x", 128, 16, 2, 4),
-    ]  # fmt: skip
+    ]
     assert [stages.number(step) for step in (0, 39, 40, 59, 60, 79, 80, 99)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert stages.tokens(70) == 60 * 8 * 128 + 10 * 16 * 256
     assert stages.sharing(3) == [0, 3] and stages.sequences(90, [0, 3]) == 40 * 8 + 10 * 16
@@ -128,12 +130,24 @@ def test_tokens_are_counted_stage_by_stage(here: Path, tokens: int, steps: int) 
 
 
 def test_epochs_are_those_of_the_last_stages_data(here: Path) -> None:
-    write(here, {"data": {"stages": [{"from_step": 10, "path": "data/y"}, {"from_step": 20, "path": "data/x"}]},
-                 "schedule": {"name": "constant"}, "train": {"max_steps": ..., "epochs": 2}})  # fmt: skip
+    write(
+        here,
+        {
+            "data": {"stages": [{"from_step": 10, "path": "data/y"}, {"from_step": 20, "path": "data/x"}]},
+            "schedule": {"name": "constant"},
+            "train": {"max_steps": ..., "epochs": 2},
+        },
+    )
     found = load(["--config", "run.yaml"], 2, epoch=lambda data: {"data/x": 100}[str(data.path)])
     assert found.max_steps == 35  # 200 sequences of data/x, 80 of them before step 10
-    write(here, {"data": {"stages": [{"from_step": 10, "mixture": {"./data/x": 2.0}, "train": {"global_batch": 4}}]},
-                 "schedule": {"name": "constant"}, "train": {"max_steps": ..., "epochs": 2}})  # fmt: skip
+    write(
+        here,
+        {
+            "data": {"stages": [{"from_step": 10, "mixture": {"./data/x": 2.0}, "train": {"global_batch": 4}}]},
+            "schedule": {"name": "constant"},
+            "train": {"max_steps": ..., "epochs": 2},
+        },
+    )
     assert load(["--config", "run.yaml"], 2, epoch=lambda _: 100).max_steps == 40  # by whatever name
 
 
@@ -182,10 +196,13 @@ WRONG: list[tuple[list[dict[str, Any]] | Any, dict[str, Any], tuple[str, ...]]] 
     ([{"from_step": 5, "train": {"max_steps": 7}}], {}, ("train.max_steps = 7", "stays as it is during a run")),
     ([{"from_step": 5, "train": {"global_batch": 6}}], {}, ("global_batch 6", "data.stages[0].train", "not whole")),
     ([{"from_step": 5, "schedule": {"name": "cosinus"}}], {}, ("data.stages[0].schedule.name", "choose one")),
-    ([{"from_step": 0, "path": "data/y"}], {}, ("data.stages[0].path", "data.path = \"data/x\"", "remove one")),
-    ([{"from_step": 9, "schedule": {"name": "linear"}}], {"schedule": {"name": "cosine", "warmup_steps": 9}},
-     ("schedule.warmup_steps = 9", "schedule's 9 steps, 0 to 9")),
-]  # fmt: skip
+    ([{"from_step": 0, "path": "data/y"}], {}, ("data.stages[0].path", 'data.path = "data/x"', "remove one")),
+    (
+        [{"from_step": 9, "schedule": {"name": "linear"}}],
+        {"schedule": {"name": "cosine", "warmup_steps": 9}},
+        ("schedule.warmup_steps = 9", "schedule's 9 steps, 0 to 9"),
+    ),
+]
 
 
 @pytest.mark.parametrize(("stages", "sections", "says"), WRONG, ids=[case[2][0] for case in WRONG])

@@ -106,11 +106,17 @@ FORMS = {
     "roles under conversations": {"conversations": [{"role": "system", "content": "s"}, *talk("q", "a")]},
     "alpaca": {"instruction": "q", "input": "", "output": "a", "system": "s"},
     "prompt and completion": {"prompt": "q", "completion": "a", "system": "s"},
-    "parts": {"messages": [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]}
-                           for m in talk("q", "a", system="s")]},
-    "nulls of Arrow": {"messages": [{**m, "tool_calls": None, "name": None} for m in talk("q", "a", system="s")],
-                       "tools": None, "prompt": None},
-}  # fmt: skip
+    "parts": {
+        "messages": [
+            {"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in talk("q", "a", system="s")
+        ]
+    },
+    "nulls of Arrow": {
+        "messages": [{**m, "tool_calls": None, "name": None} for m in talk("q", "a", system="s")],
+        "tools": None,
+        "prompt": None,
+    },
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -203,9 +209,13 @@ CALLS = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}(SPELT
 
 
 def calls_spelt(template: str) -> Kind:
-    return changed(CHATML.partition("{% for m")[0] + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-                   + CALLS.replace("SPELT", template) + "<|im_end|>\n{% endfor %}"
-                   "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")  # fmt: skip
+    return changed(
+        CHATML.partition("{% for m")[0]
+        + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        + CALLS.replace("SPELT", template)
+        + "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
 
 
 SPELT = "{% for k, v in c.function.arguments | items %}{{ k }}={{ v | string }};{% endfor %}"
@@ -298,13 +308,21 @@ EFFORT = "<|im_start|>system\nReasoning: {{ effort | default('medium') }}<|im_en
 
 def test_what_a_record_tells_its_template_is_told(encoder: Encoder) -> None:
     """chat_template_kwargs were dropped. A record's own come before those of all."""
-    for said, of_all, wanted in (({}, {}, "medium"), ({"effort": "high"}, {}, "high"), ({}, {"effort": "low"}, "low"),
-                                 ({"effort": "high"}, {"effort": "low"}, "high")):  # fmt: skip
+    for said, of_all, wanted in (
+        ({}, {}, "medium"),
+        ({"effort": "high"}, {}, "high"),
+        ({}, {"effort": "low"}, "low"),
+        ({"effort": "high"}, {"effort": "low"}, "high"),
+    ):
         one = encoder(changed(EFFORT), variables=of_all)
         (row,) = one.rows(record(talk("q", "a"), chat_template_kwargs=said))
         assert text_of(one, row.ids).startswith(f"<|im_start|>system\nReasoning: {wanted}<|im_end|>"), (said, of_all)
-    for said, reason in (({"efort": "high"}, "reads no 'efort', which the"), ("x", "is a string and no JSON"),
-                         ({"messages": []}, "has 'messages', which is no"), ([1], "is list, not an")):  # fmt: skip
+    for said, reason in (
+        ({"efort": "high"}, "reads no 'efort', which the"),
+        ("x", "is a string and no JSON"),
+        ({"messages": []}, "has 'messages', which is no"),
+        ([1], "is list, not an"),
+    ):
         with pytest.raises(RefusedError, match=reason):
             encoder(changed(EFFORT)).rows(record(talk("q", "a"), chat_template_kwargs=said))
 
@@ -445,8 +463,14 @@ def test_other_records_are_refused(encoder: Encoder) -> None:
 
 def test_a_second_beginning_is_refused(encoder: Encoder) -> None:
     kind = KINDS["llama3"]
-    twice = Kind(kind.template.replace("{% for m in messages %}", "{{ bos_token }}{% for m in messages %}"),
-                 kind.special, kind.eos, kind.stop, kind.rows, bos="<bos>")  # fmt: skip
+    twice = Kind(
+        kind.template.replace("{% for m in messages %}", "{{ bos_token }}{% for m in messages %}"),
+        kind.special,
+        kind.eos,
+        kind.stop,
+        kind.rows,
+        bos="<bos>",
+    )
     with pytest.raises(RefusedError, match=r"the text begins more than once: <bos> at \[0, 1\]"):
         encoder(twice).rows(record(TALK))
 

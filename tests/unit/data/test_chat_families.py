@@ -216,7 +216,7 @@ GLM = {"answer": "<|user|>", "call": "<|observation|>"}
 OF_FAMILIES = {
     name: Behaviour(family.template, family.stops, family.bos, GLM if name == "glm4" else {})
     for name, family in FAMILIES.items()
-}  # fmt: skip
+}
 TRUE = {
     "fails": ("the chat template fails",),
     "prompt": ("does not write the answer where its generation prompt ends",),
@@ -275,8 +275,15 @@ STOPS = {
     "": "<|im_end|>",
 }  # fmt: skip
 """Stop tokens, by the beginning of a template's name in TRL."""
-BEGINS = {"deepseek": "<｜begin▁of▁sentence｜>", "gemma": "<bos>", "diffusion": "<bos>", "cohere": "<BOS_TOKEN>",
-          "llama3": "<|begin_of_text|>", "llava": "<s>", "lfm": "<|startoftext|>"}  # fmt: skip
+BEGINS = {
+    "deepseek": "<｜begin▁of▁sentence｜>",
+    "gemma": "<bos>",
+    "diffusion": "<bos>",
+    "cohere": "<BOS_TOKEN>",
+    "llama3": "<|begin_of_text|>",
+    "llava": "<s>",
+    "lfm": "<|startoftext|>",
+}
 
 
 @pytest.mark.needs("trl")
@@ -300,8 +307,9 @@ def test_masks_are_those_of_trls_training_templates(tmp_path: Path) -> None:
         # DiffusionGemma is no causal model; its training variant leaves out the token where generation stops.
         if training.is_file() and "diffusion" not in file.stem:
             tokenizer = AutoTokenizer.from_pretrained(tmp_path / file.stem)
-            same += sum(_same_mask(tokenizer, training.read_text(), RECORDS[name], rows)
-                        for name, rows in found.items() if rows)  # fmt: skip
+            same += sum(
+                _same_mask(tokenizer, training.read_text(), RECORDS[name], rows) for name, rows in found.items() if rows
+            )
     assert same > 80, same
 
 
@@ -309,9 +317,12 @@ def _same_mask(tokenizer: Any, template: str, record: dict[str, Any], rows: list
     """Asserts that the last row has TRL's mask; False: the training variant writes another text."""
     try:
         theirs = tokenizer.apply_chat_template(
-            record["messages"], tools=record.get("tools"), chat_template=template, return_dict=True,
+            record["messages"],
+            tools=record.get("tools"),
+            chat_template=template,
+            return_dict=True,
             return_assistant_tokens_mask=True,
-        )  # fmt: skip
+        )
     except Exception:  # contents as parts
         return False
     row = rows[-1]

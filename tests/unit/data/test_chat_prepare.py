@@ -345,8 +345,11 @@ def test_an_option_tells_the_template_of_all_records(tmp_path: Path, capsys: pyt
     assert 'chat_template_kwargs {"think": "no"}' in capsys.readouterr().out
     assert told(tmp_path, records, "out", model, *chat) == 2  # it is a setting of the folder
     assert "chat_template_kwargs was {'think': 'no'}" in capsys.readouterr().err
-    for wrong, reason in (('{"thnk": 1}', "reads no such name; it reads think"), ("{think}", "write an object of JSON"),
-                          ('{"tools": []}', "it has 'tools', which is no variable")):  # fmt: skip
+    for wrong, reason in (
+        ('{"thnk": 1}', "reads no such name; it reads think"),
+        ("{think}", "write an object of JSON"),
+        ('{"tools": []}', "it has 'tools', which is no variable"),
+    ):
         assert told(tmp_path, records, "no", model, *chat, "--chat-template-kwargs", wrong) == 2
         assert reason in capsys.readouterr().err
 

@@ -21,8 +21,10 @@ OF_OTHER_FORMATS: dict[str, dict[str, tuple[str, str]]] = {
         "no prompt": ('{"chosen": "a", "rejected": "b"}', "chosen and rejected have no prompt"),
         "a prompt of another type": ('{"prompt": 4, "chosen": "a", "rejected": "b"}', "the prompt is int, neither"),
         "the same twice": ('{"prompt": "q", "chosen": "a", "rejected": "a"}', "there is nothing to prefer"),
-        "two questions": (json.dumps({"chosen": [ASKED, ANSWER], "rejected": [{**ASKED, "content": "z"}, ANSWER]}),
-                          "do not begin with the messages of each other"),
+        "two questions": (
+            json.dumps({"chosen": [ASKED, ANSWER], "rejected": [{**ASKED, "content": "z"}, ANSWER]}),
+            "do not begin with the messages of each other",
+        ),
         "a pair too long": (json.dumps({"prompt": "q", "chosen": "a", "rejected": "b " * 400}), "--max-tokens is 200"),
     },
     "unpaired": {
@@ -31,7 +33,7 @@ OF_OTHER_FORMATS: dict[str, dict[str, tuple[str, str]]] = {
         "a label as a text": ('{"prompt": "q", "completion": "a", "label": "true"}', "label is str, not true"),
         "half a pair": ('{"prompt": "q", "completion": ["a"], "label": true}', "are not both texts, or both lists"),
     },
-}  # fmt: skip
+}
 RIGHT = {
     "preference": {"prompt": "q", "chosen": "a", "rejected": "b"},
     "unpaired": {"prompt": "q", "completion": "a", "label": True},

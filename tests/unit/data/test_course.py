@@ -75,8 +75,9 @@ def test_the_record_tells_what_was_trained() -> None:
 
 def test_a_run_may_change_what_lies_ahead() -> None:
     new = SimpleNamespace(fingerprint="new")
-    config = DataConfig(path="a", sequence_length=8, stages=[StageConfig(from_step=8, path="new"),
-                                                             StageConfig(from_step=10, path="b")])  # fmt: skip
+    config = DataConfig(
+        path="a", sequence_length=8, stages=[StageConfig(from_step=8, path="new"), StageConfig(from_step=10, path="b")]
+    )
     other = course((A, new, B), config)
     other.go_on(7, saved(course(), 7))
     assert reads(other, 7) == [("a", 20), ("new", 0), ("new", 4), ("b", 16)]

@@ -96,7 +96,7 @@ def test_short_documents_stay_whole_and_long_ones_are_cut(play: Path, tmp_path: 
         ("ä" * 6000, "ä"),
         ("\n" * 9000 + "a word " * 900 + "\n" * 9000, " "),  # blank text on neither side
     ],
-)  # fmt: skip
+)
 def test_the_cut_is_at_the_best_boundary_there_is(text: str, ends: str) -> None:
     (first, train), (second, validation) = parts(text, text.encode(), 0.1, 4096)
     assert (first, second) == ("train", "validation") and train + validation == text

@@ -29,15 +29,19 @@ T, BATCH = 16, 4
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     made = tmp_path_factory.mktemp("data")
-    return [str(write_prepared(made / f"{seed}", random_shards(seed, 2, 30), random_shards(9, 1, 8)))
-            for seed in (0, 1)]  # fmt: skip
+    return [
+        str(write_prepared(made / f"{seed}", random_shards(seed, 2, 30), random_shards(9, 1, 8))) for seed in (0, 1)
+    ]
 
 
 def course_of(config: DataConfig, ranks: int = 1) -> Course:
-    batch = Batch(global_batch=BATCH, micro_batch=BATCH // ranks // 2, accumulation=2, data_parallel=ranks,
-                  sequence_length=T)  # fmt: skip
-    return Course(Stages((Stage(first_step=0, data=config, batch=batch, schedule=Constant(), schedule_from=0),)),
-                  [TrainData(config)])  # fmt: skip
+    batch = Batch(
+        global_batch=BATCH, micro_batch=BATCH // ranks // 2, accumulation=2, data_parallel=ranks, sequence_length=T
+    )
+    return Course(
+        Stages((Stage(first_step=0, data=config, batch=batch, schedule=Constant(), schedule_from=0),)),
+        [TrainData(config)],
+    )
 
 
 def steps_of(config: DataConfig, steps: int, rank: int = 0, ranks: int = 1) -> list[StepBatch]:
@@ -123,8 +127,11 @@ def test_answers_are_left_out_in_pairs_and_alone(judged: bool, tmp_path: Path) -
 
 
 def test_stages_with_the_same_data_leave_out_the_same_sequences() -> None:
-    stages = [StageConfig(from_step=2, path="b", exclude=(9,)), StageConfig(from_step=4, path="./a", exclude=(2,)),
-              StageConfig(from_step=6, sequence_length=8)]  # fmt: skip
+    stages = [
+        StageConfig(from_step=2, path="b", exclude=(9,)),
+        StageConfig(from_step=4, path="./a", exclude=(2,)),
+        StageConfig(from_step=6, sequence_length=8),
+    ]
     found = data_of(DataConfig(path="a", exclude=(1,), stages=stages))
     assert [each.exclude for each in found] == [(1, 2), (9,), (1, 2), None]
 
@@ -161,8 +168,9 @@ def test_a_checkpoint_continues_the_order_with_other_exclusions(folders: list[st
 def test_a_run_keeps_its_exclusions_and_a_branch_may_have_others(now: Any, own: bool, message: str) -> None:
     def state(**data: Any) -> TrainerState:
         name = "b" if "path" in data else f"a{data['exclude'][0]}"
-        return TrainerState(step=5, run={"data": data}, data_fingerprint=name,
-                            orders={} if name == "b" else {name: "a"})  # fmt: skip
+        return TrainerState(
+            step=5, run={"data": data}, data_fingerprint=name, orders={} if name == "b" else {name: "a"}
+        )
 
     if not message:
         assert refuse_other_run(state(exclude=[3]), state(**now), Path("step-5"), own=own) == []

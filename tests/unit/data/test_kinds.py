@@ -19,9 +19,13 @@ from tests.helpers.chat import KINDS, workers_here, write_tokenizer
 from tests.helpers.preference import preferences, unpaired
 from tests.helpers.questions import questions
 
-TALKS = [{"messages": [{"role": "user", "content": record["prompt"]},
-                       {"role": "assistant", "content": record["chosen"]}] * (1 + index % 2)}
-         for index, record in enumerate(preferences(40))]  # fmt: skip
+TALKS = [
+    {
+        "messages": [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["chosen"]}]
+        * (1 + index % 2)
+    }
+    for index, record in enumerate(preferences(40))
+]
 IDS = [[(7 * at + row) % 200 for at in range(5 + row % 9)] for row in range(40)]
 
 RECORDS: dict[str, list[dict[str, Any]]] = {
@@ -49,8 +53,9 @@ def digests_of(folder: Path) -> dict[str, str]:
     del manifest["source"]["stat"], manifest["settings"]["tokenizer"]
     for shard in (shard for shards in manifest["shards"].values() for shard in shards):
         del shard["origins"]
-    contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir())
-                if path.suffix in (".bin", ".rows", ".jsonl")}  # fmt: skip
+    contents = {
+        path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".rows", ".jsonl")
+    }
     contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
     return {name: xxhash.xxh3_128_hexdigest(content) for name, content in sorted(contents.items())}
 

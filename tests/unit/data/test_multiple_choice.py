@@ -80,9 +80,11 @@ WRONG = {
     "answer 'A' names two choices": {"question": "Q", "choices": ["B", "A"], "answer": "A"},
     "answer is bool": {"question": "Q", "choices": ["a", "b"], "answer": True},
     "answerKey 'C' names no choice; write one of A, B": {
-        "question": "Q", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "C",
+        "question": "Q",
+        "choices": {"text": ["a", "b"], "label": ["A", "B"]},
+        "answerKey": "C",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("reason", WRONG)

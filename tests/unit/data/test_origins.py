@@ -89,8 +89,10 @@ def test_documents_of_a_list_do_not_enter_the_corpus(
 ) -> None:
     """In each kind of file, also after its first unit; the others keep their sides and places."""
     gone = {("a.jsonl", 1), ("a.jsonl", 622), ("b.jsonl.gz", 8), ("c.jsonl", 499), ("d.parquet", 0), ("d.parquet", 131)}
-    lines = [f'  {file}:{record}, 24 tokens: "and, some: words"' if record == 622 else f"{file}:{record}"
-             for file, record in sorted(gone)]  # fmt: skip
+    lines = [
+        f'  {file}:{record}, 24 tokens: "and, some: words"' if record == 622 else f"{file}:{record}"
+        for file, record in sorted(gone)
+    ]
     (tmp_path / "LIST").write_text("\n\n".join(lines))
     words = ["--source", str(corpus[0]), "--tokenizer", str(prepared / "tokenizer"), "--shard-bytes", "3000"]
     words += ["--max-rejected", "100", "--validation-fraction", "0.1", "--out", str(tmp_path / "set")]
@@ -109,8 +111,9 @@ def test_documents_of_a_list_do_not_enter_the_corpus(
 
 
 def test_the_tokenizer_does_not_learn_from_an_excluded_document(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{word * 400} {n}"}) + "\n"
-                                              for n, word in enumerate(["abc", "xyz", "abc"])))  # fmt: skip
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"{word * 400} {n}"}) + "\n" for n, word in enumerate(["abc", "xyz", "abc"]))
+    )
     (tmp_path / "LIST").write_text("a.jsonl:2")
     words = ["--source", str(tmp_path / "a.jsonl"), "--vocab-size", "270", "--validation-fraction", "0"]
     assert main([*words, "--out", str(tmp_path / "set"), "--exclude", str(tmp_path / "LIST")]) == 0

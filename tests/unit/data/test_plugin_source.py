@@ -62,8 +62,15 @@ def test_rows_of_csv_files_become_documents_however_many_processes_there_are(tmp
     assert sum(made.documents.values()) == 240 and made.settings["plugins"] == plugins.hashes()
     (tmp_path / "csv_source.py").write_text(Path(CSV).read_text() + "\n# changed\n")
     with pytest.raises(UserError, match="plugins was "):
-        llmtrain.prepare("csv:t*.csv", "b", plugin="csv_source.py", fields={"csv": {"delimiter": ";"}}, field="body",
-                         vocab_size=300, shard_bytes=5000)  # fmt: skip
+        llmtrain.prepare(
+            "csv:t*.csv",
+            "b",
+            plugin="csv_source.py",
+            fields={"csv": {"delimiter": ";"}},
+            field="body",
+            vocab_size=300,
+            shard_bytes=5000,
+        )
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,9 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> DataConfig:
     if request.param == "text":
         folder = prepare(tmp_path, [{"text": f"{each['prompt']} {each['chosen']}"} for each in made])
     else:
-        folder = prepare(tmp_path, [{"prompt": each["prompt"], "completion": each["chosen"]} for each in made],
-                         "--format", "chat")  # fmt: skip
+        folder = prepare(
+            tmp_path, [{"prompt": each["prompt"], "completion": each["chosen"]} for each in made], "--format", "chat"
+        )
     return DataConfig(path=folder, sequence_length=96, isolate_documents=True, seed=3)
 
 

@@ -38,15 +38,18 @@ def encoder(folder: Path, hostile: str) -> RowMaker:
 @pytest.mark.parametrize(
     ("hostile", "reason"),
     [
-        slow("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-             "takes more than 1 s of processor time", id="ranges"),
+        slow(
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than 1 s of processor time",
+            id="ranges",
+        ),
         ("{% set x = 7 ** (7 ** 9) %}", "takes more than 1 s of processor time"),  # within one operation
         ("{% set x = 'x' * 10 ** 10 %}", "takes more than 256 MiB of memory"),
         slow("{% set x = '%10000000000d' % 1 %}", "takes more than 256 MiB of memory", id="format"),
         ("{{ 'x' * 6000 }}", "one rendering has 60.. characters, more than 5000"),
     ],
     ids=lambda value: value[:20],
-)  # fmt: skip
+)
 def test_what_a_template_may_take_is_bounded(tmp_path: Path, hostile: str, reason: str) -> None:
     one = encoder(tmp_path, hostile)
     with pytest.raises(RefusedError, match=reason):

@@ -43,8 +43,11 @@ def shards(found: dict[str, bytes]) -> dict[str, bytes]:
 def start(argv: list[str], **values: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "llmtrain.cli", "prepare", *argv],
-        env={**os.environ, **values}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        env={**os.environ, **values},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def test_a_preparation_goes_on_after_a_kill_on_another_machine_over_a_bad_network(

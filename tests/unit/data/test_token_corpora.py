@@ -292,8 +292,10 @@ def test_bad_documents_are_named_by_their_place_in_the_file(
 def test_padding_is_left_out_and_rows_that_teach_nothing_are_refused(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = [{"input_ids": [0, 0, 5, 6, 7], "labels": [-100, -100, -100, 6, 7], "attention_mask": [0, 0, 1, 1, 1]},
-               {"input_ids": [8, 9, 0], "loss_mask": [0, 1, 0], "attention_mask": [1, 1, 0]}]  # fmt: skip
+    records = [
+        {"input_ids": [0, 0, 5, 6, 7], "labels": [-100, -100, -100, 6, 7], "attention_mask": [0, 0, 1, 1, 1]},
+        {"input_ids": [8, 9, 0], "loss_mask": [0, 1, 0], "attention_mask": [1, 1, 0]},
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     rest = ("--format", "token-rows", "--validation-fraction", "0")
     assert prepare(tmp_path / "a.jsonl", tmp_path / "set", texts, *rest) == 0

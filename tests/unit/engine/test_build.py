@@ -26,14 +26,16 @@ def test_zero_3_has_room_for_the_next_layer_of_those_that_it_gathers_as_a_whole(
             set_z3_leaf_module(layer, True)
     assert _room(small, Mix(zero_stage=3)).items() >= usual.items()
     layer = 3 * 20_000**2
-    assert _room(large, Mix(zero_stage=3)).items() >= {
-        "stage3_prefetch_bucket_size": layer, "stage3_max_live_parameters": 2 * layer
-    }.items()  # fmt: skip
+    assert (
+        _room(large, Mix(zero_stage=3)).items()
+        >= {"stage3_prefetch_bucket_size": layer, "stage3_max_live_parameters": 2 * layer}.items()
+    )
     huge = model_of(40_000)
     set_z3_leaf_module(huge["layers"][0], True)
     assert _room(huge, Mix(zero_stage=3)) == {
-        "reduce_bucket_size": 500_000_000, "stage3_param_persistence_threshold": 100_000
-    }  # fmt: skip
+        "reduce_bucket_size": 500_000_000,
+        "stage3_param_persistence_threshold": 100_000,
+    }
     assert _room(large, Mix(zero_stage=2)) == {"reduce_bucket_size": 500_000_000}
 
 

@@ -242,8 +242,13 @@ def test_the_long_rows_of_8b_fit_one_gpu(monkeypatch, tmp_path, record_property)
     assert need < 0.97 * H200  # the allocator loses some
 
 
-LLAMA_3: dict[str, Any] = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8,
-                           "tie_word_embeddings": False, "max_position_embeddings": 8192}  # fmt: skip
+LLAMA_3: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 8192,
+}
 RECIPES: dict[str, tuple[dict[str, Any], float, int]] = {
     "llama_1b": ({}, 6 + 12 / 8, 0),
     "sft_8b": ({**LLAMA_3, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

@@ -252,8 +252,9 @@ def test_tokens_that_do_not_count_do_not_go_through_the_head(
     """Loss and gradients are those of all tokens; of compiled kernels, which have one shape, a chunk is filled up."""
     if compiled:
         monkeypatch.setattr(loss, "_fused", loss._in_place)
-    config = AutoConfig.for_model("llama", vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=8,
-                                  num_hidden_layers=1, num_attention_heads=1)  # fmt: skip
+    config = AutoConfig.for_model(
+        "llama", vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
     hf, chunk, seen = AutoModelForCausalLM.from_config(config), 16, []
     given, weight, _, words = problem(torch.float32, bias=False)
     hf.get_output_embeddings().weight.data.copy_(weight)

@@ -244,8 +244,11 @@ def test_sdpa_is_refused_where_scores_are_capped(monkeypatch: pytest.MonkeyPatch
     construct(config, "sdpa", torch.float32)
 
 
-NO_SIZES = {"blt": "has no hidden_size, so the sizes", "musicgen": "holds several text models",
-            "musicgen_melody": "holds several text models"}  # fmt: skip
+NO_SIZES = {
+    "blt": "has no hidden_size, so the sizes",
+    "musicgen": "holds several text models",
+    "musicgen_melody": "holds several text models",
+}
 
 
 def told_of(model_type: str) -> str:

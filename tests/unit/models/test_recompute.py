@@ -73,9 +73,15 @@ def test_dropout_after_attention_is_the_same_when_attention_is_kept(
 
 @pytest.mark.parametrize(
     ("layers", "keep", "on_host"),
-    [(1, None, False), (2, None, True), ("all", None, False), (2, "attention", False), ("all", "attention", False),
-     ("all", "attention", True)],
-)  # fmt: skip
+    [
+        (1, None, False),
+        (2, None, True),
+        ("all", None, False),
+        (2, "attention", False),
+        ("all", "attention", False),
+        ("all", "attention", True),
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", slow("gemma3"), slow("gpt2"), "varlen"])
 def test_the_first_layers_run_twice_but_for_what_they_keep(family, layers, keep, on_host):
     attention = family if family == "varlen" else "sdpa"

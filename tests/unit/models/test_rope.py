@@ -63,8 +63,13 @@ def test_the_logits_are_those_of_a_model_built_so(kind: str, given: dict[str, An
     ],
 )
 def test_what_a_family_cannot_have_is_refused(kind: str, given: dict[str, Any], says: str) -> None:
-    model = model_of(kind) if kind != "gpt2" else AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64))  # fmt: skip
+    model = (
+        model_of(kind)
+        if kind != "gpt2"
+        else AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+        )
+    )
     fields = model.config.to_dict()
     assert says in (refuse(model, given, 64) or "")
     assert model.config.to_dict() == fields

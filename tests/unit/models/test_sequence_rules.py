@@ -26,7 +26,7 @@ HEADS = {"model": {"config": {"num_attention_heads": 12}}}
         ({"model": {"config": {"model_type": "gpt2", "n_head": 6}}}, {}, 4, ["1, 2, 3, 6"]),
     ],
     ids=["length", "heads", "gpt2's name for heads"],
-)  # fmt: skip
+)
 def test_what_cannot_be_shared_is_refused_before_torch_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, ds: Any, ranks: int, said: list[str]
 ) -> None:

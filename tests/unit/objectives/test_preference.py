@@ -67,10 +67,13 @@ FORMS: list[dict[str, Any]] = [
     {"messages": SHARED, "chosen": "four", "rejected": "five"},
     BOTH,
     {"prompt": SHARED[2]["content"], **BOTH},
-    {"conversations": [{"from": ("human", "gpt")[i % 2], "value": m["content"]} for i, m in enumerate(SHARED)],
-     "chosen": {"from": "gpt", "value": "four"}, "rejected": {"from": "gpt", "value": "five"}},
+    {
+        "conversations": [{"from": ("human", "gpt")[i % 2], "value": m["content"]} for i, m in enumerate(SHARED)],
+        "chosen": {"from": "gpt", "value": "four"},
+        "rejected": {"from": "gpt", "value": "five"},
+    },
     {"instruction": "what is 2 + 2", "history": [["hi", "yes?"]], "chosen": "four", "rejected": "five"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,8 +147,9 @@ def test_both_answers_of_a_pair_are_in_a_micro_batch_and_every_pair_once(folder:
     windows, seen = data.sequences_per_epoch, Counter[int]()
     batch = windows // 4 * 4
     for rank in range(2):
-        with loader_of(data, global_batch=batch, micro_batch=2, accumulation=batch // 4, rank=rank,
-                         data_parallel=2) as loader:  # fmt: skip
+        with loader_of(
+            data, global_batch=batch, micro_batch=2, accumulation=batch // 4, rank=rank, data_parallel=2
+        ) as loader:
             micros = next(loader).micro_batches
         for micro in micros:
             assert isinstance(micro, AnswerBatch) and micro.reference is not None
@@ -166,8 +170,10 @@ def test_rows_that_fill_a_validation_batch_are_no_pairs(folder: Path) -> None:
     data = data_of(folder)
     count = data.validation_sequences
     for ranks in (1, count + 1):
-        batches = [list(validation_batches(data, sequences=99, micro_batch=2, rank=rank, data_parallel=ranks))
-                   for rank in range(ranks)]  # fmt: skip
+        batches = [
+            list(validation_batches(data, sequences=99, micro_batch=2, rank=rank, data_parallel=ranks))
+            for rank in range(ranks)
+        ]
         rows = [int(row) for each in batches for micro in each for row in micro.rows]  # type: ignore[attr-defined]
         assert sorted(rows) == list(range(PreparedSet(folder).manifest.documents["validation"]))
 

@@ -105,16 +105,25 @@ def trainer(kind: str, models: tuple[Any, ...], folder: str, **options: Any) -> 
     from datasets import Dataset
 
     arguments = getattr(trl, f"{kind}Config")(
-        output_dir=str(Path(folder) / kind), report_to=[], use_cpu=True, bf16=False, fp16=False,
-        gradient_checkpointing=False, per_device_train_batch_size=2, **options,
-    )  # fmt: skip
+        output_dir=str(Path(folder) / kind),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=2,
+        **options,
+    )
     tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     reference = {"ref_model": copy.deepcopy(models[1])} if len(models) > 1 else {}
     return getattr(trl, f"{kind}Trainer")(
-        model=copy.deepcopy(models[0]), args=arguments, processing_class=tokenizer, **reference,
+        model=copy.deepcopy(models[0]),
+        args=arguments,
+        processing_class=tokenizer,
+        **reference,
         train_dataset=Dataset.from_list([RECORDS[kind]] * 2),
-    )  # fmt: skip
+    )
 
 
 SAME: list[tuple[str, dict[str, float], dict[str, Any]]] = [
@@ -241,9 +250,15 @@ def test_distillation_is_that_of_trl(beta: float) -> None:
     logits, theirs = (torch.randn(1, 40, 64, generator=draw) for _ in range(2))
     labels = torch.where(torch.rand(1, 40, generator=draw) < 0.4, -100, 7)
     ours, trls = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    sums = distilled_sums(ours, torch.eye(64), None, labels, About(80, HeadForm()),
-                          teacher=lambda rows: theirs[0, rows].clone(),
-                          terms=Terms(beta=beta, temperature=2.0, alpha=0.0))  # fmt: skip
+    sums = distilled_sums(
+        ours,
+        torch.eye(64),
+        None,
+        labels,
+        About(80, HeadForm()),
+        teacher=lambda rows: theirs[0, rows].clone(),
+        terms=Terms(beta=beta, temperature=2.0, alpha=0.0),
+    )
     loss = sums[0] / int((labels != -100).sum()) / 4
     want = GKDTrainer.generalized_jsd_loss(trls, theirs, labels, beta=beta, temperature=2.0)
     print(f"beta {beta}: {loss.item():.7f} here, {want.item():.7f} TRL")

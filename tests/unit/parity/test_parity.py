@@ -349,14 +349,18 @@ def _from_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("how", "error", "words", "timeout_s"),
     [
-        ([[1, False, "an answer to rank 1"], [None, False, "the cause"], "waits"], RankError,
-         "rank 1 of 3:\nthe cause", None),
+        (
+            [[1, False, "an answer to rank 1"], [None, False, "the cause"], "waits"],
+            RankError,
+            "rank 1 of 3:\nthe cause",
+            None,
+        ),
         ([[None, True, "model.config: wrong"], "waits"], UserError, "wrong", None),
         (["waits", "killed"], RankError, r"(?s)rank 1.*SIGKILL.*last words", None),
         (["ends", "waits"], RankError, r"ranks \[1\] did not end", 0.5),
     ],
     ids=["first traceback", "mistake", "killed", "late"],
-)  # fmt: skip
+)
 def test_what_one_rank_meets_is_told_and_no_rank_is_left(
     tmp_path: Path, how: list[Any], error: type[Exception], words: str, timeout_s: float | None
 ) -> None:

@@ -93,10 +93,16 @@ def parity(
 ) -> tuple[int, str]:
     (folder / "ds.json").write_text(json.dumps(json_of_run))
     run = folder / "run.yaml"
-    run.write_text(json.dumps({
-        "deepspeed": str(folder / "ds.json"), "model": {"config": model}, "data": {"path": "none"},
-        "train": {"global_batch": 8, "micro_batch": 4, "max_steps": 100},
-    }))  # fmt: skip
+    run.write_text(
+        json.dumps(
+            {
+                "deepspeed": str(folder / "ds.json"),
+                "model": {"config": model},
+                "data": {"path": "none"},
+                "train": {"global_batch": 8, "micro_batch": 4, "max_steps": 100},
+            }
+        )
+    )
     code = main(["parity", str(run), "--device", "cpu", *words])
     told = capfd.readouterr()
     return code, told.out + told.err

@@ -75,8 +75,9 @@ def late_labels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     right = packing.RowReader._rows
-    monkeypatch.setattr(packing.RowReader, "_rows", lambda self, index: right(self, index).reshape(-1, 2)[:, ::-1]
-                        .reshape(-1))  # fmt: skip
+    monkeypatch.setattr(
+        packing.RowReader, "_rows", lambda self, index: right(self, index).reshape(-1, 2)[:, ::-1].reshape(-1)
+    )
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_versions_that_differ_are_told() -> None:
     here = {"torch": "2.13.0", "accelerate": "1.15.0", "numpy": "2.4.6", "flash-attn": "3"}
     assert [*package_lines(here, {"torch": "2.11.0", "accelerate": "1.10.0", "numpy": "2.4.6", "apex": "1"})] == [
         "  versions, here | there: torch 2.13.0 | 2.11.0, accelerate 1.15.0 | 1.10.0",
-        "  only here: flash-attn", "  only there: apex",
-    ]  # fmt: skip
+        "  only here: flash-attn",
+        "  only there: apex",
+    ]
     assert [*package_lines(here, here)] == ["  versions, here | there: equal"]

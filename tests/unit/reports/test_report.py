@@ -33,8 +33,12 @@ def test_a_run_over_pairs_is_shown_with_its_own_units(tmp_path: Path) -> None:
     assert facts["Validation loss, last"] == "0.6250 nats/pair"
     assert facts["Validation answers preferred rightly, last"] == "75.0%"
     charts = {chart["title"]: chart["unit"] for chart in charts_of([run])}
-    assert charts == {"Loss": "nats/pair", "Pairs preferred rightly": "share", "Margin": "1",
-                      "Log-probability of answers": "nats/answer"}  # fmt: skip
+    assert charts == {
+        "Loss": "nats/pair",
+        "Pairs preferred rightly": "share",
+        "Margin": "1",
+        "Log-probability of answers": "nats/answer",
+    }
 
 
 def test_sets_and_samples_are_in_the_page(tmp_path: Path) -> None:
@@ -67,8 +71,9 @@ def test_a_step_is_held_against_its_plan(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     metrics, events = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "events.jsonl")
     for step in range(1, 4):
-        metrics.write({"step": step, "tokens": 100 * step, "tokens_per_s": 1000.0, "comm_share": 0.5,
-                       "data_wait_share": 0.1})  # fmt: skip
+        metrics.write(
+            {"step": step, "tokens": 100 * step, "tokens_per_s": 1000.0, "comm_share": 0.5, "data_wait_share": 0.1}
+        )
     metrics.close()
     run = load(run_dir)
     assert why_slow(run, curves_of(run)).startswith("A step takes 0.1 s, of which 0.05 s are messages between ranks.")
@@ -158,8 +163,14 @@ def test_report_of_a_run(tmp_path, capsys):
                   "5.5000 nats/token (first 999 validation tokens)", "984,320", "launch/train.py --config 'a b.yaml'",
                   "optim.name\nmuon", "ZeRO stage\n2", "precision\nbf16"):  # fmt: skip
         assert words in page.text, words
-    for words in ("training, smoothed", "validation", "unigram model 5.500", "bigram model 3.250", "optimizer step",
-                  "Norm of the update (Muon) [1]"):  # fmt: skip
+    for words in (
+        "training, smoothed",
+        "validation",
+        "unigram model 5.500",
+        "bigram model 3.250",
+        "optimizer step",
+        "Norm of the update (Muon) [1]",
+    ):
         assert words in page.text, words
     loss = by_title([run_dir])["Loss"]
     assert [series["name"] for series in loss["series"]] == ["training, smoothed", "training", "validation"]

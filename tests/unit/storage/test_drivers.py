@@ -90,7 +90,11 @@ def test_files(protocol: str, tmp_path: Path) -> None:
         store.write(content, name)
     assert {name: found.bytes for name, found in store.files().items()} == {"a": 10, "d/e/f.bin": 1, "empty": 0, odd: 1}
     assert (store.read("a"), store.read("a", 2, 5), store.read("empty"), store.read(odd)) == (
-        b"0123456789", b"234", b"", b"y")  # fmt: skip
+        b"0123456789",
+        b"234",
+        b"",
+        b"y",
+    )
     assert list(store.matching("**/*.bin")) == ["d/e/f.bin"]
     for missing in ("b", "d"):
         with pytest.raises(FileNotFoundError):

@@ -60,7 +60,10 @@ def test_an_adapter_and_a_tokenizer(tmp_path: Path, got: list[str]) -> None:
         (folder / name).write_text("{}")
     here = model_folder(f"file://{folder}", asked_by="generate")
     assert sorted(path.name for path in here.iterdir()) == [
-        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]  # fmt: skip
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    ]
     got.clear()
     settings = PrepareSettings(sources=("a.txt",), out=tmp_path / "out", tokenizer=f"file://{folder}")
     assert fetched(settings).tokenizer == str(here) and got == []

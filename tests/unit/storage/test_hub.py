@@ -390,9 +390,10 @@ def prepare(*words: str) -> int:
 def test_a_tokenizer_and_a_dataset(hub: Hub, capsys: Any) -> None:
     train, test = [f"sentence number {i} " * 30 for i in range(20)], ["held out " * 400] * 4
     files = {
-        "README.md": b"x", "data/train-00000-of-00001.parquet": parquet(train),
+        "README.md": b"x",
+        "data/train-00000-of-00001.parquet": parquet(train),
         "data/test-00000-of-00001.parquet": parquet(test),
-    }  # fmt: skip
+    }
     commit = hub.add("datasets/org/talk", files)
     Path("a.txt").write_text("\n".join(train))
     assert prepare("--source", "a.txt", "--vocab-size", "280", "--out", "first") == 0
@@ -426,8 +427,11 @@ def test_a_tokenizer_and_a_dataset(hub: Hub, capsys: Any) -> None:
 def test_the_commands_and_the_error_of_the_page(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = PAGE.read_text()
     (recipe,) = re.findall(r"^```yaml\n(.*?)^```", page, flags=re.M | re.S)
-    commands = [shlex.split(each) for block in re.findall(r"^```bash\n(.*?)^```", page, flags=re.M | re.S)
-                for each in block.splitlines()]  # fmt: skip
+    commands = [
+        shlex.split(each)
+        for block in re.findall(r"^```bash\n(.*?)^```", page, flags=re.M | re.S)
+        for each in block.splitlines()
+    ]
     Path("run.yaml").write_text(recipe)
     Path("ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     Path("a.txt").write_text("\n".join(f"sentence number {i} {i * i} " * 20 for i in range(90)))

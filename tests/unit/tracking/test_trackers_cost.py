@@ -38,8 +38,14 @@ def made(folder: Path, five: bool) -> Tracker:
     ours = [sink for sink in Entry.SECTIONS["trackers"].values() if sink.__module__.startswith("llmtrain.")]
     by_default = list(features.trackers(features.defaults()).values())
     sinks = [*by_default, *(sink() for sink in ours), Dead(), Sleeping()] if five else []
-    return Tracker(folder, run_id="r", config={}, total_steps=None, enabled=True,
-                   trackers={f"trackers.{type(sink).__name__.lower()}": sink for sink in sinks})  # fmt: skip
+    return Tracker(
+        folder,
+        run_id="r",
+        config={},
+        total_steps=None,
+        enabled=True,
+        trackers={f"trackers.{type(sink).__name__.lower()}": sink for sink in sinks},
+    )
 
 
 def step(size: int, times: int) -> None:
@@ -102,6 +108,8 @@ def test_the_step_time_with_five_trackers_is_within_a_percent(tmp_path: Path, mo
     words: dict[str, Any] = {"blocks": 60, "steps": 10, "size": 768, "times": 1}
     noise, *_ = share(tmp_path / "noise", **words, five=False)
     ratio, step_s, computed, waited = share(tmp_path / "five", **words)
-    print(f"ratio {ratio:.4f} (none against none {noise:.4f}), step {step_s * 1e3:.1f} ms, row "
-          f"{statistics.median(computed) * 1e3:.3f} ms, on the clock at most {max(waited) * 1e3:.1f} ms")  # fmt: skip
+    print(
+        f"ratio {ratio:.4f} (none against none {noise:.4f}), step {step_s * 1e3:.1f} ms, row "
+        f"{statistics.median(computed) * 1e3:.3f} ms, on the clock at most {max(waited) * 1e3:.1f} ms"
+    )
     assert ratio < 1.01 and max(waited) < 5

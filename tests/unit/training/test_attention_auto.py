@@ -68,8 +68,12 @@ WIDE = {**LLAMA, "head_dim": 512}
         ({"model": LLAMA}, CPU, "sdpa", "model.attention auto: sdpa, as varlen is for GPUs"),
         ({"model": LLAMA, "isolate": False}, GPU, "sdpa", ""),
         ({"model": LLAMA, "json_keys": {}}, GPU, "sdpa", "auto: sdpa, as varlen's kernel computes in bf16 and fp16"),
-        ({"model": LLAMA, "json_keys": BF16 | {"pipeline": {"stages": 2}}, "ranks": 2, "accumulation": 2}, GPU, "sdpa",
-         "auto: sdpa, as varlen needs whole rows and all layers in each rank"),
+        (
+            {"model": LLAMA, "json_keys": BF16 | {"pipeline": {"stages": 2}}, "ranks": 2, "accumulation": 2},
+            GPU,
+            "sdpa",
+            "auto: sdpa, as varlen needs whole rows and all layers in each rank",
+        ),
         ({"model": DROPOUT}, GPU, "sdpa", "GPT2LMHeadModel does not go with varlen (model.attention varlen: GPT2At"),
         ({"model": WIDE}, GPU, "sdpa", "auto: sdpa, as varlen has heads of at most 256 features"),
         ({"model": FAMILIES["qwen3_moe"]}, GPU, "varlen", "auto: varlen"),
@@ -78,7 +82,7 @@ WIDE = {**LLAMA, "head_dim": 512}
         # A mask of 4 GiB and more would be refused: the CPU has a slow way without one.
         ({"model": LLAMA, "length": 65536, "micro_batch": 2}, CPU, "varlen", "auto: varlen"),
     ],
-)  # fmt: skip
+)
 def test_auto_stays_within_documents_on_a_gpu(tmp_path, given, device, attention, said):
     found = chosen(resolved(tmp_path, **given), device)
     assert found[0] == attention and (said in found[1] if said else found[1] == ""), found

@@ -26,7 +26,10 @@ def test_a_part_may_ask_to_stop_without_a_reason(asks: str, told: str) -> None:
 
 
 def test_each_feature_with_a_part_has_a_place_in_their_order() -> None:
-    with_part = {name for name, feature in features().items()
-                 if type(feature).part is not Feature.part or type(feature).part_of is not Feature.part_of}  # fmt: skip
+    with_part = {
+        name
+        for name, feature in features().items()
+        if type(feature).part is not Feature.part or type(feature).part_of is not Feature.part_of
+    }
     named = {entry for entry in ORDER if isinstance(entry, str)}
     assert with_part <= named
