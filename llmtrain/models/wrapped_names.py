@@ -8,9 +8,9 @@ _WRAPPERS = {"_orig_mod.": "torch.compile", "base_model.model.": "peft", "module
 """Parts of names that a model has inside of another one."""
 
 
-def strange_part(held: Iterable[str], wanted: Collection[str]) -> str:
-    """A sentence on the part of names without which `held` would be among `wanted`; empty: there is none."""
-    names = list(held)
+def strange_part(saved: Iterable[str], wanted: Collection[str]) -> str:
+    """A sentence on the part of names without which `saved` would be among `wanted`; empty: there is none."""
+    names = list(saved)
     ends = min(wanted, default="")
     before = [name.removesuffix(ends) for name in names if ends and name.endswith(f".{ends}")]
     for part in (*_WRAPPERS, *before):

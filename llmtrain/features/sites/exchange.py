@@ -266,14 +266,14 @@ LARGEST = 100.0
 their summed change is 500 times one step's if all steps agree in direction, 22 times if they are independent."""
 
 
-def outsized(squares: Mapping[str, float], steps: Mapping[str, float], own: str) -> dict[str, str]:
+def outsized(squares: Mapping[str, float], steps: Mapping[str, float], own_site: str) -> dict[str, str]:
     """Return site -> reason for each update that is too large, compared with the lower median of the changes per step,
     or with this site's own if that is larger: of three sites or more, one cannot make others look too large. `squares`:
-    site -> squared L2 norm of its change. `steps`: optimizer steps in it. `own`: may be missing in `squares`."""
+    site -> squared L2 norm of its change. `steps`: optimizer steps in it. `own_site`: may be missing in `squares`."""
     changes = {site: math.sqrt(square) / max(steps[site], 1.0) for site, square in squares.items()}
     if not changes:
         return {}
-    usual = max(sorted(changes.values())[(len(changes) - 1) // 2], changes.get(own, 0.0))
+    usual = max(sorted(changes.values())[(len(changes) - 1) // 2], changes.get(own_site, 0.0))
     return {
         site: f"its update is {change / usual:.3g} times what the others change in a step; the limit is {LARGEST:g}"
         for site, change in changes.items()

@@ -333,13 +333,13 @@ def _map(participant: Any) -> Mapping[str, Any]:
         return {}
 
 
-def _address(said: object) -> str:
+def _address(address: object) -> str:
     """Check that the host is an IP address: no name is resolved for peers. Raises ValueError."""
-    host, _, port = str(said).rpartition(":")
+    host, _, port = str(address).rpartition(":")
     ipaddress.ip_address(host)
     if not 0 < int(port) < 1 << 16:
         raise ValueError(port)
-    return str(said)
+    return str(address)
 
 
 def start_coordinator(bind: str, wait_s: float) -> Any:

@@ -244,7 +244,7 @@ def agreed(votes: Mapping[str, set[str]]) -> tuple[list[str], list[str]]:
 
 def leader_of(
     peers: Sequence[PeerStatus],
-    own: str,
+    own_id: str,
     *,
     joins: bool,
     known: Collection[str],
@@ -255,7 +255,7 @@ def leader_of(
     state ahead of its own from more than half of the sites in `known`, or from one in `trusted`. A joining one accepts
     the report of more than half of the training sites; if all only start, the furthest one. `impossible`: returns why a
     reported position is impossible, or ""."""
-    itself = next(peer for peer in peers if peer.id == own)
+    itself = next(peer for peer in peers if peer.id == own_id)
     refused = {peer.id: why for peer in peers if peer is not itself and (why := impossible(peer))}
     others = [peer for peer in peers if peer is not itself and peer.id not in refused]
     running = [peer for peer in others if peer.joined]

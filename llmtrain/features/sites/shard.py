@@ -109,15 +109,15 @@ class Replicas:
         count = _count(owned)
         assert received + count == _count(held), f"{_count(held)} elements are held, {received + count} have an owner"
 
-    def share(self, own: Array, into: Array) -> None:
+    def share(self, values: Array, into: Array) -> None:
         """Complete `into`, [held], with the owners' values, by one broadcast per owner; this rank's own elements are
-        already in place. `own`: this rank's owned elements. All ranks call it together."""
+        already in place. `values`: this rank's owned elements. All ranks call it together."""
         for place, size, takes in self._from:
             if not size:
                 continue
             assert self._group is not None
             owns = place == self._group.rank
-            sent = torch.from_numpy(own[:size].copy()) if owns else torch.empty(size, dtype=torch.float32)
+            sent = torch.from_numpy(values[:size].copy()) if owns else torch.empty(size, dtype=torch.float32)
             self._group.copy_from(place, sent)
             for copy in takes:
                 copy.take(sent.numpy(), into)

@@ -571,15 +571,17 @@ def telling(event: Callable[..., None], row: Callable[..., None]) -> Callable[..
     return tell
 
 
-def say_changes(step: int, failed: Mapping[str, str], names: list[str], before: list[str], own: str) -> None:
+def say_changes(step: int, failed: Mapping[str, str], names: list[str], before: list[str], name: str) -> None:
     """Log the sites that failed, left or came. `names`: sites of this round; `before`: of the last one."""
     for site, text in failed.items():
         log.warn(f"step {step}: site {name_of(site)} is not in this synchronisation: {text}")
     if gone := sorted(set(before) - set(names)):
         log.warn(f"step {step}: {', '.join(gone)} left; its sequences are passed on")
-    if names == [own] and before != names:
-        (log.warn if before else log.info)(f"step {step}: site {own} trains alone: no other site is at the coordinator")
-    if come := sorted(set(names) - set(before) - {own}):
+    if names == [name] and before != names:
+        (log.warn if before else log.info)(
+            f"step {step}: site {name} trains alone: no other site is at the coordinator"
+        )
+    if come := sorted(set(names) - set(before) - {name}):
         log.info(f"step {step}: training with {', '.join(come)}")
 
 

@@ -206,9 +206,9 @@ class Level:
     def to_json(self) -> list[Any]:
         return [list(self._values), list(self._distances), self._taken, self._usual]
 
-    def restore(self, kept: Any) -> None:
+    def restore(self, saved: Any) -> None:
         """Raises TypeError, ValueError."""
-        values, distances, taken, usual = kept
+        values, distances, taken, usual = saved
         self._values.extend(map(float, values))
         self._distances.extend(map(float, distances))
         self._taken, self._usual = int(taken), float(usual)
@@ -236,10 +236,10 @@ class Detector:
     def to_json(self) -> list[Any]:
         return [self._loss.to_json(), self._norm.to_json(), self._since_outlier, self._in_a_row]
 
-    def restore(self, kept: Any) -> None:
+    def restore(self, saved: Any) -> None:
         """Continue with the usual values of a checkpoint, or without any."""
         try:
-            loss, norm, since, in_a_row = kept
+            loss, norm, since, in_a_row = saved
             self._loss.restore(loss)
             self._norm.restore(norm)
             self._since_outlier, self._in_a_row = int(since), int(in_a_row)
@@ -257,7 +257,7 @@ class Detector:
             median, deviations = self._norm.measure(_log(norm))
             measured.append(("gradient norm", norm, math.exp(median), deviations, self._norm.uncertainty))
         above = [entry[:4] for entry in measured if entry[3] > (limit or _DEVIATIONS * entry[4])]
-        return max(above, key=lambda each: each[3], default=None)
+        return max(above, key=lambda entry: entry[3], default=None)
 
     def take(self, step: int, loss: float, norm: float) -> Spike | None:
         """Return the spike that begins with this step."""

@@ -133,17 +133,17 @@ def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tupl
 
 
 def shard_experts(
-    hf: PreTrainedModel, found: tuple[AutoEP, list[Any]], mix: Mix, section: dict[str, Any], device: torch.device
+    hf: PreTrainedModel, replaceable: tuple[AutoEP, list[Any]], mix: Mix, section: dict[str, Any], device: torch.device
 ) -> None:
-    """Replace the blocks of experts by ones with this rank's experts only. `found`: from `find_experts`, before a
+    """Replace the blocks of experts by ones with this rank's experts only. `replaceable`: from `find_experts`, before a
     pipeline takes layers out. Raises ModelError."""
     degree, zero3 = mix.degrees.expert, mix.zero_stage == 3
     rank = rank_among_experts(degree, mix.degrees.pipeline)
     if device.type != "cuda" or mix.precision != "bf16":
         activate_in_pytorch()
-    surgeon = found[0]
+    surgeon = replaceable[0]
     paths = {name for name, _ in hf.named_modules()}
-    specs = [spec for spec in found[1] if spec.moe_module_name in paths]
+    specs = [spec for spec in replaceable[1] if spec.moe_module_name in paths]
     before = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf.named_parameters()}
     try:
         for spec in specs:

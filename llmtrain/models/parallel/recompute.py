@@ -82,9 +82,9 @@ class _Keep(OperatorMode):
 class _Give(OperatorMode):
     """Returns the kept results instead of attention in the recomputation."""
 
-    def __init__(self, kept: deque[Any], unpack: Callable[[Any], Tensor]) -> None:
+    def __init__(self, results: deque[Any], unpack: Callable[[Any], Tensor]) -> None:
         super().__init__()
-        self._kept, self._unpack = kept, unpack
+        self._kept, self._unpack = results, unpack
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator not in ATTENTION:
@@ -132,8 +132,8 @@ def to_host(tensor: Tensor) -> OnHost:
     return OnHost((tensor.device, tensor.shape, pieces))
 
 
-def from_host(kept: OnHost) -> Tensor:
-    device, shape, pieces = kept
+def from_host(on_host: OnHost) -> Tensor:
+    device, shape, pieces = on_host
     flat = torch.empty(shape.numel(), dtype=pieces[0].dtype, device=device)
     for piece, room in zip(pieces, flat.split(max(1, pieces[0].numel())), strict=True):
         room.copy_(piece, non_blocking=True)

@@ -470,11 +470,11 @@ def _check_length(
     )
 
 
-def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, own: dict[str, Any], problems: Problems) -> None:
-    """Check a stage's fields of the rope. `own`: the fields that no earlier stage has."""
+def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, new_fields: dict[str, Any], problems: Problems) -> None:
+    """Check a stage's fields of the rope. `new_fields`: the fields that no earlier stage has."""
     from llmtrain.models import rope  # most runs have none
 
-    if why := rope.refuse(hf, stage.rope, stage.data.sequence_length, own):
+    if why := rope.refuse(hf, stage.rope, stage.data.sequence_length, new_fields):
         remedy = "write fields of rope_parameters that transformers has for this family, or remove them"
         problems.add(key, stage.rope, why, remedy)
 
