@@ -75,8 +75,9 @@ def main(argv: list[str]) -> int:
         return 0
     if action == "schema":
         if words := plugins_of(rest):
-            raise stop("llmtrain config schema", words[0], "takes no words but --plugin: there is one schema",
-                       "remove it")  # fmt: skip
+            raise stop(
+                "llmtrain config schema", words[0], "takes no words but --plugin: there is one schema", "remove it"
+            )
         print(json.dumps(json_schema(), indent=1))
         return 0
     world_size, source, rest = _world_size(rest)

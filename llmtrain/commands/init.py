@@ -39,8 +39,9 @@ def main(argv: list[str]) -> int:
             if parent.exists() and not parent.is_dir():
                 raise UserError(f"{parent}: it is a file, and init writes a folder of that name. Give an empty folder.")
         if other := [new for old, new in pairs if new.exists() and not filecmp.cmp(old, new, shallow=False)]:
-            raise UserError(f"{other[0]}: there is another file of that name, which init does not replace. Give an "
-                            "empty folder.")  # fmt: skip
+            raise UserError(
+                f"{other[0]}: there is another file of that name, which init does not replace. Give an empty folder."
+            )
         for old, new in pairs:
             new.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(old, new)

@@ -154,7 +154,8 @@ def main(argv: list[str]) -> int:
             words = " ".join(map(shlex.quote, argv))
             given = {word.split("=")[0] for word in argv}
             out = ("" if given & {"--tokenizer", "--vocab-size"} else " --vocab-size 8192") + (
-                "" if "--out" in given else " --out FOLDER")  # fmt: skip
+                "" if "--out" in given else " --out FOLDER"
+            )
             raise UserError(f"prepare {argv[0]}: what is read has an option: `llmtrain prepare --source {words}{out}`")
         values = vars(parser.parse_args(argv))
         out, fields = values["out"], {name: dict[str, Any]() for name in plugin_source.classes()}

@@ -49,8 +49,7 @@ def load(
     Raises: ConfigError.
     """
     parsed = parse(argv)
-    return resolve(parsed.config, world_size, world_size_source, places=parsed.places, notes=parsed.notes,
-                   epoch=epoch)  # fmt: skip
+    return resolve(parsed.config, world_size, world_size_source, places=parsed.places, notes=parsed.notes, epoch=epoch)
 
 
 def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
@@ -264,8 +263,9 @@ def _lay(below: dict[str, Any], above: dict[str, Any], places: dict[str, str], p
             key, value = f"{section}.{field}", old.pop(field)
             place = problems.places.pop(key, "the YAML")
             if value is not None and field not in (new or {}):
-                problems.notes.append(f"{key} = {show(value)} ({place}) is dropped: {section}.{base.SELECTOR} {chosen} "
-                                      "has no such field")  # fmt: skip
+                problems.notes.append(
+                    f"{key} = {show(value)} ({place}) is dropped: {section}.{base.SELECTOR} {chosen} has no such field"
+                )
     _merge(below, above, places, problems)
     problems.places |= places
 

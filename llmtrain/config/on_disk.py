@@ -169,8 +169,9 @@ def _format_of(manifest: dict[str, Any]) -> str:
     return str(settings.get("format", "text")) if isinstance(settings, dict) else "text"
 
 
-def _check_measured(field: str, key: str, path: str, manifest: dict[str, Any], config: RunConfig,
-                    problems: Problems) -> None:  # fmt: skip
+def _check_measured(
+    field: str, key: str, path: str, manifest: dict[str, Any], config: RunConfig, problems: Problems
+) -> None:
     """Check a folder of eval.sets or eval.choices."""
     tokens, chat, length = manifest.get("tokens"), manifest.get("chat"), config.data.sequence_length
     if field == "sets":
@@ -368,7 +369,8 @@ def _no_model(folder: Path) -> tuple[str, str] | None:
     if (folder / "adapter_config.json").is_file():
         return "is the folder of an adapter, without its model", (
             "merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the model here "
-            "and this folder in adapter.start")  # fmt: skip
+            "and this folder in adapter.start"
+        )
     if (folder / "export/config.json").is_file():
         return "is the folder of a run", f"name its export, {folder}/export"
     if (folder / "checkpoints").is_dir() or (folder / "trainer.json").is_file():
@@ -426,4 +428,4 @@ def _check_url(key: str, given: str | None, revision: str | None, problems: Prob
         return
     if _is_usable(key, given, problems) and revision is not None and not COMMIT.fullmatch(revision):
         where = f"{key.rpartition('.')[0]}.{'teacher_' if key.endswith('teacher') else ''}revision"
-        problems.add(where, revision, f"goes with a name on the Hub, and {key} is a URL", "remove it")  # fmt: skip
+        problems.add(where, revision, f"goes with a name on the Hub, and {key} is a URL", "remove it")

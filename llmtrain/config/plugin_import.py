@@ -188,8 +188,7 @@ def _check_fields(cls: type, word: str) -> None:
 def check_methods(cls: type, given: str) -> None:
     """Refuse a user's class, from `given`, with a public method that nothing calls or calls otherwise, or without one
     that it needs. Raises ConfigError."""
-    ours = next(base for base in cls.__mro__ if base.__module__.startswith("llmtrain.")
-                and not within(base, modules))  # fmt: skip
+    ours = next(base for base in cls.__mro__ if base.__module__.startswith("llmtrain.") and not within(base, modules))
     theirs = cls.__mro__[: cls.__mro__.index(ours)]
     known = {name: each for name, each in inspect.getmembers(ours, inspect.isfunction)
              if not name.startswith("_") and name not in getattr(ours, "own_methods", ())}  # fmt: skip
@@ -206,8 +205,9 @@ def check_methods(cls: type, given: str) -> None:
         try:
             inspect.signature(method).bind(*[None] * (len(wanted) - len(by_name)), **by_name)
         except TypeError as error:
-            raise ConfigError(f"{given}: class {cls.__name__}: its method {name} is called as {_call(known[name])}: "
-                              f"{error}") from None  # fmt: skip
+            raise ConfigError(
+                f"{given}: class {cls.__name__}: its method {name} is called as {_call(known[name])}: {error}"
+            ) from None
     for name, method in known.items() if _selectable(cls) else ():
         if getattr(getattr(cls, name), "__isabstractmethod__", False):
             raise ConfigError(f"{given}: class {cls.__name__} has no method {_call(method)}: {ours.__name__} needs it")

@@ -58,10 +58,11 @@ def saved_stages(run: Mapping[str, Any]) -> Stages:
     data = read_saved(DataConfig, run["data"])
     counts = [run["train"]["global_batch"], *(stage.train.global_batch for stage in data.stages)]
     batches = [
-        Batch(global_batch=count, micro_batch=count, accumulation=1, data_parallel=1,
-              sequence_length=each.sequence_length)
+        Batch(
+            global_batch=count, micro_batch=count, accumulation=1, data_parallel=1, sequence_length=each.sequence_length
+        )
         for count, each in zip(counts, data_of(data), strict=True)
-    ]  # fmt: skip
+    ]
     return stages_of(data, read_saved(Schedule, run["schedule"]), batches)
 
 

@@ -114,8 +114,9 @@ class Answers(TrainData):
             positions[end:] -= end - at
             at = end
         reference = np.array([row[2] for row in rows], dtype=np.float32)
-        return AnswerWindow(inputs=inputs, labels=labels, positions=positions, rows=self._numbers(index, len(rows)),
-                            reference=reference)  # fmt: skip
+        return AnswerWindow(
+            inputs=inputs, labels=labels, positions=positions, rows=self._numbers(index, len(rows)), reference=reference
+        )
 
 
 def synthetic(config: RunConfig, vocab_size: int) -> Tokens | Answers:

@@ -196,8 +196,9 @@ class Plain:
         numbers = np.fromfile(folder / "reference-train.f32", "<f4") if column else None
         separator = manifest["separator_id"]
         doubled = manifest.get("first_tokens", [])[:1] == [separator]
-        texts = cls(stream=_Shards(ids, sizes), separator=separator, doubled=doubled, reference=numbers,
-                    together=together)  # fmt: skip
+        texts = cls(
+            stream=_Shards(ids, sizes), separator=separator, doubled=doubled, reference=numbers, together=together
+        )
         chat = manifest.get("chat")
         if chat is None:
             return texts

@@ -198,8 +198,9 @@ def _take(
 ) -> None:
     for samples, words, logs in found:
         if not np.isfinite(logs).all():
-            raise ModelError("objective.teacher: its probabilities are not finite; look at its weights, or compute in "
-                             "bf16 or fp32")  # fmt: skip
+            raise ModelError(
+                "objective.teacher: its probabilities are not finite; look at its weights, or compute in bf16 or fp32"
+            )
         places = [np.empty(0, dtype=np.int64), *(data.places(split, sample) for sample in samples)]
         writer.write(split, np.concatenate(places), words, logs)
 

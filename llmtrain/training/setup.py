@@ -297,8 +297,9 @@ def taught_by(config: RunConfig, columns: list[str], ranks: Ranks) -> str | None
         whose = (
             f"other weights than objective.teacher = {config.objective.teacher!r} has" if named else "several teachers"
         )
-        raise AgreedError(f"objective.top_k: the likeliest words in the data are of {whose}; {NEW_COLUMN}",
-                          DataError.exit_code)  # fmt: skip
+        raise AgreedError(
+            f"objective.top_k: the likeliest words in the data are of {whose}; {NEW_COLUMN}", DataError.exit_code
+        )
     return min(made, default=None)
 
 

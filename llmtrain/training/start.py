@@ -72,8 +72,9 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     lines = [*resumed.lines, *_frozen_lines(frozen)]
     trainer = replace(trainer, began_from=resumed.began_from)
     if resumed.weights_only:
-        return Start(trainer=trainer, position=Position(), frozen=frozen, saved_step=None, folder=None, kept={},
-                     lines=lines)  # fmt: skip
+        return Start(
+            trainer=trainer, position=Position(), frozen=frozen, saved_step=None, folder=None, kept={}, lines=lines
+        )
     saved = resumed.trainer  # made by other tools, it may lack what they do not know
     if not trainer.sampling:  # the folder may be gone by now
         trainer = replace(trainer, sampling=saved.sampling or {})
