@@ -96,8 +96,10 @@ def check_tokenizer(config: RunConfig, key: str, given: str, folder: Path, probl
                      f"prepare the data with --tokenizer {given}, or name a model of the data's tokenizer")  # fmt: skip
     elif texts and first != (begin := manifest.get("first_tokens", [])):
         how = "begin with other tokens than those of" if begin else "lack what goes before a text of"
-        problems.notes.append(f"{key}: the texts of {redact_text(data)} {how} its tokenizer; prepare them again with "
-                              f"--tokenizer {given}, unless the model was trained so")  # fmt: skip
+        problems.notes.append(
+            f"{key}: the texts of {redact_text(data)} {how} its tokenizer; prepare them again with "
+            f"--tokenizer {given}, unless the model was trained so"
+        )
 
 
 def _check_packages(config: RunConfig, problems: Problems) -> None:

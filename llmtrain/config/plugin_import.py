@@ -90,14 +90,18 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
         if not _selectable(cls) and not any(cls in other.__mro__[1:] for other in own):
             base = next(each.__name__ for each in cls.__mro__ if not within(each, modules))
             name = cls.__name__.lower()
-            raise ConfigError(f"{FLAG} {word}: class {cls.__name__} has no name, and no configuration can select it. "
-                              f'Write class {cls.__name__}({base}, {cls.KEYWORD}="{name}")')  # fmt: skip
+            raise ConfigError(
+                f"{FLAG} {word}: class {cls.__name__} has no name, and no configuration can select it. "
+                f'Write class {cls.__name__}({base}, {cls.KEYWORD}="{name}")'
+            )
     selectable = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, (Choice, Entry))
                   and not cls.__module__.startswith("llmtrain.") and _selectable(cls)]  # fmt: skip
     if not own and not selectable:  # a file may import its classes from a package
-        raise ConfigError(f"{FLAG} {word}: defines no class of a plugin, and would change nothing. Derive a class from "
-                          "Part, Schedule, ByToken or another name that llmtrain exports; a TrainerCallback of "
-                          "transformers becomes a Part")  # fmt: skip
+        raise ConfigError(
+            f"{FLAG} {word}: defines no class of a plugin, and would change nothing. Derive a class from "
+            "Part, Schedule, ByToken or another name that llmtrain exports; a TrainerCallback of "
+            "transformers becomes a Part"
+        )
     source = spec.loader.source if isinstance(spec.loader, _Source) else None
     return Plugin(given=word, path=path, sha256=digest, module=module, source=source)
 
@@ -128,9 +132,11 @@ def carried() -> dict[str, str]:
         return {}
     if len(text := json.dumps(files)) > _MOST_CARRIED:
         largest = max(files, key=lambda word: len(files[word]))
-        raise ConfigError(f"{FLAG} {largest}: the plugins have {len(text) >> 10} KiB, packed, and launch carries "
-                          f"{_MOST_CARRIED >> 10} to the hosts. Install the code as a package on all hosts, and give "
-                          "its name")  # fmt: skip
+        raise ConfigError(
+            f"{FLAG} {largest}: the plugins have {len(text) >> 10} KiB, packed, and launch carries "
+            f"{_MOST_CARRIED >> 10} to the hosts. Install the code as a package on all hosts, and give "
+            "its name"
+        )
     return {CARRIED: text}
 
 
@@ -157,8 +163,10 @@ def _found(word: str) -> ModuleSpec:
     except (ImportError, ValueError, AttributeError):
         spec = None
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-        raise ConfigError(f"{FLAG} {word}: neither a file, nor a module that Python finds, nor an installed entry "
-                          f"point of the group {GROUP}. Give FILE.py, or install the package on all hosts")  # fmt: skip
+        raise ConfigError(
+            f"{FLAG} {word}: neither a file, nor a module that Python finds, nor an installed entry "
+            f"point of the group {GROUP}. Give FILE.py, or install the package on all hosts"
+        )
     return spec
 
 
@@ -178,11 +186,15 @@ def _check_fields(cls: type, word: str) -> None:
     own = [name for name in vars(cls).get("__annotations__", {}) if not name.isupper()]
     if own and "__dataclass_fields__" not in vars(cls):
         frozen = "frozen=True, " if issubclass(cls, Choice) else ""
-        raise ConfigError(f"{FLAG} {word}: class {cls.__name__} has the field {own[0]} and is no dataclass. Write "
-                          f"@dataclass({frozen}kw_only=True) above it")  # fmt: skip
+        raise ConfigError(
+            f"{FLAG} {word}: class {cls.__name__} has the field {own[0]} and is no dataclass. Write "
+            f"@dataclass({frozen}kw_only=True) above it"
+        )
     if is_dataclass(cls) and (bare := [item.name for item in fields(cls) if item.init and schema.is_required(item)]):
-        raise ConfigError(f"{FLAG} {word}: class {cls.__name__}: the field {bare[0]} has no default. Give it one; None "
-                          "may mean that the user must set it")  # fmt: skip
+        raise ConfigError(
+            f"{FLAG} {word}: class {cls.__name__}: the field {bare[0]} has no default. Give it one; None "
+            "may mean that the user must set it"
+        )
 
 
 def check_methods(cls: type, given: str) -> None:
@@ -198,8 +210,10 @@ def check_methods(cls: type, given: str) -> None:
         if name not in known:
             near = closest(name, known)
             hint = f"Did you mean {near}? {ours.__name__}" if near else f"{ours.__name__}"
-            raise ConfigError(f"{given}: class {cls.__name__}: nothing calls its method {name}. {hint} has "
-                              f"{', '.join(known)}; the name of a method of your own begins with _")  # fmt: skip
+            raise ConfigError(
+                f"{given}: class {cls.__name__}: nothing calls its method {name}. {hint} has "
+                f"{', '.join(known)}; the name of a method of your own begins with _"
+            )
         wanted = list(inspect.signature(known[name]).parameters.values())
         by_name = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
         try:

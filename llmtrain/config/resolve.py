@@ -190,8 +190,10 @@ def _notes_of_stages(run: Run) -> list[str]:
     for key, metric in deciding.items():
         stays = metric is None or metric.split("/")[1] in {*config.eval.sets, *config.eval.choices, "mean"}
         if other is not None and not stays:
-            notes.append(f"{key}: {metric} is of other data from step {other} on, and compared with that before; name "
-                         "a figure of eval.sets, which stay as they are")  # fmt: skip
+            notes.append(
+                f"{key}: {metric} is of other data from step {other} on, and compared with that before; name "
+                "a figure of eval.sets, which stay as they are"
+            )
     for number, stage in enumerate(stages):
         first = stage.first_step
         if max_steps is not None and first >= max_steps:
@@ -199,8 +201,10 @@ def _notes_of_stages(run: Run) -> list[str]:
         elif first and stage.schedule_from == first:
             last, rate = stages.factor(first - 1, max_steps), stages.factor(first, max_steps)
             if not math.isclose(last, rate, rel_tol=0.01):
-                notes.append(f"the learning rate changes from {last:.3g} to {rate:.3g} of optim.lr at step {first}, "
-                             f"where stage {number} begins")  # fmt: skip
+                notes.append(
+                    f"the learning rate changes from {last:.3g} to {rate:.3g} of optim.lr at step {first}, "
+                    f"where stage {number} begins"
+                )
     return notes
 
 
@@ -232,8 +236,10 @@ def _odd_values(run: Run) -> list[str]:
         notes.append(f"{' and '.join(given)}: the first to be reached ends the run, at step {max_steps}")
     decay = config.optim.weight_decay
     if decay is not None and decay > 1:
-        notes.append(f"optim.weight_decay {decay:g}: 0.1 is common; a step multiplies each weight by 1 - {decay:g} x "
-                     "its learning rate")  # fmt: skip
+        notes.append(
+            f"optim.weight_decay {decay:g}: 0.1 is common; a step multiplies each weight by 1 - {decay:g} x "
+            "its learning rate"
+        )
     return notes
 
 

@@ -373,8 +373,10 @@ class PlainOptimizer:
     def step(self, lr_factor: float) -> float:
         """Make one update; return the global gradient norm before clipping."""
         optim = self._optim
-        grads = {n: torch.zeros_like(m) if (g := self._named[n].grad) is None else g.float()
-                 for n, m in self._masters.items()}  # fmt: skip
+        grads = {
+            n: torch.zeros_like(m) if (g := self._named[n].grad) is None else g.float()
+            for n, m in self._masters.items()
+        }
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
         if optim.clip_norm and norm > optim.clip_norm:
             grads = {name: grad * (optim.clip_norm / norm) for name, grad in grads.items()}

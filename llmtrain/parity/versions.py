@@ -179,13 +179,17 @@ def _compare(folder: Path, name: str, steps: int, world_size: int) -> bool:
                     break
         if first:
             one, factor = first[min(first)]
-            print(f"  FAIL  {name} parts at step {step}: {one.name} ({one.note})\n        differs by "
-                  f"{one.got:.1e}, tolerated {one.tolerated:.1e}; {factor:.6g} x the one here along it")  # fmt: skip
+            print(
+                f"  FAIL  {name} parts at step {step}: {one.name} ({one.note})\n        differs by "
+                f"{one.got:.1e}, tolerated {one.tolerated:.1e}; {factor:.6g} x the one here along it"
+            )
             return False
     print(f"  PASS  {name}: {equal} of {count} values equal to the bit")
     if equal < count:
-        print(f"        the others within rounding: {worst.got:.1e} of {worst.tolerated:.1e}  (step {worst.step}, "
-              f"{worst.name})")  # fmt: skip
+        print(
+            f"        the others within rounding: {worst.got:.1e} of {worst.tolerated:.1e}  (step {worst.step}, "
+            f"{worst.name})"
+        )
     if alone:
         print(f"        not compared: {len(alone)} that one of both lacks, such as {min(alone)}")
     return True

@@ -118,9 +118,11 @@ def _refuse_other_scales(user: Run) -> None:
     """Refuse tensorwise fp8 where ranks and reference scale different tokens. Raises ConfigError. Powers of two would
     not matter: all but the smallest numbers round equally."""
     config = user.config
-    shares = {"sequence_parallel_size": user.mix.degrees.sequence > 1,
-              "data.isolate_documents": config.data.isolate_documents,
-              "model.mlp_tile_tokens": config.model.mlp_tile_tokens is not None}  # fmt: skip
+    shares = {
+        "sequence_parallel_size": user.mix.degrees.sequence > 1,
+        "data.isolate_documents": config.data.isolate_documents,
+        "model.mlp_tile_tokens": config.model.mlp_tile_tokens is not None,
+    }
     if config.model.fp8 == "tensorwise" and any(shares.values()):
         key = next(key for key, cut in shares.items() if cut)
         rule = f"a scale is of all tokens that a map computes at once, and with {key} the reference has others"

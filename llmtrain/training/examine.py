@@ -185,8 +185,10 @@ def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None)
 
         for name, model in columns:
             if found := other_meaning(model, config):
-                raise DataError(f"{name}: its column is of another configuration of the model: "
-                                f"{'; '.join(found)}. Give config.json these values back, or {NEW_COLUMN}")  # fmt: skip
+                raise DataError(
+                    f"{name}: its column is of another configuration of the model: "
+                    f"{'; '.join(found)}. Give config.json these values back, or {NEW_COLUMN}"
+                )
             config = config or model
     return config
 
@@ -194,8 +196,10 @@ def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None)
 def _check_tokenizer(key: str, manifest: Manifest, name: str, data: TrainData) -> None:
     """Raises DataError: the set has ids of another tokenizer, or its texts begin differently. `name`: its folder."""
     if manifest.tokenizer_fingerprint != data.manifests[0].tokenizer_fingerprint:
-        raise DataError(f"{key}: was prepared with another tokenizer than the data that the run trains on; "
-                        f"prepare it again with --tokenizer {data.tokenizer_dir}")  # fmt: skip
+        raise DataError(
+            f"{key}: was prepared with another tokenizer than the data that the run trains on; "
+            f"prepare it again with --tokenizer {data.tokenizer_dir}"
+        )
     texts = next((each for each in data.manifests if each.chat is None), manifest)
     if reason := other_begin(texts, manifest, (data.name, name)):
         raise DataError(f"{key}: {reason}")
@@ -219,9 +223,11 @@ def _try_plugins(run: Run) -> None:
         if plugins.is_of_plugin(config.objective):
             method, values = sample_terms(config.objective)
             if not all(map(math.isfinite, values[:4])):
-                raise ModelError(f"objective.name {config.objective.name}: {method} gives a loss that is not "
-                                 "finite for ordinary numbers, log-likelihoods of -0.25 to -4; correct the "
-                                 "formula")  # fmt: skip
+                raise ModelError(
+                    f"objective.name {config.objective.name}: {method} gives a loss that is not "
+                    "finite for ordinary numbers, log-likelihoods of -0.25 to -4; correct the "
+                    "formula"
+                )
         for name, metric in config.metrics.items():
             sums_of(name, metric, numbers, torch.arange(8), numbers > 1)
     for stage in run.stages:
@@ -236,8 +242,10 @@ def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:
     key = f"schedule.name {schedule.name}"
     factor = called(schedule, key, "after_warmup", lambda: stages.factor(step, max_steps))
     if not isinstance(factor, Real) or not 0 <= factor < math.inf:
-        raise ModelError(f"{key}: after_warmup gives {factor!r} at step {step}; wanted is a finite number from 0 on, "
-                         "the factor on optim.lr")  # fmt: skip
+        raise ModelError(
+            f"{key}: after_warmup gives {factor!r} at step {step}; wanted is a finite number from 0 on, "
+            "the factor on optim.lr"
+        )
     return float(factor)
 
 

@@ -142,8 +142,10 @@ def write_teacher(examined: Examined, ranks: Ranks, asked: RunConfig) -> None:
                 log.info(f"{folder}: {places}, {column.bytes_a_place} bytes each")
                 writer = ColumnWriter(PreparedSet(folder), column)
         left = _write_teacher(setup, data, column, writer, micro_batch)
-        log.info(f"{folder}: the {column.top_k} likeliest words of {asked.objective.teacher} at each counted token; "
-                 f"all others have {left:.2%} of the mass")  # fmt: skip
+        log.info(
+            f"{folder}: the {column.top_k} likeliest words of {asked.objective.teacher} at each counted token; "
+            f"all others have {left:.2%} of the mass"
+        )
     engine.close()
 
 

@@ -81,8 +81,10 @@ class Surroundings:
             raise Lost(f"it has changed the shape of {self._names[at]}: {words}")
         if before != after:
             at = next(index for index, version in enumerate(after) if version != before[index])
-            raise RuntimeError(f"it has changed the values of {self._names[at]}. The optimizer's master parameters "
-                               "overwrite that with the next update")  # fmt: skip
+            raise RuntimeError(
+                f"it has changed the values of {self._names[at]}. The optimizer's master parameters "
+                "overwrite that with the next update"
+            )
 
     def _put_back(self, grad: bool, dtype: torch.dtype, trains: bool, handlers: list[Any], folder: str) -> None:
         torch.set_grad_enabled(grad)
@@ -230,5 +232,7 @@ def close_all(parts: Sequence[Part], ranks: Ranks, config: RunConfig) -> None:
         if isinstance(part, Guarded):
             part.close(None)
     if failure := first_failure(parts, ranks):
-        raise AgreedError(f"{failure}. The run has saved; fix the plugin, and {same_command(config, CHANGED, 'ok')} "
-                          "continues", PluginError.exit_code)  # fmt: skip
+        raise AgreedError(
+            f"{failure}. The run has saved; fix the plugin, and {same_command(config, CHANGED, 'ok')} continues",
+            PluginError.exit_code,
+        )

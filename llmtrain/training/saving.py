@@ -138,8 +138,10 @@ class Saving(Part):
             self.last(position, complete=False)
         except CheckpointError as error:
             raise CheckpointError(f"{failed}. {error}") from error
-        raise TrainingStopped(f"{failed}. The run has ended, and its state at step {position.step} is saved. Fix the "
-                              f"cause of the failed saves, and {self._command} continues.")  # fmt: skip
+        raise TrainingStopped(
+            f"{failed}. The run has ended, and its state at step {position.step} is saved. Fix the "
+            f"cause of the failed saves, and {self._command} continues."
+        )
 
     def last(self, position: Position, *, complete: bool) -> None:
         """Write the last checkpoint of a launch. Raises CheckpointError."""

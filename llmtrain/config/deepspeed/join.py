@@ -183,8 +183,10 @@ def check_scheduler(config: RunConfig, tree: dict[str, Any], problems: Problems)
         return []
     note = f"{path}: scheduler {kind} is all auto; the YAML's schedule ({config.schedule.name}) decides"
     if (config.schedule.name, getattr(config.schedule, "min_ratio", None)) != (name, least):
-        note += (f". With it Hugging Face's Trainer trains a warm-up and then {course}, whatever its "
-                 f"lr_scheduler_type is; here that is {_listed(here)}")  # fmt: skip
+        note += (
+            f". With it Hugging Face's Trainer trains a warm-up and then {course}, whatever its "
+            f"lr_scheduler_type is; here that is {_listed(here)}"
+        )
     return [note]
 
 

@@ -75,8 +75,10 @@ def read_json(path: str, place: str | None = None) -> dict[str, Any]:
         why = "a number in it is larger than 1.8e308" if isinstance(error, OverflowError) else why
         raise refused(f"not a DeepSpeed JSON: {why}", "write plain values of usual size") from None
     if isinstance(tree, dict) and {"deepspeed", "model", "data", "train"} & tree.keys() and not text.startswith("{"):
-        raise refused("looks like a run's YAML, and not like a DeepSpeed JSON",
-                      "give the path of the JSON; the YAML comes first: RUN.yaml --deepspeed DS.json")  # fmt: skip
+        raise refused(
+            "looks like a run's YAML, and not like a DeepSpeed JSON",
+            "give the path of the JSON; the YAML comes first: RUN.yaml --deepspeed DS.json",
+        )
     if not isinstance(tree, dict):
         raise refused("a DeepSpeed JSON is one object { ... }",
                       "write { ... } around its keys; `llmtrain init DIR` writes examples", place=path)  # fmt: skip

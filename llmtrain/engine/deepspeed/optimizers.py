@@ -213,8 +213,10 @@ def prove_by_element(optim: Optimizer) -> None:
     like complete tensors, and checkpoints can hold the moments. Raises ConfigError, with the reason."""
     key = f"optim.name {optim.name}"
     if optim.whole_gradients:
-        raise ConfigError(f"{key}: it inherits from an optimizer that steps matrices as a whole, and ZeRO partitions "
-                          "what it trains. Derive the class from Optimizer, AdamW or Lion")  # fmt: skip
+        raise ConfigError(
+            f"{key}: it inherits from an optimizer that steps matrices as a whole, and ZeRO partitions "
+            "what it trains. Derive the class from Optimizer, AdamW or Lion"
+        )
     numbers = torch.Generator().manual_seed(0)
     begin = torch.randn(_ROWS, _COLUMNS, generator=numbers)
     gradients = [torch.randn(_ROWS, _COLUMNS, generator=numbers) for _ in range(_STEPS)]
@@ -226,11 +228,15 @@ def prove_by_element(optim: Optimizer) -> None:
     kept = {kind: value for kind, value in optimizer.state[whole].items() if kind != "step" and value is not None}
     odd = {kind: value for kind, value in kept.items() if not isinstance(value, Tensor) or value.shape != whole.shape}
     if odd:
-        raise ConfigError(f"{key}: {_listed(odd)} in its state is no tensor of the parameter's shape, and no "
-                          "checkpoint could hold it for other ranks. Keep one number for each element")  # fmt: skip
+        raise ConfigError(
+            f"{key}: {_listed(odd)} in its state is no tensor of the parameter's shape, and no "
+            "checkpoint could hold it for other ranks. Keep one number for each element"
+        )
     if set(kept) != set(optim.state):
-        raise ConfigError(f"{key}: it keeps {_listed(kept) or 'nothing'} for each parameter, and its class says state "
-                          f"= {optim.state}. Write state = {tuple(kept)}")  # fmt: skip
+        raise ConfigError(
+            f"{key}: it keeps {_listed(kept) or 'nothing'} for each parameter, and its class says state "
+            f"= {optim.state}. Write state = {tuple(kept)}"
+        )
     flat = [piece.clone().requires_grad_() for piece in begin.flatten().split(_ROWS * _COLUMNS // 2)]
     parted = build_guarded(optim, [_group(optim, flat)])
     for piece in flat:
@@ -240,9 +246,11 @@ def prove_by_element(optim: Optimizer) -> None:
             piece.grad = part.clone()
         parted.step()
     if not torch.allclose(torch.cat(flat).view_as(whole), whole, **_CLOSE):  # type: ignore[arg-type]
-        raise ConfigError(f"{key}: two halves of a flat tensor, with moments of 0, do not step like the whole tensor. "
-                          "ZeRO partitions what it trains: a step may depend on an element's own gradients and "
-                          "moments alone, and these begin at 0")  # fmt: skip
+        raise ConfigError(
+            f"{key}: two halves of a flat tensor, with moments of 0, do not step like the whole tensor. "
+            "ZeRO partitions what it trains: a step may depend on an element's own gradients and "
+            "moments alone, and these begin at 0"
+        )
 
 
 def _group(optim: Optimizer, parameters: list[Tensor]) -> dict[str, Any]:
@@ -259,8 +267,10 @@ def _built(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     with torch.random.fork_rng(devices=[]):
         made = called(optim, f"optim.name {optim.name}", "build", lambda: optim.build(groups))
     if not isinstance(made, torch.optim.Optimizer) or len(made.param_groups) != len(groups):
-        raise ConfigError(f"optim.name {optim.name}: build gives {type(made).__name__}; wanted is a "
-                          "torch.optim.Optimizer of all its groups")  # fmt: skip
+        raise ConfigError(
+            f"optim.name {optim.name}: build gives {type(made).__name__}; wanted is a "
+            "torch.optim.Optimizer of all its groups"
+        )
     return made
 
 

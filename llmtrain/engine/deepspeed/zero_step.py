@@ -226,9 +226,11 @@ def shorten_step(engine: DeepSpeedEngine) -> str:
             "deepspeed==0.19.8, or sum gradients in bf16 (data_types.grad_accum_dtype)."
         )
     if changed:
-        return (f"deepspeed {deepspeed.__version__}: its {changed}; its own step of ZeRO 1 and 2 runs, which computes "
-                "the same, with more memory (2 bytes a parameter), kernels and waits for the device than with "
-                "deepspeed==0.19.8")  # fmt: skip
+        return (
+            f"deepspeed {deepspeed.__version__}: its {changed}; its own step of ZeRO 1 and 2 runs, which computes "
+            "the same, with more memory (2 bytes a parameter), kernels and waits for the device than with "
+            "deepspeed==0.19.8"
+        )
     optimizer.__class__ = OneNormZero
     return ""
 

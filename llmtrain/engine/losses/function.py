@@ -65,11 +65,15 @@ def checked_terms(key: str, objective: Objective, method: str, terms: Any, like:
     tensors = isinstance(terms, tuple) and all(isinstance(term, Tensor) for term in terms)
     given = [tuple(term.shape) for term in terms] if tensors else _kinds(terms)
     if given != [wanted] * (1 + count):
-        raise ModelError(f"{key}: {method} gives {given}; wanted is a tuple of the loss and {count} figures, of the "
-                         f"shape of its argument, {wanted}")  # fmt: skip
+        raise ModelError(
+            f"{key}: {method} gives {given}; wanted is a tuple of the loss and {count} figures, of the "
+            f"shape of its argument, {wanted}"
+        )
     if like.requires_grad and not terms[0].requires_grad:
-        raise ModelError(f"{key}: {method} gives a loss of {terms[0].dtype} without a gradient. Compute it from the "
-                         "argument by torch's functions, without detach(), item() and torch.no_grad()")  # fmt: skip
+        raise ModelError(
+            f"{key}: {method} gives a loss of {terms[0].dtype} without a gradient. Compute it from the "
+            "argument by torch's functions, without detach(), item() and torch.no_grad()"
+        )
     return tuple(term.float() for term in terms)
 
 

@@ -61,8 +61,10 @@ def sums_of(name: str, metric: Metric, nll: Tensor, labels: Tensor, counts: Tens
     for each in (values, weights):
         if not isinstance(each, Tensor) or each.shape != nll.shape:
             shape = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
-            raise ModelError(f"{key}: values gives {shape}; wanted is a tensor of a value for each token, of the "
-                             f"shape of its first argument, {tuple(nll.shape)}, or two of these")  # fmt: skip
+            raise ModelError(
+                f"{key}: values gives {shape}; wanted is a tensor of a value for each token, of the "
+                f"shape of its first argument, {tuple(nll.shape)}, or two of these"
+            )
     weights = weights.float().where(counts, 0.0)
     return (values.float() * weights).where(counts, 0.0).sum(), weights.sum()
 

@@ -59,8 +59,10 @@ def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") 
         return 0
     shown = f"(CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
     if not visible:
-        raise ConfigError(f"DS_ACCELERATOR = {kind}: torch {torch.__version__} sees no {kind} device here {shown}. "
-                          "Remove the variable, or set it to cpu")  # fmt: skip
+        raise ConfigError(
+            f"DS_ACCELERATOR = {kind}: torch {torch.__version__} sees no {kind} device here {shown}. "
+            "Remove the variable, or set it to cpu"
+        )
     raise ConfigError(
         f"this host has {units.counted(visible, f'{kind} device')} for {ranks} ranks {shown}: set its slots in the "
         f"hostfile to {visible}."
