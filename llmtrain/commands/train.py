@@ -70,8 +70,8 @@ def train(
 
     Raises: UserError, for a mistake; TrainingStopped, when the run has ended itself.
     """
-    given = [plugin] if isinstance(plugin, str | os.PathLike) else plugin
-    words = [word for path in given for word in ("--plugin", os.fspath(path))]
+    plugins = [plugin] if isinstance(plugin, str | os.PathLike) else plugin
+    words = [word for path in plugins for word in ("--plugin", os.fspath(path))]
     for key, value in (overrides or {}).items():
         words.append(f"--{key}={value if isinstance(value, str) else json.dumps(value)}")
     with _as_before(), _file_of(config) as path:

@@ -102,10 +102,10 @@ def _from_step_0(config: RunConfig, problems: Problems) -> RunConfig:
     if first.rope is not None:
         rule = "from step 0 on the model's own fields count"
         problems.add(f"{at}.rope", first.rope, rule, "write them in model.config")
-    own = {"data": STAGED, "train": ("global_batch", "micro_batch", "accumulation")}
-    for section, names in own.items():
-        given = {name: getattr(first.train if section == "train" else first, name) for name in names}
-        for name, value in given.items():
+    staged = {"data": STAGED, "train": ("global_batch", "micro_batch", "accumulation")}
+    for section, names in staged.items():
+        values = {name: getattr(first.train if section == "train" else first, name) for name in names}
+        for name, value in values.items():
             key, inner = f"{section}.{name}", f"{at}.{name}" if section == "data" else f"{at}.{section}.{name}"
             before = getattr(getattr(config, section), name)
             if value is None:
@@ -135,7 +135,7 @@ def run_words(argv: list[str]) -> list[str]:
     pairs = list(_pairs(argv))
     configs, _ = _split(argv)
     words = [word for path in configs for word in ("--config", path)]
-    return [*words, *(word for key, _, given in pairs if key != "config" for word in given)]
+    return [*words, *(word for key, _, own_words in pairs if key != "config" for word in own_words)]
 
 
 def configs_in(words: Sequence[str]) -> list[str]:
@@ -147,7 +147,7 @@ def plugins_of(argv: list[str]) -> list[str]:
 
     Raises: ConfigError.
     """
-    found: list[str] = []
+    plugin_words: list[str] = []
     rest: list[str] = []
     changed, words = False, iter(argv)
     for word in words:
@@ -155,7 +155,7 @@ def plugins_of(argv: list[str]) -> list[str]:
         if flag in (plugins.FLAG, plugins.CHANGED):
             value = value if has_value else next(words, "")
             if flag == plugins.FLAG and value and not value.startswith("--"):
-                found.append(value)
+                plugin_words.append(value)
             elif flag == plugins.CHANGED and value == "ok":
                 changed = True
             else:
@@ -164,10 +164,10 @@ def plugins_of(argv: list[str]) -> list[str]:
         else:
             rest.append(word)
     plugins.changed_ok = changed
-    if found or plugins.current:
+    if plugin_words or plugins.current:
         from llmtrain.config.plugin_import import use  # most runs have none
 
-        use(found)
+        use(plugin_words)
     return rest
 
 
@@ -179,19 +179,19 @@ def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
     Raises: ConfigError: a flag of the command is after `--`, or a flag before it is misspelt.
     """
     cut = argv.index("--") if "--" in argv else len(argv)
-    given, words = parser.parse_known_args(argv[:cut])
-    own = set(re.findall(r"--[a-z][\w-]*", parser.format_help()))
+    arguments, words = parser.parse_known_args(argv[:cut])
+    flags = set(re.findall(r"--[a-z][\w-]*", parser.format_help()))
     for word in argv[cut + 1 :]:
-        if word.partition("=")[0] in own and word != "--config":
+        if word.partition("=")[0] in flags and word != "--config":
             rule = f"is a flag of `{parser.prog}`, and behind -- are words of the run"
             raise stop("command line", word, rule, f"write {word} before the --", COMMAND_LINE)
-    known = {key.partition(".")[0] for key in schema()}
+    top_keys = {key.partition(".")[0] for key in schema()}
     for word in words:
         flag = word.partition("=")[0]
-        foreign = flag.startswith("--") and flag[2:].partition(".")[0].replace("-", "_") not in {*_NO_FIELDS, *known}
-        if foreign and flag not in _LAUNCHER_FLAGS and (near := closest(flag, own)):
+        foreign = flag.startswith("--") and flag[2:].partition(".")[0].replace("-", "_") not in {*_NO_FIELDS, *top_keys}
+        if foreign and flag not in _LAUNCHER_FLAGS and (near := closest(flag, flags)):
             raise stop("command line", flag, f"is no flag of `{parser.prog}`", f"did you mean {near}?", COMMAND_LINE)
-    return given, words + argv[cut + 1 :]
+    return arguments, words + argv[cut + 1 :]
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -210,7 +210,7 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
     A flag of a field of true or false may have no value. The launcher's --local_rank is dropped.
     """
     plugins_of(argv)
-    words, own = deque(argv), {*_LAUNCHER_FLAGS, *(f"--{name}" for name in _NO_FIELDS)}
+    words, not_fields = deque(argv), {*_LAUNCHER_FLAGS, *(f"--{name}" for name in _NO_FIELDS)}
     while words:
         word = words.popleft()
         if word == "--":  # all words here are the run's
@@ -224,22 +224,22 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
                 raise stop("command line", word, "is not a flag", "write --SECTION.FIELD VALUE", COMMAND_LINE)
             yield "config", word, [word]
             continue
-        if (known := flag[2:].replace("-", "_")) in schema():  # other tools write --resume-weights-only
-            flag = f"--{known}"
-        given = [word]
+        if (underscored := flag[2:].replace("-", "_")) in schema():  # other tools write --resume-weights-only
+            flag = f"--{underscored}"
+        taken = [word]
         if not has_value and _is_entry(flag[2:]):
             value = "true"
         elif not has_value:
             following = words[0] if words else None
             if following is not None and not following.startswith("--"):
                 value = words.popleft()
-                given.append(value)
-            elif schema().get(flag[2:]) is bool or not (flag in own or _field_of(flag[2:])[0]):
+                taken.append(value)
+            elif schema().get(flag[2:]) is bool or not (flag in not_fields or _field_of(flag[2:])[0]):
                 value = "true"  # also of an unknown flag, which is the mistake
             else:
                 raise stop(flag, following, "needs a value", f"write {flag} VALUE", COMMAND_LINE)
         if flag not in _LAUNCHER_FLAGS:
-            yield flag[2:], value, given
+            yield flag[2:], value, taken
 
 
 def _is_entry(key: str) -> bool:
@@ -273,19 +273,19 @@ def _lay(below: dict[str, Any], above: dict[str, Any], places: dict[str, str], p
 def _merge(
     below: dict[str, Any], above: dict[str, Any], places: dict[str, str], problems: Problems, prefix: str = ""
 ) -> None:
-    held, typed = {*sections(), *subsections(), *ENTRIES}, COMMAND_LINE in places.values()
+    maps, typed = {*sections(), *subsections(), *ENTRIES}, COMMAND_LINE in places.values()
     for name, value in above.items():
         key, under = f"{prefix}{name}", below.get(name)
         if isinstance(under, dict) and isinstance(value, dict):
             _merge(under, value, places, problems, f"{key}.")
-        elif isinstance(value, dict) and under is not None and (typed or key in held):
+        elif isinstance(value, dict) and under is not None and (typed or key in maps):
             places.pop(key, None)  # the value below stays, and the reader reports it
             if key == "model.config" and isinstance(under, str):
                 problems.add(key, under, "is a path, and a flag gives one of its fields",
                              "write all fields below model.config in a YAML")  # fmt: skip
-        elif not (isinstance(under, dict) and value is None and key in held):
+        elif not (isinstance(under, dict) and value is None and key in maps):
             below[name] = value
-            for inner in [each for each in problems.places if each.startswith(f"{key}.")]:
+            for inner in [place_key for place_key in problems.places if place_key.startswith(f"{key}.")]:
                 del problems.places[inner]
 
 
@@ -343,9 +343,9 @@ def _field_of(key: str) -> tuple[str | None, Any]:
         return key, schema()[key]
     for field, kind in schema().items():
         if key.startswith(f"{field}.") and field not in ENTRIES:
-            for each in members(kind):
-                if get_origin(each) is dict:
-                    return field, get_args(each)[1]
+            for member in members(kind):
+                if get_origin(member) is dict:
+                    return field, get_args(member)[1]
             if get_origin(kind) is list and get_args(kind)[0] is StageConfig:
                 return None, None
     return None, None
@@ -358,7 +358,7 @@ def _value_of(key: str, kind: Any, text: str) -> Any:
         type(None) in kinds or key.partition(".")[0] in choices()
     ):  # the default of a choice
         return None
-    nested = any(get_origin(each) in (list, tuple, dict) for each in kinds)
+    nested = any(get_origin(member) in (list, tuple, dict) for member in kinds)
     if Any in kinds or (nested and (text[:1] in ("[", "{") or str not in kinds)):
         return strict_yaml.parse(text, f"{COMMAND_LINE}, --{key}").tree
     return text

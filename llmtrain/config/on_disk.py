@@ -79,14 +79,14 @@ def check_tokenizer(config: RunConfig, key: str, given: str, folder: Path, probl
     try:
         manifest = untrusted.loads(read("manifest.json"))
         texts, was = manifest.get("chat") is None, manifest["tokenizer_fingerprint"]
-        ours = read("tokenizer/tokenizer.json")
+        of_data = read("tokenizer/tokenizer.json")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return  # who opens the data reports it
     try:
-        theirs = file.read_bytes()
-        same = was == xxhash.xxh3_128_hexdigest(theirs)
-        reason = "" if same else difference(ours, theirs, grown=key != "objective.teacher")
-        first = special_tokens(theirs)[0] if texts and not reason else []
+        of_model = file.read_bytes()
+        same = was == xxhash.xxh3_128_hexdigest(of_model)
+        reason = "" if same else difference(of_data, of_model, grown=key != "objective.teacher")
+        first = special_tokens(of_model)[0] if texts and not reason else []
     except (OSError, DataError) as error:
         problems.add(key, given, f"its tokenizer cannot be compared with that of {redact_text(data)}: {error}",
                      "copy its tokenizer.json again")  # fmt: skip
@@ -106,8 +106,8 @@ def _check_packages(config: RunConfig, problems: Problems) -> None:
     for name, tracker in config.trackers.items():
         packages = {module.partition(".")[0] for module in tracker.MODULES}
         if missing := sorted(package for package in packages if importlib.util.find_spec(package) is None):
-            ours = type(tracker).__module__.startswith("llmtrain.")
-            what = f"'llmtrain[{name}]'" if ours else " ".join(missing)
+            is_built_in = type(tracker).__module__.startswith("llmtrain.")
+            what = f"'llmtrain[{name}]'" if is_built_in else " ".join(missing)
             problems.add(f"trackers.{name}", asdict(tracker), f"needs {', '.join(missing)}, not installed here",
                          f"pip install {what} on all hosts")  # fmt: skip
 
@@ -137,10 +137,10 @@ def _check_length(key: str, path: str, manifest: dict[str, Any], config: RunConf
         "train.eval to off to train without validation",
     }
     for split, remedy in remedies.items():
-        found = tokens.get(split) if isinstance(tokens, dict) else None
-        if isinstance(found, int) and found < least and (split == "train" or config.train.eval):
-            remedy = f"lower data.sequence_length to {found - 1} or less, or {remedy}" if found > 2 else remedy
-            rule = f"its {split} split ({found} tokens) does not fill one sequence of data.sequence_length {length}"
+        count = tokens.get(split) if isinstance(tokens, dict) else None
+        if isinstance(count, int) and count < least and (split == "train" or config.train.eval):
+            remedy = f"lower data.sequence_length to {count - 1} or less, or {remedy}" if count > 2 else remedy
+            rule = f"its {split} split ({count} tokens) does not fill one sequence of data.sequence_length {length}"
             problems.add(key, path, rule, remedy)
 
 
@@ -183,9 +183,9 @@ def _check_measured(
                      "folder in eval.sets")  # fmt: skip
         return
     least = 1 if isinstance(chat, dict) else length + 1
-    found = [each for each in tokens.values() if isinstance(each, int)] if isinstance(tokens, dict) else []
-    if field == "sets" and found and max(found) < least:
-        problems.add(key, path, f"neither of its splits ({' and '.join(map(str, found))} tokens) fills one sequence of "
+    sizes = [count for count in tokens.values() if isinstance(count, int)] if isinstance(tokens, dict) else []
+    if field == "sets" and sizes and max(sizes) < least:
+        problems.add(key, path, f"neither of its splits ({' and '.join(map(str, sizes))} tokens) fills one sequence of "
                      f"data.sequence_length {length}", "prepare more text, or lower data.sequence_length")  # fmt: skip
 
 
@@ -267,8 +267,8 @@ def _of_others(path: str, own: re.Pattern[str]) -> str | None:
     except OSError:
         return None
     shared = {os.path.realpath(os.path.expanduser("~")): "it is your home", os.path.realpath("/tmp"): "all use it"}
-    if found := shared.get(os.path.realpath(path)):
-        return found
+    if sign := shared.get(os.path.realpath(path)):
+        return sign
     if any(map(own.fullmatch, names)):
         return None
     other = [name for name in names if name in _REPLACED or not _OF_A_LAUNCH.fullmatch(name)]
@@ -315,11 +315,11 @@ def _read_in_store(key: str, url: str, problems: Problems) -> dict[str, Any] | N
         data = Store(url).read("manifest.json")
         return _json_object(key, shown, data, "upload the folder again", problems, "its manifest.json ")
     except FileNotFoundError:
-        found = "no prepared folder: it has no manifest.json", "correct the URL, or upload the folder again"
+        mistake = "no prepared folder: it has no manifest.json", "correct the URL, or upload the folder again"
     except StoreError as error:
         remedy = "correct address or access; credentials are those of the store's driver"
-        found = f"cannot be read ({error})", remedy
-    problems.add(key, shown, *found)
+        mistake = f"cannot be read ({error})", remedy
+    problems.add(key, shown, *mistake)
     return None
 
 
@@ -327,9 +327,9 @@ def _is_usable(key: str, url: str, problems: Problems, *, writes: bool = False) 
     """Check the URL of a store, without network."""
     from llmtrain.storage.object_store import problem_of  # most runs name no store
 
-    if found := problem_of(url, writes=writes):
-        problems.add(key, redact_text(url), *found)
-    return found is None
+    if problem := problem_of(url, writes=writes):
+        problems.add(key, redact_text(url), *problem)
+    return problem is None
 
 
 def _to_prepare(path: str, source: str | None, ids: str) -> str:

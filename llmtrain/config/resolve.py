@@ -74,35 +74,35 @@ def with_stages(run: Run, world: str, epoch: Callable[[DataConfig], int] | None,
     count = None if train.epochs is None or epoch is None else epoch(stages[len(stages) - 1].data)
     max_steps = stages.length(train.max_steps, train.max_tokens, train.epochs, count)
     stages = stages.filled(max_steps)
-    own = [
-        replace(given, schedule=given.schedule and stage.schedule)
-        for given, stage in zip(config.data.stages, stages.stages[1:], strict=True)
+    staged = [
+        replace(stage_config, schedule=stage_config.schedule and stage.schedule)
+        for stage_config, stage in zip(config.data.stages, stages.stages[1:], strict=True)
     ]
     if train.micro_batch != "auto":
         batches = [StageBatch(**_numbers(stage.batch)) for stage in stages]
         train = replace(train, **_numbers(batches[0]))
-        own = [replace(given, train=batch) for given, batch in zip(own, batches[1:], strict=True)]
-    data = replace(config.data, stages=own)
+        staged = [replace(stage_config, train=batch) for stage_config, batch in zip(staged, batches[1:], strict=True)]
+    data = replace(config.data, stages=staged)
     config = _with_modes(replace(config, schedule=stages[0].schedule, train=train, data=data))
     return replace(run, config=config, stages=stages, max_steps=max_steps)
 
 
 def _stages(config: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
     """The previous stage completes a batch with fewer than two numbers. Until auto is decided, a micro-batch is 1."""
-    given, data = _numbers(config.train), data_of(config.data)
-    given["micro_batch"] = 1 if given["micro_batch"] == "auto" else given["micro_batch"]
+    counts, data = _numbers(config.train), data_of(config.data)
+    counts["micro_batch"] = 1 if counts["micro_batch"] == "auto" else counts["micro_batch"]
     batches: list[Batch] = []
-    for number, (each, stage) in enumerate(zip(data, [None, *config.data.stages], strict=True)):
+    for number, (data_of_stage, stage) in enumerate(zip(data, [None, *config.data.stages], strict=True)):
         where = "; ".join(f"train.{name}: {problems.places.get(f'train.{name}', 'the YAML')}"
-                          for name, count in given.items() if count is not None)  # fmt: skip
+                          for name, count in counts.items() if count is not None)  # fmt: skip
         if stage is not None:
-            key, given, last = f"data.stages[{number - 1}].train", _numbers(stage.train), batches[-1]
+            key, counts, last = f"data.stages[{number - 1}].train", _numbers(stage.train), batches[-1]
             where = f"{key}: {problems.places.get(key, 'the YAML')}"
-            if given["global_batch"] is None and given["accumulation"] is None:
-                given["global_batch"] = last.global_batch
-            if given["micro_batch"] is None and None in (given["global_batch"], given["accumulation"]):
-                given["micro_batch"] = last.micro_batch
-        batch = solve(given, degrees.data, each.sequence_length, world=world, problems=problems, place=where)
+            if counts["global_batch"] is None and counts["accumulation"] is None:
+                counts["global_batch"] = last.global_batch
+            if counts["micro_batch"] is None and None in (counts["global_batch"], counts["accumulation"]):
+                counts["micro_batch"] = last.micro_batch
+        batch = solve(counts, degrees.data, data_of_stage.sequence_length, world=world, problems=problems, place=where)
         problems.raise_if_any()
         assert batch is not None
         batches.append(batch)
@@ -215,8 +215,8 @@ def _unread(config: RunConfig, given: Iterable[str]) -> list[str]:
         "train.eval_every": not config.evaluates and "train.eval is off, and nothing else is measured",
         "checkpoint.when_busy": config.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
     }
-    found = {start: sorted(key for key in given if key.startswith(start)) for start, why in unread.items() if why}
-    return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in found.items() if keys]
+    idle = {start: sorted(key for key in given if key.startswith(start)) for start, why in unread.items() if why}
+    return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in idle.items() if keys]
 
 
 def _undecided(config: RunConfig) -> list[str]:
@@ -231,9 +231,9 @@ def _odd_values(run: Run) -> list[str]:
     if max_steps is not None and (train.eval_every or 0) > max_steps and config.evaluates:
         notes.append(f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so only its end is measured")
     lengths = {key: getattr(train, key) for key in ("max_steps", "max_tokens", "epochs")}
-    given = [f"train.{key} {show(value)}" for key, value in lengths.items() if value is not None]
-    if len(given) > 1:
-        notes.append(f"{' and '.join(given)}: the first to be reached ends the run, at step {max_steps}")
+    ends = [f"train.{key} {show(value)}" for key, value in lengths.items() if value is not None]
+    if len(ends) > 1:
+        notes.append(f"{' and '.join(ends)}: the first to be reached ends the run, at step {max_steps}")
     decay = config.optim.weight_decay
     if decay is not None and decay > 1:
         notes.append(

@@ -33,13 +33,13 @@ def fill_parameters(engine: Engine, source: ParameterSource) -> dict[Key, int]:
     """Fill the fp32 masters of this rank from a source with the same parameters; `refresh` has to follow. Returns the
     checksums of packed pieces, taken before packing. Raises ModelError."""
     check_names(engine, source)
-    here: dict[str, list[StateTensor]] = {}
+    pieces_of: dict[str, list[StateTensor]] = {}
     for piece in engine.state():
         if piece.kind == PARAM:
-            here.setdefault(piece.name, []).append(piece)
+            pieces_of.setdefault(piece.name, []).append(piece)
     arrived: dict[Key, int] = {}
     for name in source.order():
-        for piece in here.get(name, ()):
+        for piece in pieces_of.get(name, ()):
             value = fill(piece, partial(source.read_region, name))
             if value is not None:
                 arrived[PARAM, name] = value
@@ -120,9 +120,9 @@ def masters_apart(engine: Engine, ranks: Ranks) -> MastersApart | None:
     device = engine.device
     flags = [_differs(piece, copies.get(piece.name, [])).to(device, non_blocking=True) for piece in pieces]
     wrong = torch.stack(flags).tolist() if flags else []
-    found = ranks.gather(sorted({piece.name for piece, bad in zip(pieces, wrong, strict=True) if bad}))
-    names = sorted({name for part in found for name in part})
-    return MastersApart(tuple(names), tuple(rank for rank, part in enumerate(found) if part)) if names else None
+    of_ranks = ranks.gather(sorted({piece.name for piece, bad in zip(pieces, wrong, strict=True) if bad}))
+    names = sorted({name for part in of_ranks for name in part})
+    return MastersApart(tuple(names), tuple(rank for rank, part in enumerate(of_ranks) if part)) if names else None
 
 
 def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
@@ -130,7 +130,7 @@ def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
     heart.beat()
     region, read = piece.region, False
     with piece.open() as view:
-        found = torch.zeros((), dtype=torch.bool, device=view.device)
+        differing = torch.zeros((), dtype=torch.bool, device=view.device)
         for copy in copies:
             start = copy.region.below(region.first) if region.numel else 0
             if start + region.numel > copy.region.numel or copy.region.part(start, start + region.numel) != region:
@@ -144,14 +144,14 @@ def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
                 part = values[low : low + chunk]
                 master = view[low : low + chunk].to(part.dtype).to(part.device)
                 differs = (master != part) & ~(master.isnan() & part.isnan())
-                found = found.to(part.device) | differs.any()
-    return found if read else torch.ones_like(found)
+                differing = differing.to(part.device) | differs.any()
+    return differing if read else torch.ones_like(differing)
 
 
 def prove_masters(engine: Engine, ranks: Ranks) -> None:
     """Raises ModelError, on all ranks: masters and forward pass differ before the first step."""
-    if found := masters_apart(engine, ranks):
-        raise ModelError(found.message(engine, ranks))
+    if apart := masters_apart(engine, ranks):
+        raise ModelError(apart.message(engine, ranks))
 
 
 def prove_weights(
@@ -166,22 +166,22 @@ def prove_weights(
     names = sorted(engine.shapes())
     # Of frozen parameters, which a pipeline's other stages may hold:
     lower = {piece.name: piece.dtype for piece in engine.state() if piece.dtype.itemsize < 4 and piece.kind == PARAM}
-    kept = {name: dtype for share in ranks.gather(lower) for name, dtype in share.items()}
+    lower_types = {name: dtype for share in ranks.gather(lower) for name, dtype in share.items()}
     mine = {}
     for name in names[ranks.rank :: ranks.world_size]:  # each file is read once, by all ranks together
         heart.beat()
         values = source.read(name, 0, numel(source.shape(name))).reshape(-1)
-        exact, rounded = _sum_on(values, engine.device), values.to(kept.get(name, values.dtype))
+        exact, rounded = _sum_on(values, engine.device), values.to(lower_types.get(name, values.dtype))
         mine[name] = (exact, exact if rounded is values else _sum_on(rounded, engine.device))
-    given = {name: sums for share in ranks.gather(mine) for name, sums in share.items()}
-    expected = {(PARAM, name): value for name, (_, value) in given.items()}
+    source_sums = {name: sums for share in ranks.gather(mine) for name, sums in share.items()}
+    expected = {(PARAM, name): value for name, (_, value) in source_sums.items()}
     bad = [name for _, name in differing_tensors(engine, expected, ranks, arrived=arrived)]
     if bad:
         raise ModelError(
             f"{source.origin}: after loading, {len(bad)} of {len(names)} parameters differ from the file, "
             f"first {', '.join(bad[:3])}. Training would start from wrong weights, so the run ends here."
         )
-    return {name: exact for name, (exact, _) in given.items()}
+    return {name: exact for name, (exact, _) in source_sums.items()}
 
 
 @torch.no_grad()
@@ -217,8 +217,8 @@ def differing_tensors(
                 bad.add(key)
     bad |= _wrong(parts, expected, shapes, ranks)
     bad |= _differing_copies(engine, expected, shapes, ranks)
-    found = ranks.gather(sorted(bad))
-    return sorted({key for part in found for key in part})
+    of_ranks = ranks.gather(sorted(bad))
+    return sorted({key for part in of_ranks for key in part})
 
 
 @dataclass(frozen=True)
@@ -328,8 +328,8 @@ def _differing_copies(
         elif value != wanted[key]:
             bad.add(key)
     if engine.partitions_parameters:
-        here = {part.key for part in partitions}  # each rank has a part of every parameter; buffers are complete
-        bad |= _wrong(partitions, {key: wanted[key] for key in wanted if key in here}, shapes, ranks)
+        sharded = {part.key for part in partitions}  # each rank has a part of every parameter; buffers are complete
+        bad |= _wrong(partitions, {key: wanted[key] for key in wanted if key in sharded}, shapes, ranks)
     # Only the shards that are there are looked at: ZeRO 3 keeps some parameters gathered, ZeRO 0 has no copies.
     return bad | _wrong(shards, wanted, shapes, ranks, every=False)
 

@@ -53,21 +53,21 @@ def examine(run: Run) -> Examined:
     for key in metrics() if config.metrics or config.parts else ():  # a plugin's would be taken for the run's own
         name, part = key.removeprefix("eval/"), key.partition("/")[0]
         if name in config.metrics or part in config.parts:
-            own = f"metrics.{name}" if name in config.metrics else f"parts.{part}"
-            raise ConfigError(f"{own}: its figures would be {key}, which each run has; give the class another name")
+            entry = f"metrics.{name}" if name in config.metrics else f"parts.{part}"
+            raise ConfigError(f"{entry}: its figures would be {key}, which each run has; give the class another name")
     data, *later = stage_data(run.stages)
     sets = {name: EvalSet(folder, config.data) for name, folder in config.eval.sets.items()}
     choices = _open_choices(run, data)
-    for name, each in sets.items():
-        _check_tokenizer(f"eval.sets.{name}", each.manifests[0], each.name, data)
-        each.check_counted(config.eval.sequences.get(name, config.train.eval_sequences))
+    for name, source in sets.items():
+        _check_tokenizer(f"eval.sets.{name}", source.manifests[0], source.name, data)
+        source.check_counted(config.eval.sequences.get(name, config.train.eval_sequences))
     for measured in (data, *later) if config.train.eval else ():
         measured.check_counted(config.train.eval_sequences)
-    columns = {stage_key(stage): each for stage, each in in_stages(run.stages, (data, *later))}
-    columns |= {f"eval.sets.{name}": each for name, each in sets.items()}
+    columns = {stage_key(stage): source for stage, source in in_stages(run.stages, (data, *later))}
+    columns |= {f"eval.sets.{name}": source for name, source in sets.items()}
     references = None
     if config.objective.reference == "column":
-        references = take_columns(columns, lambda each: each.take_reference(run.mix.precision))
+        references = take_columns(columns, lambda source: source.take_reference(run.mix.precision))
     for feature in asked_features(config):
         feature.check_data(config, data)
     name_cpu()
@@ -76,7 +76,7 @@ def examine(run: Run) -> Examined:
     from llmtrain.models.run.check import check_model, check_weights
 
     spec, notes = check_model(run)
-    for manifest in (manifest for each in (data, *later) for manifest in each.manifests):
+    for manifest in (manifest for source in (data, *later) for manifest in source.manifests):
         check_vocabulary(manifest, spec.facts.vocab_size)
     compared = spec.config.to_dict() if config.objective.reference is not None else None
     if config.objective.teacher is not None:
@@ -90,7 +90,7 @@ def examine(run: Run) -> Examined:
     if isinstance(config.objective, Distill) and config.objective.top_k is not None:
         distill, words = config.objective, spec.facts.vocab_size
         teachers = take_columns(
-            columns, lambda each: each.take_teacher(each.teacher_columns(distill, words, run.mix.precision))
+            columns, lambda source: source.take_teacher(source.teacher_columns(distill, words, run.mix.precision))
         )
     compared = config_of_columns(columns.values(), compared)
     if plugins.is_of_plugin(config.optim):
@@ -106,9 +106,9 @@ def examine(run: Run) -> Examined:
             from llmtrain.checkpoint.meaning import refuse_other_base
 
             refuse_other_base(Path(config.adapter.start) / MARK, spec.config)
-    whole = [f"eval.sets.{name}: {config.eval.sets[name]} has no validation split, and all of its sequences count"
-             for name, each in sets.items() if each.whole]  # fmt: skip
-    notes = (*notes, *_epochs(run, [data, *later]), *_too_large(run, spec), *whole)
+    undivided = [f"eval.sets.{name}: {config.eval.sets[name]} has no validation split, and all of its sequences count"
+             for name, source in sets.items() if source.whole]  # fmt: skip
+    notes = (*notes, *_epochs(run, [data, *later]), *_too_large(run, spec), *undivided)
     run = replace(run, notes=(*run.notes, *notes, *_cut(choices, config.data.sequence_length)))
     opened = RunData(stages=(data, *later), sets=sets, choices=choices, references=references,
                      teachers=teachers, teacher_config=None if config.objective.reference else compared)  # fmt: skip
@@ -131,16 +131,16 @@ def _open_choices(run: Run, data: TrainData) -> dict[str, ChoiceSet]:
 
 def stage_data(stages: Stages) -> list[TrainData]:
     """The data of each stage; stages with the same data share it. Raises DataError."""
-    found: list[TrainData] = []
+    opened: list[TrainData] = []
     for stage in stages:
-        own = next((data for data, other in zip(found, stages, strict=False) if other.data == stage.data), None)
-        if own is None:
+        of_stage = next((data for data, other in zip(opened, stages, strict=False) if other.data == stage.data), None)
+        if of_stage is None:
             with naming(stage_key(stage)):
-                own = TrainData(stage.data)
-        found.append(next((data for data in found if data.fingerprint == own.fingerprint), own))
-        for manifest, before in product(own.manifests, found):
-            _check_tokenizer(stage_key(stage), manifest, own.name, before)
-    return found
+                of_stage = TrainData(stage.data)
+        opened.append(next((data for data in opened if data.fingerprint == of_stage.fingerprint), of_stage))
+        for manifest, before in product(of_stage.manifests, opened):
+            _check_tokenizer(stage_key(stage), manifest, of_stage.name, before)
+    return opened
 
 
 def stage_key(stage: Stage) -> str:
@@ -150,8 +150,8 @@ def stage_key(stage: Stage) -> str:
 
 def in_stages(stages: Stages, data: Sequence[TrainData]) -> list[tuple[Stage, TrainData]]:
     """Return each data set once, with its first stage. `data`: one per stage."""
-    return [(stage, each) for number, (stage, each) in enumerate(zip(stages, data, strict=True))
-            if each not in data[:number]]  # fmt: skip
+    return [(stage, own_data) for number, (stage, own_data) in enumerate(zip(stages, data, strict=True))
+            if own_data not in data[:number]]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -169,9 +169,9 @@ def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], lis
     weights: list[str] = []
     for key, data in every.items():
         with naming(key):
-            own = sorted(set(take(data)))
-            weights = weights or own
-            if not set(own) <= set(weights):
+            of_set = sorted(set(take(data)))
+            weights = weights or of_set
+            if not set(of_set) <= set(weights):
                 raise DataError(f"its column is of other weights than that of the run's first data; {NEW_COLUMN}")
     return weights
 
@@ -184,10 +184,10 @@ def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None)
         from llmtrain.checkpoint.meaning import other_meaning
 
         for name, model in columns:
-            if found := other_meaning(model, config):
+            if differences := other_meaning(model, config):
                 raise DataError(
                     f"{name}: its column is of another configuration of the model: "
-                    f"{'; '.join(found)}. Give config.json these values back, or {NEW_COLUMN}"
+                    f"{'; '.join(differences)}. Give config.json these values back, or {NEW_COLUMN}"
                 )
             config = config or model
     return config
@@ -200,15 +200,15 @@ def _check_tokenizer(key: str, manifest: Manifest, name: str, data: TrainData) -
             f"{key}: was prepared with another tokenizer than the data that the run trains on; "
             f"prepare it again with --tokenizer {data.tokenizer_dir}"
         )
-    texts = next((each for each in data.manifests if each.chat is None), manifest)
+    texts = next((text_manifest for text_manifest in data.manifests if text_manifest.chat is None), manifest)
     if reason := other_begin(texts, manifest, (data.name, name)):
         raise DataError(f"{key}: {reason}")
 
 
 def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
-    return [f"eval.choices.{name}: {each.cut} of {each.rows} choices with their question have more than "
+    return [f"eval.choices.{name}: {questions.cut} of {questions.rows} choices with their question have more than "
             f"data.sequence_length {length} tokens; they lose their beginning"
-            for name, each in choices.items() if each.cut]  # fmt: skip
+            for name, questions in choices.items() if questions.cut]  # fmt: skip
 
 
 def _try_plugins(run: Run) -> None:
@@ -263,10 +263,10 @@ def _epochs(run: Run, data: list[TrainData]) -> list[str]:
     if run.max_steps is None:
         return []
     passes: list[tuple[str, float, int]] = []
-    for first, own in enumerate(data):
-        sharing = [number for number, each in enumerate(data) if each is own]
+    for first, of_stage in enumerate(data):
+        sharing = [number for number, other in enumerate(data) if other is of_stage]
         if sharing[0] == first:
-            passes += own.epochs(run.stages.sequences(run.max_steps, sharing))
+            passes += of_stage.epochs(run.stages.sequences(run.max_steps, sharing))
     return [
         f"{times:.3g} epochs of {folder}, whose training split has {units.count(tokens)} tokens"
         + (f"; {LITTLE_NEW}" if times > USEFUL_EPOCHS else "")
@@ -278,10 +278,10 @@ def _epochs(run: Run, data: list[TrainData]) -> list[str]:
 def _too_large(run: Run, spec: ModelSpec) -> list[str]:
     # At least: 2 bytes of a weight; 14 of a gradient, master and moments of what trains, shared from ZeRO 1 on.
     degrees, stage = run.mix.degrees, run.mix.zero_stage
-    own = degrees.pipeline * degrees.tensor * degrees.expert
+    parts = degrees.pipeline * degrees.tensor * degrees.expert
     shards = degrees.world_size // (degrees.pipeline * degrees.tensor)
-    of_a_rank = 2 * spec.facts.parameters / (shards if stage == 3 else own)
-    of_a_rank += 14 * spec.facts.trained / (shards if stage else own)
+    of_a_rank = 2 * spec.facts.parameters / (shards if stage == 3 else parts)
+    of_a_rank += 14 * spec.facts.trained / (shards if stage else parts)
     if of_a_rank < _NO_DEVICE_BYTES:
         return []
     return [

@@ -82,12 +82,12 @@ class SkippedSteps(Part):
             if not math.isfinite(float(sums[0]))
             for index in micro.sequences
         ]
-        samples = sorted(index for found in self._setup.ranks.gather(bad) for index in found)
+        samples = sorted(index for of_rank in self._setup.ranks.gather(bad) for index in of_rank)
         # A dynamic loss scale is found by overflowing: with a finite loss that is no fault.
         scaling = self._setup.run.finds_loss_scale and not samples
         objective = self._setup.run.config.objective
-        own = f" of the plugin's objective.name {objective.name}" if is_of_plugin(objective) else ""
-        what = ("loss" if samples else "gradient") + own
+        of_plugin = f" of the plugin's objective.name {objective.name}" if is_of_plugin(objective) else ""
+        what = ("loss" if samples else "gradient") + of_plugin
         named = samples or every
         self._tracker.event("skip", step=step, what=f"non-finite {what}", samples=named, loss_scaling=scaling)
         self._last = f"its {what} was not finite"
@@ -160,8 +160,8 @@ class DataCheck(Part):
     def begin(self, position: Position) -> None:
         """Raises DataChanged, on all ranks."""
         stats = [os.stat(file.path) for file in self._files if file.path.is_file()]
-        own = hashlib.sha256(repr([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode()).hexdigest()
-        everyone = self._ranks.gather(own)  # copies on two hosts have other numbers and times
+        identity = hashlib.sha256(repr([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode()).hexdigest()
+        everyone = self._ranks.gather(identity)  # copies on two hosts have other numbers and times
         group = [rank for rank, identity in enumerate(everyone) if identity == everyone[self._ranks.rank]]
         self._mine = self._files[group.index(self._ranks.rank) :: len(group)]
         self._comparison = in_thread(self._compare, "data-check")
@@ -185,10 +185,10 @@ class DataCheck(Part):
             heart.awaits(os.getpid())  # what it reads is progress, and a wait for a disk is none
             wait([self._comparison])
             heart.awaits(0)
-        found = self._ranks.gather(self._comparison.result() if self._comparison.done() else None)
-        if wrong := next(filter(None, found), None):
+        results = self._ranks.gather(self._comparison.result() if self._comparison.done() else None)
+        if wrong := next(filter(None, results), None):
             raise DataChanged(f"{wrong}. The run ends before it saves what it has trained on it")
-        self._settled = None not in found
+        self._settled = None not in results
 
     def close(self, error: BaseException | None) -> None:
         self._closed = True

@@ -107,21 +107,22 @@ class Replicas:
         """Return all differences, the same list on all ranks: facts first, then parameters. Costs one pass over the
         parameters, one wait for the device, one all-reduce on the host. `own`: facts compared among the ranks that give
         the same name."""
-        held = [(_key(name), name, json.dumps(value)) for name, value in (*facts.items(), *(own or {}).items())]
-        hashes = [_number(shown) for _, _, shown in held]
+        facts_held = [(_key(name), name, json.dumps(value)) for name, value in (*facts.items(), *(own or {}).items())]
+        hashes = [_number(shown) for _, _, shown in facts_held]
         copies = list(self._engine.copies()) if parameters else []
-        packed = [each for each in self._engine.module.local_parameters() if parameters and each.packed is not None]
+        packed = [one for one in self._engine.module.local_parameters() if parameters and one.packed is not None]
         if copies or packed:
             with torch.no_grad():
                 device = self._ranks.device  # offloaded values are on the host
-                found = [tensor_hash(copy.values).to(device, non_blocking=True) for copy in copies]
-                found += [tensor_hash(each.values()).to(device, non_blocking=True) for each in packed]  # one at a time
-                hashes += torch.stack(found).tolist()
-        held += [(_key(repr((copy.name, copy.region, copy.partition))), copy.name, "") for copy in copies]
-        held += [(_key(repr((each.name, each.region, False))), each.name, "") for each in packed]
+                tensor_hashes = [tensor_hash(copy.values).to(device, non_blocking=True) for copy in copies]
+                # One at a time.
+                tensor_hashes += [tensor_hash(one.values()).to(device, non_blocking=True) for one in packed]
+                hashes += torch.stack(tensor_hashes).tolist()
+        facts_held += [(_key(repr((copy.name, copy.region, copy.partition))), copy.name, "") for copy in copies]
+        facts_held += [(_key(repr((one.name, one.region, False))), one.name, "") for one in packed]
         if not self._rows:
-            self._rows = self._shared([key for key, _, _ in held])
-        return self._compare(held, hashes)
+            self._rows = self._shared([key for key, _, _ in facts_held])
+        return self._compare(facts_held, hashes)
 
     def _shared(self, keys: Sequence[int]) -> dict[int, int]:
         """Number the keys that two ranks or more have; the same on all ranks."""
@@ -158,14 +159,14 @@ def _differences(everyone: Sequence[Sequence[tuple[int, str, str, int]]]) -> lis
         for row, name, shown, value in entries:
             by_row.setdefault(row, {}).setdefault(value, []).append(rank)
             words[row, value] = (name, shown)
-    found = []
+    differing = []
     for row, by_value in by_row.items():
         ordered = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
         name = words[row, ordered[0][0]][0]
         values = tuple(words[row, value][1][:_SHOWN] for value, _ in ordered)
-        found.append(Difference(name, tuple(tuple(ranks) for _, ranks in ordered), values))
+        differing.append(Difference(name, tuple(tuple(ranks) for _, ranks in ordered), values))
     # ZeRO 3 on one rank: a gathered parameter is the partition itself, and would be reported twice.
-    return sorted(set(found), key=lambda each: (not each.shown[0], each.name))
+    return sorted(set(differing), key=lambda each: (not each.shown[0], each.name))
 
 
 def describe(differences: Sequence[Difference], seats: Sequence[Seat]) -> str:
@@ -247,8 +248,8 @@ class ReplicaCheck(Part):
                 f"samples of data-parallel group {row}": [index for micro in micros for index in micro.sequences],
                 f"tokens of data-parallel group {row}": int(tensor_hash(tokens)),
             }
-            if found := self._replicas.differences(self._facts(position, batch, lr_factor), own):
-                self._end(step, found)
+            if differences := self._replicas.differences(self._facts(position, batch, lr_factor), own):
+                self._end(step, differences)
         if masters := masters_apart(self._engine, self._ranks):
             text = f"after step {step}: {masters.message(self._engine, self._ranks)}"
             if self._agreed_step is not None:
@@ -274,16 +275,16 @@ class ReplicaCheck(Part):
         }
 
     def _end(self, step: int, found: list[Difference]) -> None:
-        ranks = sorted({rank for each in found for rank in each.odd})
+        ranks = sorted({rank for difference in found for rank in difference.odd})
         before = "" if self._agreed_step is None else f" At step {self._agreed_step} they agreed."
-        own = f", such as that of the plugin {' or '.join(hashes())}" if hashes() else ""
+        code = f", such as that of the plugin {' or '.join(hashes())}" if hashes() else ""
         text = (
             f"after step {step}: {describe(found, self._ranks.seats)}.{before} What has changed it is no part of the "
-            f"training: memory, a link or a kernel of that host, or code that runs on one rank only{own}. Checkpoints "
+            f"training: memory, a link or a kernel of that host, or code that runs on one rank only{code}. Checkpoints "
             f"are made of ranks that agreed: {self._command} continues from the newest, on other hosts if one is "
             "suspect."
         )
-        self.tell(step, "ranks differ", ranks, [each.name for each in found], text)
+        self.tell(step, "ranks differ", ranks, [difference.name for difference in found], text)
         raise ReplicasDiffer(text)
 
     def tell(self, step: int, what: str, ranks: Sequence[int], names: Sequence[str], text: str) -> None:

@@ -145,7 +145,7 @@ class Evaluation(Part):
     def _is_there(self, step: int, row: dict[str, float]) -> bool:
         """True if the run's file has these figures: a launch that finds all steps done measures the last one again."""
         rows = rows_after(self._metrics, -1, step - 1) if step == self._start_step else []
-        return any(each["step"] == step and row.keys() <= each.keys() for each in rows)
+        return any(earlier["step"] == step and row.keys() <= earlier.keys() for earlier in rows)
 
     def _decide(self, step: int, figures: dict[str, float]) -> None:
         if self._best is not None:
@@ -190,7 +190,7 @@ class BestSteps:
         """A figure that is not finite is never among the best."""
         value = figures.get(self._best.metric, math.nan)  # a plugin's, of weights that are all 0, is not there
         if math.isfinite(value):
-            others = ((each, kept) for each, kept in self._steps.items() if each != step)
+            others = ((other_step, figure) for other_step, figure in self._steps.items() if other_step != step)
             self._steps = dict(self._best.first([*others, (step, value)]))
 
     def lost(self, step: int) -> None:
@@ -370,7 +370,7 @@ class StageBorders(Part):
         if self._course.stages[stage].rope:
             from llmtrain.models.rope import set_rope, turns  # most runs have none
 
-            plan = [(each.rope, each.batch.sequence_length) for each in self._course.stages.stages[: stage + 1]]
+            plan = [(passed.rope, passed.batch.sequence_length) for passed in self._course.stages.stages[: stage + 1]]
             for rope, length in turns(plan)[self._turned :]:
                 set_rope(self._module, rope, length)
                 self._turned += 1

@@ -99,13 +99,13 @@ def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
             checkpoints = stack.enter_context(open_checkpoints(folder, config, ranks))
             if config.train.eval:
                 with ranks.together():
-                    for each in data.stages:
-                        check_validation(each)  # now, not after days of training
+                    for feature in data.stages:
+                        check_validation(feature)  # now, not after days of training
             _train(Setup(run, spec, data, ranks), folder, checkpoints, requests)
         except Exception as error:
             with contextlib.suppress(RuntimeError, MemoryError):  # the device, or the host, may answer nothing more
-                told = [each.explain(error, run, ranks.device) for each in features.features().values()]
-                for words in filter(None, told):
+                explanations = [feature.explain(error, run, ranks.device) for feature in features.features().values()]
+                for words in filter(None, explanations):
                     print(f"rank {ranks.rank}: {words}", file=sys.stderr, flush=True)  # whichever rank it is
             watch.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
@@ -114,13 +114,13 @@ def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
 
 def _describe(run: Run, ranks: Ranks) -> None:
     """Give the agent the facts about the run, before memory is taken."""
-    mix, known = run.mix, features.expected(run, on_gpu=ranks.device.type == "cuda")
+    mix, expected = run.mix, features.expected(run, on_gpu=ranks.device.type == "cuda")
     watch.describe(
         sections={key: asdict(getattr(run.config, key)) for key in features.defaults()},
         again=same_command(run.config).capitalize(),
         zero_stage=mix.zero_stage,
         alike=mix.degrees.pipeline == 1,
-        memory={} if known is None else dict(known.memory),
+        memory={} if expected is None else dict(expected.memory),
     )
 
 
@@ -146,8 +146,8 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
                             speed=throughput_of(setup, start.position.step))  # fmt: skip
             for part in _parts(launch):
                 parts.append(part)
-                if start.folder is not None and (kept := start.kept.get(part.key)):
-                    part.restore(kept, start.folder)
+                if start.folder is not None and (entry := start.kept.get(part.key)):
+                    part.restore(entry, start.folder)
             _announce(launch)
             began = True
             try:
@@ -162,8 +162,8 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
 
                 close_all(parts, ranks, setup.run.config)
             if ranks.rank == 0:
-                said = "complete" if ended else "stopped" if asked else "ended"
-                messages.emit("end", status=said, code=0, reason=reason)
+                status_word = "complete" if ended else "stopped" if asked else "ended"
+                messages.emit("end", status=status_word, code=0, reason=reason)
             watch.left(0)
         status = "finished" if ended else "stopped"
     except TrainingStopped as error:
@@ -185,7 +185,8 @@ def _plugins(launch: Launch) -> Iterable[Part]:
 def _fetching(launch: Launch) -> Iterable[Part]:
     setup = launch.setup
     read = [*setup.course.data, *setup.data.sets.values()]
-    if not (any(data.in_store for data in read) or any(each.prepared.in_store for each in setup.data.choices.values())):
+    questions = [choices.prepared for choices in setup.data.choices.values()]
+    if not (any(data.in_store for data in read) or any(each.in_store for each in questions)):
         return ()
     from llmtrain.training.fetching import Fetching
 
@@ -365,10 +366,10 @@ def _conclude(launch: Launch, position: Position, reason: str | None, *, began: 
         if complete:
             heart.phase("export")
             device = setup.ranks.device
-            if known := features.expected(setup.run, on_gpu=device.type == "cuda"):
+            if planned := features.expected(setup.run, on_gpu=device.type == "cuda"):
                 measured, whose = units.size(max_memory_gib(device) * units.GIB), "tensors"
                 whose = whose if device.type == "cuda" else "the process with its code"
-                log.info(f"memory: planned {units.size(known.tensors)} of tensors, measured {measured} of {whose}")
+                log.info(f"memory: planned {units.size(planned.tensors)} of tensors, measured {measured} of {whose}")
             data = setup.course.done(position.step).data
             last_words = finish(setup.run.config, folder, data, tracker, validation_loss, setup.ranks.device)
         else:
@@ -494,8 +495,8 @@ def _sample(folder: RunDirectory, prompt: str, seed: int, tracker: Tracker, devi
 
         if device_fault(str(error)) is not OUT_OF_MEMORY:
             raise
-        again = f'llmtrain generate {folder.path} --prompt "..."'
-        log.warn(f"no sample: {device} has no room for the exported model next to the engine. Later: {again}")
+        command = f'llmtrain generate {folder.path} --prompt "..."'
+        log.warn(f"no sample: {device} has no room for the exported model next to the engine. Later: {command}")
         return
     tracker.event("sample", text=text)
     log.info(f"sample: {json.dumps(text, ensure_ascii=False)}")

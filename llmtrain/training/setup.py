@@ -265,12 +265,12 @@ def start_engine(run: Run, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
             "ZeRO 3 shares nothing here, as no other rank holds the same, and DeepSpeed waits for the device wherever "
             "a parameter is used: zero_optimization.stage 1 takes no more memory and does not wait"
         )
-    own = {}
+    settings = {}
     if run.config.optim.has_own_settings:
         from llmtrain.models.own_settings import own_settings
 
-        own = own_settings(spec, run.config.optim)
-    engine = build_engine(model, run, own, ranks, mesh)
+        settings = own_settings(spec, run.config.optim)
+    engine = build_engine(model, run, settings, ranks, mesh)
     apply_group_timeout(run.config.fault.timeout_s)  # to the groups that DeepSpeed has made
     progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
     return engine
@@ -372,20 +372,20 @@ def source_checksums(source: ParameterSource, names: Collection[str], ranks: Ran
 def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callable[[], AbstractContextManager[None]]:
     """A context in which the model computes without its adapter. `source`: first values of modules that train in full.
     All ranks enter it together."""
-    kept: dict[tuple[str, Region, bool], Tensor] = {}
+    values: dict[tuple[str, Region, bool], Tensor] = {}
 
     def first(copy: ForwardCopy) -> Tensor:
         key = (copy.name, copy.region, copy.partition)
-        if key not in kept:  # rounded as the forward pass has it: the first ratio is exactly 0
-            kept[key] = source.read_region(copy.name, copy.region).to(copy.values.device, copy.values.dtype)
-        return kept[key]
+        if key not in values:  # rounded as the forward pass has it: the first ratio is exactly 0
+            values[key] = source.read_region(copy.name, copy.region).to(copy.values.device, copy.values.dtype)
+        return values[key]
 
     @contextlib.contextmanager
     def base() -> Iterator[None]:
         from llmtrain.models.adapter import without_adapter
 
-        whole = engine.reading_instead(spec.saved, first) if spec.saved else contextlib.nullcontext()
-        with without_adapter(engine.module), whole:
+        first_values = engine.reading_instead(spec.saved, first) if spec.saved else contextlib.nullcontext()
+        with without_adapter(engine.module), first_values:
             yield
 
     return base
@@ -460,13 +460,13 @@ def check_head(engine: Engine, inputs: Tensor) -> None:
     module = engine.module
     micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sequences=[])
     scores = gives_scores(module.config)
-    ours, _ = engine.evaluate([micro], _LastScore() if scores else NEXT_TOKEN)
+    loss, _ = engine.evaluate([micro], _LastScore() if scores else NEXT_TOKEN)
     module.wants_logits = True
     try:
-        theirs, _ = engine.evaluate([micro], _LastScore(given=True) if scores else _OfLogits())
+        loss_of_logits, _ = engine.evaluate([micro], _LastScore(given=True) if scores else _OfLogits())
     finally:
         module.wants_logits = False
-    compare_losses(module.hf, ours["loss"], theirs["loss"])
+    compare_losses(module.hf, loss["loss"], loss_of_logits["loss"])
 
 
 def check_isolation(engine: Engine, inputs: Tensor) -> None:

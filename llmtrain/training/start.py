@@ -87,10 +87,10 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
         optimizer_step=int(setup.engine.counters().optimizer_step),
     )
     heart.at_step(position.step)
-    own = resumed.folder.parent == checkpoints.path
-    if own:  # several runs may branch off another one's checkpoint
+    same_run = resumed.folder.parent == checkpoints.path
+    if same_run:  # several runs may branch off another one's checkpoint
         trainer = replace(trainer, run_id=saved.run_id or trainer.run_id)
-    return Start(trainer=trainer, position=position, frozen=frozen, saved_step=position.step if own else None,
+    return Start(trainer=trainer, position=position, frozen=frozen, saved_step=position.step if same_run else None,
                  folder=resumed.folder, kept=saved.entries, lines=lines)  # fmt: skip
 
 
@@ -153,25 +153,25 @@ def agreed_candidates(config: RunConfig, folder: RunDirectory, where: Checkpoint
         raise CheckpointError(refused)
     if not where.split:
         return shares[0][0]
-    own = any(share.own for share, _ in shares)
+    any_own = any(share.own for share, _ in shares)
     from llmtrain.checkpoint.host_files import whole  # for hosts with folders of their own
 
-    paths, incomplete = whole(mine.paths if mine.own == own else [], where, ranks)
-    return Candidates(paths=paths, own=own, incomplete=incomplete)
+    paths, incomplete = whole(mine.paths if mine.own == any_own else [], where, ranks)
+    return Candidates(paths=paths, own=any_own, incomplete=incomplete)
 
 
 def candidates_of(config: RunConfig, folder: RunDirectory) -> Candidates:
     """The checkpoints in this rank's view. With a path in `resume`, the run folder's own checkpoints win if they began
     from that path. Raises CheckpointError: they began elsewhere."""
-    own = Candidates(paths=complete_checkpoints(folder.checkpoints), own=True)
+    present = Candidates(paths=complete_checkpoints(folder.checkpoints), own=True)
     if config.resume == "none":
         folder.refuse_old_checkpoints()
         return Candidates(paths=[], own=True)
     if config.resume == "auto":
-        return own
+        return present
     meant = Path(config.resume).resolve()
-    if meant in (folder.path.resolve(), folder.checkpoints.resolve()) and not config.resume_weights_only and own:
-        return own  # the run's own folder: as auto
+    if meant in (folder.path.resolve(), folder.checkpoints.resolve()) and not config.resume_weights_only and present:
+        return present  # the run's own folder: as auto
     if meant.parent == folder.checkpoints.resolve():
         if config.resume_weights_only:
             raise CheckpointError(
@@ -180,15 +180,15 @@ def candidates_of(config: RunConfig, folder: RunDirectory) -> Candidates:
             )
         folder.refuse_going_back(config.resume)
         return Candidates(paths=[Path(config.resume)], own=True)
-    if not own:
+    if not present:
         return Candidates(paths=_named(config.resume), own=False)
-    began, meant_origin = _began_from(own.paths) or {}, origin(config)
+    began, meant_origin = _began_from(present.paths) or {}, origin(config)
     if {key: began.get(key) for key in meant_origin} != meant_origin:
         raise CheckpointError(
-            f"resume: {config.resume}, but {folder.path} holds {own.paths[0].name} of a run that did not begin there. "
-            "Use --resume auto to continue that run, or give the new one a train.run_dir of its own."
+            f"resume: {config.resume}, but {folder.path} holds {present.paths[0].name} of a run that did not begin "
+            "there. Use --resume auto to continue that run, or give the new one a train.run_dir of its own."
         )
-    return own
+    return present
 
 
 def _named(given: str) -> list[Path]:

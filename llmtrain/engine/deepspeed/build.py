@@ -124,12 +124,12 @@ def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
 
 def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:
     """Switches of zero_optimization that differ from DeepSpeed's defaults, with their values."""
-    fields, found = DeepSpeedZeroConfig.model_fields, []
+    fields, keys = DeepSpeedZeroConfig.model_fields, []
     for key, value in (exact.get("zero_optimization") or {}).items():
         usual = fields[key].default if key in fields else None
         if isinstance(value, bool | dict) and value != usual:
-            found.append(f"zero_optimization.{key} = {json.dumps(value)}")
-    return tuple(found)
+            keys.append(f"zero_optimization.{key} = {json.dumps(value)}")
+    return tuple(keys)
 
 
 def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) -> None:
@@ -171,23 +171,23 @@ def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
         return _norm_with_shared_experts([p for p in parameters if p.grad is not None])
     if mesh.degrees.tensor == 1:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    here = [
+    counted = [
         p.grad for p in parameters if p.grad is not None and (is_model_parallel_parameter(p) or mesh.place.tensor == 0)
     ]
-    square = torch.nn.utils.get_total_norm(here).square().to(parameters[0].device)  # of none: on the host
+    square = torch.nn.utils.get_total_norm(counted).square().to(parameters[0].device)  # of none: on the host
     dist.all_reduce(square, group=mesh.tensor)
     return square.sqrt()
 
 
 def _norm_with_shared_experts(parameters: list[nn.Parameter]) -> torch.Tensor:
-    own = [p for p in parameters if is_moe_param(p)]
-    if not own:
+    moe = [p for p in parameters if is_moe_param(p)]
+    if not moe:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     others = [p for p in parameters if not is_moe_param(p)]
     square, rest = (
-        torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None]).square() for some in (own, others)
+        torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None]).square() for some in (moe, others)
     )
-    dist.all_reduce(square, group=groups._get_expert_parallel_group(own[0].group_name))  # type: ignore[attr-defined]
+    dist.all_reduce(square, group=groups._get_expert_parallel_group(moe[0].group_name))  # type: ignore[attr-defined]
     return (square + rest).sqrt()
 
 

@@ -81,13 +81,13 @@ def state_of(engine: DeepSpeedEngine) -> State:
 @contextlib.contextmanager
 def _stepping_only_if(base: Any, steps: Callable[[Any], bool]) -> Iterator[None]:
     name = "plain_step" if hasattr(base, "plain_step") else "step"  # behind the guard of ZeRO 0 in fp32 (build.py)
-    theirs, own = getattr(base, name), name in vars(base)
-    setattr(base, name, lambda *given, **named: theirs(*given, **named) if steps(base) else None)
+    plain, is_own = getattr(base, name), name in vars(base)
+    setattr(base, name, lambda *given, **named: plain(*given, **named) if steps(base) else None)
     try:
         yield
     finally:
-        if own:
-            setattr(base, name, theirs)
+        if is_own:
+            setattr(base, name, plain)
         else:
             delattr(base, name)
 
@@ -211,16 +211,15 @@ class ZeroEngine:
     ) -> list[Tensor]:
         if alone:
             return [self._own_gradient(micro, weight, take, objective) for micro in micros]
-        own: dict[int, list[tuple[StateTensor, slice]]] = {}
+        pieces_at: dict[int, list[tuple[StateTensor, slice]]] = {}
         for home in self._state.homes():
-            whole = home.flat.detach().reshape(-1).narrow(0, home.offset, home.numel)
-            piece = home.tensor("gradient", whole)
+            piece = home.tensor("gradient", home.flat.detach().reshape(-1).narrow(0, home.offset, home.numel))
             place = slice(home.offset + piece.own.start, home.offset + piece.own.stop)
-            own.setdefault(id(home.flat), []).append((piece, place))
+            pieces_at.setdefault(id(home.flat), []).append((piece, place))
 
         def look(base: Any) -> bool:
             for flat in (flat for group in base.param_groups for flat in group["params"] if flat.grad is not None):
-                for piece, place in own.get(id(flat), ()):
+                for piece, place in pieces_at.get(id(flat), ()):
                     values = flat.grad.detach().reshape(-1)[place]
                     take(GradientPiece(name=piece.name, region=piece.own_region, values=values))
             return False
@@ -237,20 +236,20 @@ class ZeroEngine:
     def _own_gradient(
         self, micro: MicroBatch, weight: int, take: Callable[[GradientPiece], None], objective: LossFunction
     ) -> Tensor:
-        trained = [held for held in self._state.local_parameters() if held.trains]
+        trained = [parameter_here for parameter_here in self._state.local_parameters() if parameter_here.trains]
 
-        def took(held: LocalParameter, gradient: Tensor) -> Tensor:
-            take(GradientPiece(name=held.name, region=held.region, values=gradient.reshape(-1)))
+        def took(parameter_here: LocalParameter, gradient: Tensor) -> Tensor:
+            take(GradientPiece(name=parameter_here.name, region=parameter_here.region, values=gradient.reshape(-1)))
             return gradient.new_zeros(()).expand_as(gradient)  # the complete ones would take memory
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._attention([micro]))
-            for held in trained:
-                stack.enter_context(held.parameter.register_hook(functools.partial(took, held)))
+            for parameter_here in trained:
+                stack.enter_context(parameter_here.parameter.register_hook(functools.partial(took, parameter_here)))
             # Of the module: DeepSpeed's forward pass would make the backward pass its own.
             sums = self._sums(micro, objective, self.module)
             loss = sums[0] / weight * self._loss_scale().get("cur_scale", 1.0)
-            torch.autograd.grad(loss, [held.parameter for held in trained], allow_unused=True)
+            torch.autograd.grad(loss, [parameter_here.parameter for parameter_here in trained], allow_unused=True)
             return sums.detach()
 
     @contextlib.contextmanager
@@ -262,14 +261,14 @@ class ZeroEngine:
         if scaler is None:
             yield
             return
-        theirs, grown = scaler.update_scale, []
-        scaler.update_scale = lambda overflow: theirs(overflow) if overflow else grown.append(overflow)
+        update_scale, grown = scaler.update_scale, []
+        scaler.update_scale = lambda overflow: update_scale(overflow) if overflow else grown.append(overflow)
         try:
             yield
         finally:
             del scaler.update_scale
         for overflow in grown:
-            theirs(overflow)
+            update_scale(overflow)
 
     def _optimizer_step(self) -> None:
         self.deepspeed.step()  # of ZeRO 1 and 2: OneNormZero (zero_step.py)
@@ -297,7 +296,7 @@ class ZeroEngine:
     def _figures(self, objective: LossFunction, sums: Tensor, weight: int) -> tuple[dict[str, float], int]:
         message = torch.cat([sums.cpu(), torch.tensor([weight], dtype=torch.float64)])
         *totals, counted = self._ranks.sum(message * self._own_sums).tolist()
-        means = (each / (counted or torch.nan) for each in totals)
+        means = (total / (counted or torch.nan) for total in totals)
         return dict(zip(objective.figures, means, strict=True)), int(counted)
 
     def _attention(self, micros: list[MicroBatch]) -> AbstractContextManager[None]:
@@ -309,9 +308,9 @@ class ZeroEngine:
 
     def _sums(self, micro: MicroBatch, objective: LossFunction, forward: Callable[..., Any] | None = None) -> Tensor:
         """The forward pass: models/language.py, whose head (models/head.py) calls the objective's loss."""
-        there = self._on_device(micro)
+        on_device = self._on_device(micro)
         sums: Tensor = (forward or self.deepspeed)(
-            there.inputs, functools.partial(objective.sums, micro=there), there.positions
+            on_device.inputs, functools.partial(objective.sums, micro=on_device), on_device.positions
         )
         return sums
 

@@ -71,9 +71,9 @@ class Bf16Moments(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             for parameter in [p for p in group["params"] if p.grad is not None]:
-                kept = moments_of(self, parameter, group)
+                moments = moments_of(self, parameter, group)
                 for low in range(0, parameter.numel(), _CHUNK):
-                    self._step(group, parameter, kept, slice(low, low + _CHUNK))
+                    self._step(group, parameter, moments, slice(low, low + _CHUNK))
                 self.state[parameter]["step"] += 1
 
     def _step(self, group: dict[str, Any], parameter: Tensor, kept: dict[str, Tensor], part: slice) -> None:
@@ -305,14 +305,14 @@ def import_muon(*, compiled: bool) -> None:
         return
     for name in names:  # of an earlier engine of this process
         sys.modules.pop(name, None)
-    theirs = ds_compiler.compile
+    compile_of_deepspeed = ds_compiler.compile
     if not compiled:
         ds_compiler.compile = lambda: ds_compiler.dummy_decorator
     try:
         for name in names:
             importlib.import_module(name)
     finally:
-        ds_compiler.compile = theirs
+        ds_compiler.compile = compile_of_deepspeed
 
 
 def _set_newton_schulz_dtype(precision: str) -> None:
@@ -320,10 +320,10 @@ def _set_newton_schulz_dtype(precision: str) -> None:
     AVX512-FP16, which changes the update of a matrix by up to 2 % (measured), depending on the layout."""
     from deepspeed.runtime.zero.muon import original_muon
 
-    theirs = inspect.unwrap(original_muon.ns_compute_dtype)  # an earlier engine of this process may have been fp32
+    original = inspect.unwrap(original_muon.ns_compute_dtype)  # an earlier engine of this process may have been fp32
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def fp32(ns_method: str = "gram") -> torch.dtype:
         return torch.float32
 
-    original_muon.ns_compute_dtype = fp32 if precision == "fp32" else theirs
+    original_muon.ns_compute_dtype = fp32 if precision == "fp32" else original
