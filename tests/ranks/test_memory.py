@@ -16,7 +16,7 @@ from llmtrain.engine.weights import masters_apart
 from llmtrain.models.quantized import PackedLinear
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training import setup
-from llmtrain.training.replica_check import Replicas
+from llmtrain.training.replicas import Replicas
 from llmtrain.training.setup import source_checksums
 from tests.helpers.checkpoints import trainer_state
 from tests.helpers.marks import slow

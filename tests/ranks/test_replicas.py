@@ -34,7 +34,7 @@ def flip(engine: Any, name: str) -> None:
 def watched(case: Case, name: str, guilty: int, checks: int = 3) -> tuple[list[Any], list[Any], list[Any]]:
     """(differences of clean steps, of the last one after a flip on `guilty`, once it is undone)."""
     from llmtrain.engine.weights import masters_apart
-    from llmtrain.training.replica_check import Replicas
+    from llmtrain.training.replicas import Replicas
 
     engine, ranks = make_engine(case)
     replicas = Replicas(engine, ranks)
@@ -151,7 +151,7 @@ def test_masters_under_other_names_than_they_train_under_are_found(pools, small_
 
 def moved_expert(case: Case) -> list[Any]:
     """An expert of rank 1 changes, of which nobody else has a copy, and one of NaNs is the same on all ranks."""
-    from llmtrain.training.replica_check import Replicas
+    from llmtrain.training.replicas import Replicas
 
     engine, ranks = make_engine(case)
     replicas = Replicas(engine, ranks)

@@ -72,7 +72,7 @@ OF_EVERY_RUN = (
     "cli", "commands/train", "training/examine", "models/run/check", "training/run", "checkpoint/hf/exporting",
     "checkpoint/hf/inference",
 )  # fmt: skip
-MOST_MODULES, MOST_LINES = 160, 29_500
+MOST_MODULES, MOST_LINES = 155, 28_600
 MODULE = re.compile(r"\bllmtrain(?:\.\w+)+")
 SOURCE = re.compile(r"(?:\w+/)+\w+\.py\b")
 

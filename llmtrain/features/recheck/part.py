@@ -1,7 +1,7 @@
 """Finds machines that compute wrong: losses and gradients of some sequences are computed on all data-parallel ranks.
 
 A defective core gives wrong gradients, and their reduction spreads the damage to all replicas equally: a comparison of
-replicas (replica_check.py) sees nothing.
+replicas (training/replicas.py) sees nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from llmtrain.features.recheck import RecheckConfig
 from llmtrain.models import compiler
 from llmtrain.models.experts import unwatched
 from llmtrain.training.parts import Done, Launch, Part
-from llmtrain.training.replica_check import Difference, ReplicaCheck, Replicas, ReplicasDiffer, tensor_hash
+from llmtrain.training.replica_check import ReplicaCheck
+from llmtrain.training.replicas import Difference, Replicas, ReplicasDiffer, tensor_hash
 from llmtrain.training.step import Position, is_due, seed_step
 
 _ROWS, _AFTER_DIFFERENCE = 10, 40
