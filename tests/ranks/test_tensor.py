@@ -68,7 +68,7 @@ def refused(case: Case) -> str:
     found = spec.projections
     if ranks.rank == 1:
         maps = tuple(each for each in found.maps if "mlp" in each.path)
-        spec.__dict__["projections"] = replace(found, maps=maps, whole="the attention is complete")
+        spec.__dict__["projections"] = replace(found, maps=maps, note="the attention is complete")
     try:
         Setup(run, spec, data, ranks)
     except AgreedError as error:

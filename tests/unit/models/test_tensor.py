@@ -24,7 +24,7 @@ def shared(heads: int, kv_heads: int, *widths: int) -> Projections:
         heads=heads,
         kv_heads=kv_heads,
         widths=widths,
-        whole="",
+        note="",
     )
 
 
