@@ -14,12 +14,15 @@ from llmtrain.features.plan.decide import decide
 from llmtrain.features.plan.device import Machines
 from llmtrain.features.plan.rehearsal import Rehearsed, prepared, rehearse
 from tests.helpers.launching import REPO
+from tests.helpers.marks import slow
 from tests.unit.models.test_fake_steps import RECIPES
 
 
-@pytest.mark.parametrize(("gib", "layers", "keep"), [(139, None, None), (79, 1, "attention"), (45, 24, "attention")])
+@pytest.mark.parametrize(
+    ("gib", "layers", "keep"), [(139, None, None), slow(79, 1, "attention"), slow(45, 24, "attention")]
+)
 def test_the_layers_that_sft_8b_recomputes(monkeypatch, gib, layers, keep):
-    """On 8 GPUs with so much memory."""
+    """On 8 GPUs with so much memory. test_plan.py has what is decided for a small model, which takes seconds."""
     monkeypatch.chdir(REPO)
     run = resolve(parse(["--config", "launch/recipes/sft_8b.yaml"], check_paths=False).config, 8)
     config = replace(run.config, model=replace(run.config.model, pretrained=None, config=RECIPES["sft_8b"][0]))
