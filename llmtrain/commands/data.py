@@ -38,13 +38,14 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     show.add_argument("--split", choices=SPLITS, default="train", help="which rows")
     show.add_argument("--index", type=int, default=0, metavar="N", help="the first row, from 0")
     show.add_argument("--rows", type=int, default=1, metavar="N", help="how many rows")
-    show.add_argument("--plugin", action="append", default=[], metavar="FILE.py", help="brings the format of the rows")
     where: Any = actions.add_parser(
         "where",
         description="Say which documents a step of a run has read, or which steps have read a document.",
     )
     where.add_argument("data", metavar="DATA", help="the prepared folder, as the run named it, or its path")
     where.add_argument("--run", type=Path, required=True, metavar="RUN", help="folder of a run that was trained on it")
+    for action in (show, where):
+        action.add_argument("--plugin", action="append", default=[], metavar="FILE.py", help="brings the rows' format")
     asked = where.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", type=int, metavar="N", help="the documents that optimizer step N has read")
     asked.add_argument("--source", metavar="FILE:LINE", help="the steps that have read this line, row or document")
@@ -74,9 +75,9 @@ def _where(args: argparse.Namespace) -> int:
 def main(argv: list[str]) -> int:
     """Raises DataError."""
     args = _arguments(argv)
+    use(args.plugin)
     if args.action == "where":
         return _where(args)
-    use(args.plugin)
     data = PreparedSet(args.data)
     chat = data.manifest.chat
     split = cast(Split, args.split)

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.kinds import RowKind, kind_of
+from llmtrain.data.kinds import RowKind, class_of, kind_of
 from llmtrain.data.manifest import NAME, SPLITS, URL, Shard, Split, origins_path, read_manifest
 from llmtrain.data.token_stream import TokenStream, rows_path
 from llmtrain.storage.addresses import is_url
@@ -203,9 +203,8 @@ class PreparedSet:
     def _check_size(self, shard: Shard) -> None:
         end = shard.begin + shard.tokens * self.dtype.itemsize
         wanted = {shard.file: end if shard.bytes is None else max(end, shard.bytes)}
-        if shard.rows:
-            entry = self.kind.entry
-            each = 4 + (0 if entry is None else entry.itemsize)
+        if shard.rows and (kind := class_of(self.manifest)) is not None:
+            each = 4 + (0 if kind.entry is None else kind.entry.itemsize)
             wanted[rows_path(Path(shard.file)).name] = each * shard.documents + (shard.tokens + 7) // 8
         for name, expected in wanted.items():
             found = self._size(name)

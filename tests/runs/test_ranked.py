@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmtrain.cli import main
 from llmtrain.commands.data import main as data
+from llmtrain.config import plugin_import
 from tests.helpers.forked import train
 from tests.helpers.launching import REPO, rows, write_recipe
 from tests.helpers.preference import preferences
@@ -66,11 +68,12 @@ def test_a_users_kind_of_row_is_prepared_and_trained(recipe: Path, capsys: pytes
     found = [row for row in rows(place / "run") if "loss" in row]
     assert found[0]["loss"] == pytest.approx(math.log(6), rel=0.2)  # six orders, of a model that knows nothing
     assert all(0 <= row["ranked/accuracy"] <= 1 and row["ranked/tokens"] > 1 for row in found)
+    plugin_import.use([])
+    assert main(["checkpoint", "to-hf", str(place / "run"), str(place / "hf")]) == 0  # what reads a run needs no plugin
 
 
 def test_without_the_plugin_the_format_is_named(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from llmtrain.cli import main
-
+    plugin_import.use([])
     assert main(["data", "show", str(recipe.parent / "data")]) == 2
     assert "its rows are of the format 'ranked', and no class reads it; give the plugin" in capsys.readouterr().err
 

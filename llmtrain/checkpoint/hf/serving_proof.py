@@ -20,6 +20,8 @@ from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.checkpoint.hf.serving import SETTINGS, chat_of
 from llmtrain.data.chat.encoder import NAME
+from llmtrain.data.kinds import class_of
+from llmtrain.data.manifest import read_manifest
 from llmtrain.data.shards import PreparedSet
 from llmtrain.models.parameters import CONFIG
 
@@ -46,6 +48,9 @@ def prove_serving(folder: Path, chats: Iterable[Path], report: Report) -> None:
     for data in chats:
         if not (data / NAME).is_file():
             report.add("serving", f"not compared: {data} keeps no {NAME}; prepare it again to have it compared")
+            continue
+        if class_of(read_manifest(data)) is None:
+            report.add("serving", f"not compared: a plugin brings the format of {data}")
             continue
         compared = _compare(folder, data)
         text = f"{units.counted(compared.turns, 'turn')} of {units.counted(compared.conversations, 'conversation')}: "
