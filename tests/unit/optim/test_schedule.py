@@ -10,7 +10,7 @@ import pytest
 from llmtrain.optim.schedules import Constant, Cosine, Linear, Schedule, Wsd
 
 
-@pytest.mark.parametrize("name", Schedule.CHOICES)
+@pytest.mark.parametrize("name", ["constant", "cosine", "linear", "wsd"])  # not those of features
 def test_warm_up_rises_to_the_peak(name):
     schedule = Schedule.of(name, warmup_steps=4)
     assert [schedule.factor(step, 50) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
