@@ -126,5 +126,5 @@ def is_exported(checkpoint: Path, folder: Path) -> None:
     assert hf.config.architectures == [type(hf).__name__] and hf.config.num_labels == 1
     score = CheckpointReader(checkpoint).read("score.weight", 0, hf.config.hidden_size)
     assert torch.equal(hf.score.weight.detach().flatten(), score)
-    with pytest.raises(CheckpointError, match="of 9999 elements asked of param of score"):
+    with pytest.raises(CheckpointError, match=r"9999.*score\.weight"):
         CheckpointReader(checkpoint).read("score.weight", 0, 9999)
