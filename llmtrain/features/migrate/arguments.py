@@ -108,17 +108,9 @@ def _batch(given: Given, draft: Draft, asked: Asked) -> None:
     micro = given.take("per_device_train_batch_size", stack.default("per_device_train_batch_size"))
     steps = given.take("gradient_accumulation_steps", stack.default("gradient_accumulation_steps"))
     draft.set("train.micro_batch", micro, given.source("per_device_train_batch_size"))
-    if asked.gpus is None:
-        draft.set("train.accumulation", steps, given.source("gradient_accumulation_steps"))
-        draft.remark(
-            "",
-            None,
-            f"the batch is {micro} x {steps} sequences for each data-parallel rank, as in {stack.title}: "
-            "--gpus N writes train.global_batch for N",
-        )
-    else:
-        source = f"{given.name('per_device_train_batch_size')} x {given.name('gradient_accumulation_steps')} x --gpus"
-        draft.set("train.global_batch", micro * steps * asked.gpus, source)
+    draft.set("train.accumulation", steps, given.source("gradient_accumulation_steps"))
+    source = f"{given.name('per_device_train_batch_size')} x {given.name('gradient_accumulation_steps')}"
+    draft.batch_of_rank = micro * steps, source
 
 
 def _length(given: Given, draft: Draft, asked: Asked) -> None:
@@ -180,7 +172,7 @@ def _schedule(given: Given, draft: Draft, asked: Asked) -> None:
     elif share:
         option = "warmup_ratio" if "warmup_ratio" in given else "warmup_steps"
         draft.set("schedule.warmup_ratio", float(share), given.source(option))
-    elif steps is None and (default := stack.default("warmup_ratio")):
+    elif steps is None and share is None and (default := stack.default("warmup_ratio")):
         draft.set("schedule.warmup_ratio", default, given.source("warmup_ratio"))
     more = given.take("lr_scheduler_kwargs", {})
     if not isinstance(more, dict):

@@ -20,35 +20,17 @@ _OBJECTIVES = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kt
 _OF_DPO = {"sigmoid": "dpo", "ipo": "ipo", "robust": "robust", "sigmoid_norm": "dpo_norm"}
 _CHAT = ("chat_template", "sharegpt", "alpaca")
 _READ = (
-    "path",
-    "type",
-    "data_files",
-    "ds_type",
-    "split",
-    "name",
-    "revision",
-    "field",
-    "field_messages",
-    "chat_template",
-    "chat_template_jinja",
-    "message_property_mappings",
-    "message_field_role",
-    "message_field_content",
-    "roles",
-    "roles_to_train",
-    "train_on_eos",
-    "train_on_eot",
-    "conversation",
-    "trust_remote_code",
-    "text_column",
-    "preprocess_shards",
-)
+    "path", "type", "data_files", "ds_type", "split", "name", "revision", "field", "field_messages",
+    "chat_template", "chat_template_jinja", "message_property_mappings", "message_field_role",
+    "message_field_content", "roles", "roles_to_train", "train_on_eos", "train_on_eot", "conversation",
+    "trust_remote_code", "text_column", "preprocess_shards",
+)  # fmt: skip
 _SHAREGPT = {"role": "from", "content": "value"}
 _PLAIN = {"role": "role", "content": "content"}
 
 
 def _translate(given: Given, draft: Draft, asked: Asked) -> None:
-    model = asked.path(str(given.take("base_model")))
+    model = asked.path(str(given.need("base_model")))
     draft.set("model.pretrained", model, "base_model")
     length = given.take("sequence_len", 512)
     draft.set("data.sequence_length", length, given.source("sequence_len"))
@@ -129,6 +111,10 @@ def _data(given: Given, draft: Draft, model: str, length: int, asked: Asked) -> 
         draft.flag("--validation-fraction", f"{share:g}")
     draft.flag("--tokenizer", given.take("tokenizer_config", model))
     if form == "text":
+        if given.take("sample_packing"):
+            draft.set("data.isolate_documents", True, "sample_packing")
+        elif sets:
+            draft.change("sample_packing", False, "each text has sequences of its own there; here texts are packed")
         return
     draft.set("data.isolate_documents", True, given.source("sample_packing"))
     draft.flag("--max-tokens", length)

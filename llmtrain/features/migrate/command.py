@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +56,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpus", type=int, metavar="N", help="ranks of the run: writes the whole batch")
     completion.offer(parser)
     words = argv[argv.index("--") + 1 :] if "--" in argv else []
-    asked = parser.parse_args(argv[: len(argv) - len(words) - 1] if words else argv)
+    asked = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
     if (asked.file is None) != bool(words):
         raise UserError("init --from: give a FILE, or -- and a command line of another stack.")
     values, by_words = _of_words(words) if words else (_read(asked.file), None)
     asked.file = asked.file or Path("run.sh")
+    if asked.gpus is not None and asked.gpus < 1:
+        raise stop("--gpus", asked.gpus, "must be at least 1", "give the number of the run's GPUs")
     stack = _stack_of(values, asked.stack or by_words, asked.file)
     rows = rows_of(*stack.classes)
     _refuse_unknown(values, rows, stack, asked.file)
-    given, draft = Given(values, stack.names), Draft()
-    stack.translate(given, draft, Asked(stack=stack, folder=asked.file.parent, out=asked.folder, gpus=asked.gpus))
-    for option, value in list(given.left.items()):
-        _by_row(option, value, _row(rows, option), draft)
-    draft.read = [Remark(option, values[option], "") for option in given.answered if not draft.mentions(option)]
+    context = Asked(stack=stack, folder=asked.file.parent, out=asked.folder, gpus=asked.gpus)
+    try:
+        draft = _translated(values, rows, context)
+    except _OF_VALUES as error:
+        raise error if isinstance(error, UserError) else _no_value(values, rows, context, asked.file) from None
     files = _files(draft, asked.folder, asked.file, stack)
     _write(files)
     log.info(f"{asked.file} is of {stack.title}. Written: {', '.join(map(str, files))}")
@@ -76,6 +78,51 @@ def main(argv: list[str]) -> int:
     for line in problems:
         log.info(f"to decide: {line}")
     return 1 if problems else 0
+
+
+_OF_VALUES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+"""What Python raises where a value has another type than is meant, such as a list in place of a number."""
+
+
+def _translated(values: Mapping[str, Any], rows: Mapping[str, Row], asked: Asked) -> Draft:
+    given, draft = Given(values, asked.stack.names), Draft()
+    asked.stack.translate(given, draft, asked)
+    for option, value in list(given.left.items()):
+        _by_row(option, value, _row(rows, option), draft)
+    _batch(draft, asked)
+    draft.read = [Remark(option, values[option], "") for option in given.answered if not draft.mentions(option)]
+    return draft
+
+
+def _no_value(values: Mapping[str, Any], rows: Mapping[str, Row], asked: Asked, path: Path) -> ConfigError:
+    """Return the error of the option without which the others are understood."""
+    remedy = f"write numbers, words, lists and maps as {asked.stack.title} has them"
+    for option in values:
+        try:
+            _translated({key: value for key, value in values.items() if key != option}, rows, asked)
+        except _OF_VALUES:
+            continue
+        return stop(option, values[option], f"is no value that {asked.stack.title} has there", remedy, str(path))
+    return stop("--from", str(path), f"several values are none that {asked.stack.title} has", remedy)
+
+
+def _batch(draft: Draft, asked: Asked) -> None:
+    """Write the whole batch for --gpus, as a product of what a data-parallel rank has."""
+    if draft.batch_of_rank is None:
+        return
+    batch, source = draft.batch_of_rank
+    if asked.gpus is None:
+        text = f"the batch is {source} = {batch} sequences for each data-parallel rank, as in {asked.stack.title}"
+        draft.remark("", None, f"{text}: --gpus N writes train.global_batch for N")
+        return
+    degree = _product(draft.json, _DEGREES[:3])
+    draft.yaml.pop("train.accumulation")
+    ranks = "--gpus" if degree == 1 else f"--gpus / {degree}, which share a sequence"
+    draft.set("train.global_batch", batch * max(1, asked.gpus // degree), f"{source} x {ranks}")
+
+
+def _product(tree: dict[str, Any], keys: Iterable[str]) -> int:
+    return math.prod(size for key in keys if isinstance(size := lookup(tree, key), int) and size > 0)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -105,6 +152,8 @@ def _of_words(words: list[str]) -> tuple[dict[str, Any], str | None]:
     if stack == "trl":  # its method is the next method
         stack = next((f"trl-{method}" for method in words[begin + 1 : begin + 2] if f"trl-{method}" in STACKS), None)
     values: dict[str, Any] = {}
+    if stack == "swift":
+        values |= _OF_SWIFT.get("".join(words[begin + 1 : begin + 2]), {})
     name = None
     for part in words[begin:]:
         if part.startswith("--"):
@@ -123,21 +172,14 @@ _SIGNS = {
     "trl-kto": {"desirable_weight", "undesirable_weight"},
     "trl-reward": {"center_rewards_coefficient"},
     "trl-dpo": {"loss_weights", "sync_ref_model", "f_divergence_type", "use_weighting", "ld_alpha"},
-    "trl-sft": {
-        "assistant_only_loss",
-        "completion_only_loss",
-        "dataset_text_field",
-        "eval_packing",
-        "packing_strategy",
-    },
-}
-"""Stack -> options that its files alone have."""
-_SIGNS |= {
+    "trl-sft": {"assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing_strategy"}
+    | {"eval_packing"},
     "run_clm": {"block_size", "validation_split_percentage", "config_overrides", "train_file"},
     "swift": {"tuner_type", "rlhf_type", "split_dataset_ratio", "loss_scale", "torch_dtype"},
     "torchtitan": {"training.seq_len", "training.local_batch_size", "job.dump_folder", "model.flavor"},
     "megatron": {"num_layers", "lr_decay_style", "tensor_model_parallel_size"},
 }
+"""Stack -> options that its files alone have."""
 _OF_PROGRAMS = {
     "trl": "trl",
     "swift": "swift",
@@ -146,6 +188,11 @@ _OF_PROGRAMS = {
     "pretrain_gpt.py": "megatron",
 }
 """Word of a command line -> its stack."""
+_OF_SWIFT: dict[str, dict[str, Any]] = {
+    "pt": {"use_chat_template": False, "loss_scale": "all"},
+    "rlhf": {"rlhf_type": "dpo"},
+}
+"""Command of swift -> defaults of its own."""
 _OF_TRL = {"dataset_name", "dataset_train_split", "use_peft", "lora_r", "dataset_test_split"}
 """Options of all of TRL's commands."""
 
@@ -195,7 +242,7 @@ def _by_row(option: str, value: Any, row: Row | None, draft: Draft) -> None:
         elif value not in (False, None):
             draft.change(option, value, row.answer)
     elif row.unless is not None:
-        if value is not False:
+        if value is not False or True in row.unless:
             (draft.remark if value in row.unless else draft.change)(option, value, row.answer)
     elif row.to and (value is not False or schema().get(row.to) is bool):
         draft.set(row.to, value, option)
@@ -261,8 +308,8 @@ def _check(path: Path, gpus: int | None, tree: dict[str, Any]) -> list[str]:
     try:
         words = ["--config", str(path), "--deepspeed", str(path.with_name("deepspeed.json"))]
         parsed = parse(words, check_paths=False)
-        ranks = gpus or math.prod(lookup(tree, key) or 1 for key in _DEGREES)
+        ranks = gpus or _product(tree, _DEGREES)
         resolve(parsed.config, ranks, "--gpus", places=parsed.places, epoch=lambda data: 10**6)
     except ConfigError as error:
-        return str(error).splitlines()
+        return [str(error)]
     return []

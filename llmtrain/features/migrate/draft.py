@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmtrain.config import strict_yaml
+from llmtrain.config.problems import stop
 from llmtrain.config.schema import schema
 from llmtrain.features.migrate.rows import word
 
@@ -33,17 +36,37 @@ class Given:
         return self.values.get(self.name(option)) is not None
 
     def take(self, option: str, default: Any = None) -> Any:
-        """Return the option's value. It counts as answered."""
+        """Return the option's value. It counts as answered. Raises ConfigError for no number where `default` is one."""
         name = self.name(option)
         if name not in self.left:
             return default
         self.answered.append(name)
-        return self.left.pop(name)
+        value = self.left.pop(name)
+        if default is None or isinstance(default, bool) or not isinstance(default, int | float) or value is False:
+            return value
+        number = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise stop(name, value, "must be a number", f"write one, such as {name}: {default}")
+        return number
+
+    def need(self, option: str, *kinds: type) -> Any:
+        """Return the value of an option without which there is no run: a text, or of `kinds`. Raises ConfigError."""
+        name, value = self.name(option), self.values.get(self.name(option))
+        if value is None:
+            raise stop(name, None, "is missing: no run is without it", "add it")
+        if isinstance(value, bool) or not value or not isinstance(value, kinds or str):
+            words = " or ".join(dict.fromkeys(_KINDS[kind] for kind in kinds or (str,)))
+            raise stop(name, value, f"must be {words}", "write it so")
+        self.take(option)
+        return value
 
     def source(self, option: str) -> str:
         """What a line of the YAML has as its origin: the option, or that it is the other stack's default."""
         name = self.name(option)
         return name if option in self else f"default of {name}"
+
+
+_KINDS = {str: "a text", list: "a list", int: "a number above 0", float: "a number above 0"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,8 @@ class Draft:
     """What has no place here and would train another function: the user has to decide."""
     read: list[Remark] = field(default_factory=list)
     """What decided on other lines and has none of its own."""
+    batch_of_rank: tuple[int, str] | None = None
+    """Sequences in a step of each data-parallel rank, and their origin, where the whole batch is not given."""
     files: dict[str, str] = field(default_factory=dict)
     """Further files, such as a chat template: name -> text."""
 

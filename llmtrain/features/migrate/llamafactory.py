@@ -19,7 +19,7 @@ _COLUMNS = {"messages", "prompt", "query", "response", "history", "system", "too
 
 
 def _translate(given: Given, draft: Draft, asked: Asked) -> None:
-    model = asked.path(str(given.take("model_name_or_path")))
+    model = asked.path(str(given.need("model_name_or_path")))
     scratch = given.take("train_from_scratch")
     draft.set("model.config" if scratch else "model.pretrained", model, "model_name_or_path")
     length = given.take("cutoff_len", 2048)
@@ -84,7 +84,7 @@ def _data(given: Given, draft: Draft, model: str, length: int, stage: str, asked
     folder = asked.folder / str(given.take("dataset_dir", "data"))
     forms = {"pt": "text", "kto": "unpaired", "dpo": "preference", "rm": "preference"}
     draft.flag("--format", form := forms.get(stage, "chat"))
-    sets = _listed(given.take("dataset"))
+    sets = _listed(given.need("dataset", str, list))
     draft.flag("--source", *[_source(name, folder, asked.out, draft) for name in sets])
     if validation := _listed(given.take("eval_dataset")):
         draft.flag("--validation-source", *[_source(name, folder, asked.out, draft) for name in validation])
@@ -96,6 +96,8 @@ def _data(given: Given, draft: Draft, model: str, length: int, stage: str, asked
     draft.flag("--tokenizer", model)
     packing, neat = given.take("packing"), given.take("neat_packing")
     if form == "text":
+        if packing is False:
+            draft.change("packing", packing, "each text has a sequence of its own there; here texts are packed")
         return
     draft.set("data.isolate_documents", True, given.source("neat_packing"))
     if packing and not neat:
@@ -116,7 +118,7 @@ def _data(given: Given, draft: Draft, model: str, length: int, stage: str, asked
 
 
 def _listed(names: Any) -> list[str]:
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names or ())
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(map(str, names or ()))
 
 
 def _source(name: str, folder: Path, out: Path, draft: Draft) -> str:

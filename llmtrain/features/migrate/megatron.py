@@ -13,14 +13,13 @@ _SHAPES = {"linear": "polynomial", "cosine": "cosine_with_min_lr", "constant": "
 
 def _translate(given: Given, draft: Draft, asked: Asked) -> None:
     draft.set("model.config", _model(given, draft), "num_layers, hidden_size and others")
-    batch = given.take("global_batch_size", given.take("micro_batch_size"))
+    batch = given.take("global_batch_size", given.need("micro_batch_size", int) * (asked.gpus or 1))
     if samples := given.take("train_samples"):
         draft.set("train.max_steps", math.ceil(samples / batch), "train_samples / global_batch_size")
     else:
-        draft.set("train.max_steps", given.take("train_iters"), "train_iters")
+        draft.set("train.max_steps", given.need("train_iters", int), "train_iters")
     draft.set("train.global_batch", batch, given.source("global_batch_size"))
-    if (micro := given.take("micro_batch_size", given.values.get("micro_batch_size"))) is not None:
-        draft.set("train.micro_batch", micro, "micro_batch_size")
+    draft.set("train.micro_batch", given.need("micro_batch_size", int), "micro_batch_size")
     _optim(given, draft)
     _schedule(given, draft, batch)
     _data(given, draft, asked)
@@ -39,12 +38,13 @@ def _translate(given: Given, draft: Draft, asked: Asked) -> None:
 
 def _model(given: Given, draft: Draft) -> dict[str, Any]:
     """The fields of a Llama, Mixtral or GPT-2 for Megatron's."""
-    width, heads = given.take("hidden_size"), given.take("num_attention_heads")
+    width, heads = given.need("hidden_size", int), given.need("num_attention_heads", int)
     norm, gated = given.take("normalization", "LayerNorm"), given.take("swiglu")
     rope = given.take("position_embedding_type", "learned_absolute") == "rope" or given.take(
         "use_rotary_position_embeddings"
     )
-    given.take("position_embedding_type"), given.take("no_position_embedding"), given.take("group_query_attention")
+    given.take("position_embedding_type"), given.take("no_position_embedding")
+    groups = given.take("num_query_groups", 1) if given.take("group_query_attention") else heads
     inner = given.take("ffn_hidden_size", 4 * width)
     biased = not given.take("disable_bias_linear")
     eps = float(given.take("norm_epsilon", given.take("layernorm_epsilon", 1e-5)))
@@ -63,11 +63,11 @@ def _model(given: Given, draft: Draft) -> dict[str, Any]:
             "model_type": "llama",
             "hidden_size": width,
             "intermediate_size": inner,
-            "num_hidden_layers": given.take("num_layers"),
+            "num_hidden_layers": given.need("num_layers", int),
             "num_attention_heads": heads,
-            "num_key_value_heads": given.take("num_query_groups", heads),
+            "num_key_value_heads": groups,
             "head_dim": given.take("kv_channels", width // heads),
-            "max_position_embeddings": given.take("max_position_embeddings"),
+            "max_position_embeddings": given.need("max_position_embeddings", int),
             "rope_parameters": {"rope_type": "default", "rope_theta": float(given.take("rotary_base", 10000))},
             "rms_norm_eps": eps,
             "attention_dropout": dropouts[0],
@@ -83,10 +83,11 @@ def _model(given: Given, draft: Draft) -> dict[str, Any]:
             )
         if experts := given.take("num_experts"):
             fields |= {"model_type": "mixtral", "num_local_experts": experts, "output_router_logits": True}
+            fields |= {"intermediate_size": given.take("moe_ffn_hidden_size", inner)}
             fields |= {"num_experts_per_tok": given.take("moe_router_topk", 2)}
             fields |= {"router_aux_loss_coef": float(given.take("moe_aux_loss_coeff", 0.0))}
         return fields
-    if rope or gated or norm != "LayerNorm" or not biased:
+    if rope or gated or norm != "LayerNorm" or not biased or groups != heads or given.take("num_experts"):
         draft.change(
             "normalization", norm, "Llama (rope, swiglu, RMSNorm) and GPT-2 are known: write model.config yourself"
         )
@@ -97,9 +98,9 @@ def _model(given: Given, draft: Draft) -> dict[str, Any]:
         "model_type": "gpt2",
         "n_embd": width,
         "n_inner": inner,
-        "n_layer": given.take("num_layers"),
+        "n_layer": given.need("num_layers", int),
         "n_head": heads,
-        "n_positions": given.take("max_position_embeddings"),
+        "n_positions": given.need("max_position_embeddings", int),
         "activation_function": "gelu_new" if given.take("openai_gelu") else "gelu",
         "layer_norm_epsilon": eps,
         "attn_pdrop": dropouts[0],
@@ -111,7 +112,7 @@ def _model(given: Given, draft: Draft) -> dict[str, Any]:
 
 def _optim(given: Given, draft: Draft) -> None:
     draft.set("optim.name", "adamw", given.source("optimizer"))
-    draft.set("optim.lr", float(given.take("lr")), "lr")
+    draft.set("optim.lr", float(given.need("lr", int, float)), "lr")
     betas = [float(given.take("adam_beta1", 0.9)), float(given.take("adam_beta2", 0.999))]
     draft.set("optim.betas", betas, f"{given.source('adam_beta1')}, {given.source('adam_beta2')}")
     for option, key, default in (

@@ -18,9 +18,7 @@ def _translate(given: Given, draft: Draft, asked: Asked) -> None:
     mark = len(given.answered)
     draft.flag("--format", "text")
     name, part = given.take("dataset_name"), given.take("dataset_config_name")
-    source = (
-        asked.path(str(given.take("train_file", ""))) if name is None else f"hf:{name}" + (f"/{part}" if part else "")
-    )
+    source = asked.path(str(given.need("train_file"))) if name is None else f"hf:{name}" + (f"/{part}" if part else "")
     draft.flag("--source", source)
     if file := given.take("validation_file"):
         draft.flag("--validation-source", asked.path(str(file)))

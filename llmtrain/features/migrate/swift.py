@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 from llmtrain.features.migrate import templates
 from llmtrain.features.migrate.adapters import lora, without_lora
@@ -15,7 +16,7 @@ _COUNTS = {"default": None, "last_round": "last", "all": "all"}
 
 
 def _translate(given: Given, draft: Draft, asked: Asked) -> None:
-    model = asked.path(str(given.take("model")))
+    model = asked.path(str(given.need("model")))
     draft.set("model.pretrained", model, "model")
     length = given.take("max_length", 2048)
     draft.set("data.sequence_length", length, given.source("max_length"))
@@ -34,7 +35,14 @@ def _translate(given: Given, draft: Draft, asked: Asked) -> None:
         draft.change("tuner_type", adapts, "not here: lora and full")
     if (bits := given.take("quant_bits")) is not None:
         draft.change("quant_bits", bits, "not here: adapter.quantize has nf4, 4 bits")
+    if adapts == "full" and "learning_rate" not in given:
+        given.left["learning_rate"] = 1e-5
     translate(given, draft, asked)
+    if "gradient_accumulation_steps" not in given:  # as many as a batch of 16 needs
+        ranks = draft.yaml["train.micro_batch"][0] * (asked.gpus or 1)
+        draft.yaml.pop("train.accumulation")
+        draft.set("train.global_batch", ranks * max(1, math.ceil(16 / ranks)), "default of gradient_accumulation_steps")
+        draft.batch_of_rank = None
 
 
 def _objective(given: Given, draft: Draft, adapts: bool) -> None:
@@ -66,7 +74,7 @@ def _objective(given: Given, draft: Draft, adapts: bool) -> None:
 def _data(given: Given, draft: Draft, model: str, length: int, asked: Asked) -> None:
     objective = draft.yaml.get("objective.name", ("",))[0]
     draft.flag("--format", "preference" if objective == "rpo" else _FORMATS.get(objective, "chat"))
-    draft.flag("--source", *[_source(name, draft, asked) for name in _listed(given.take("dataset"))])
+    draft.flag("--source", *[_source(name, draft, asked) for name in _listed(given.need("dataset", str, list))])
     if validation := _listed(given.take("val_dataset")):
         draft.flag("--validation-source", *[_source(name, draft, asked) for name in validation])
     else:

@@ -67,10 +67,9 @@ def _batch(given: Given, draft: Draft, asked: Asked) -> None:
     draft.set("train.micro_batch", micro, given.source("training.local_batch_size"))
     if batch > 0:
         draft.set("train.global_batch", batch, "training.global_batch_size")
-    elif asked.gpus:
-        draft.set("train.global_batch", micro * asked.gpus, "training.local_batch_size x --gpus")
     else:
         draft.set("train.accumulation", 1, given.source("training.global_batch_size"))
+        draft.batch_of_rank = micro, "training.local_batch_size"
     draft.set("data.sequence_length", given.take("training.seq_len", 2048), given.source("training.seq_len"))
 
 

@@ -15,7 +15,7 @@ _METHODS = {"trl-sft": "sft", "trl-dpo": "dpo", "trl-kto": "kto", "trl-reward": 
 
 def _translate(given: Given, draft: Draft, asked: Asked) -> None:
     method = _METHODS[asked.stack.name]
-    model = asked.path(str(given.take("model_name_or_path", given.take("model", ""))))
+    model = asked.path(str(given.take("model") or given.need("model_name_or_path")))
     draft.set("model.pretrained", model, given.source("model_name_or_path"))
     length = given.take("max_length", given.take("max_seq_length", 1024))
     draft.set("data.sequence_length", length, given.source("max_length"))
@@ -66,12 +66,9 @@ def _objective(given: Given, draft: Draft, method: str) -> None:
 
 def _data(given: Given, draft: Draft, model: str, length: int, method: str, asked: Asked) -> None:
     draft.flag("--format", {"sft": "chat", "dpo": "preference", "kto": "unpaired", "reward": "preference"}[method])
-    name = str(given.take("dataset_name", ""))
-    part, train, test = (
-        given.take("dataset_config"),
-        given.take("dataset_train_split", "train"),
-        given.take("dataset_test_split", "test"),
-    )
+    name = str(given.need("dataset_name"))
+    part, train = given.take("dataset_config"), given.take("dataset_train_split", "train")
+    test = given.take("dataset_test_split", "test")
     local = name.startswith((".", "/", "~")) or "." in name.rpartition("/")[2]
     inside = f"/{part}" if part else ""
     draft.flag(

@@ -147,6 +147,91 @@ def test_nothing_is_written_of_a_file_that_is_not_understood(
     assert key in said and "remedy" in said and not Path("new").exists()
 
 
+@pytest.mark.parametrize("stack", ["axolotl", "llamafactory", "trl-sft", "trl-dpo", "swift", "run_clm", "megatron"])
+def test_a_value_of_another_type_is_an_error_or_a_run(
+    stack: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No value of any option ends in a traceback, and after an error nothing is there."""
+    given = next(case["given"] for case in CASES if case["stack"] == stack)
+    for number, option in enumerate(given):
+        for value in ([1, "a"], {"a": {"b": 1}}, "word", True, 0, -1):
+            Path("theirs.yaml").write_text(yaml.safe_dump({**given, option: value}))
+            out = f"new{number}{type(value).__name__}{value == 0}"
+            code = cli.main(["init", "--from", "theirs.yaml", out, "--stack", stack])
+            said = capsys.readouterr().err
+            assert code in (0, 1) or not Path(out).exists(), (option, value)
+            assert code in (0, 1) or f"{option} = " in said or "there is no such file" in said, (option, value, said)
+
+
+@pytest.mark.parametrize("option", ["learning_rate", "num_epochs", "warmup_steps", "datasets", "val_set_size"])
+def test_the_error_names_the_option_whose_value_is_wrong(
+    option: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run({**CASES[0]["given"], option: {"a": 1}}) == 2
+    said = capsys.readouterr().err
+    assert f"{option} = " in said and "remedy" in said and not Path("new").exists()
+
+
+def test_a_number_in_quotes_is_a_number(folder: Path) -> None:
+    assert run({**CASES[0]["given"], "learning_rate": "1e-4", "micro_batch_size": "4"}) == 0
+    text = Path("new/run.yaml").read_text()
+    assert "lr: 0.0001 " in text and "micro_batch: 4 " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("swift sft --model org/base", "dataset"),
+        ("swift sft --dataset a.jsonl", "model"),
+        ("trl sft --model_name_or_path org/base --packing", "dataset_name"),
+        ("pretrain_gpt.py --num-layers 2 --hidden-size 64", "num_attention_heads"),
+    ],
+)
+def test_without_a_model_or_data_there_is_no_run(
+    words: str, key: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["init", "new", "--from", "--", *words.split()]) == 2
+    assert f"{key} = null" in capsys.readouterr().err and not Path("new").exists()
+
+
+@pytest.mark.parametrize("words", [["--from"], ["--from", "--"], ["--from", "theirs.yaml", "--gpus", "0"]])
+def test_words_without_a_run(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("theirs.yaml").write_text(yaml.safe_dump(CASES[0]["given"]))
+    assert cli.main(["init", "new", *words]) == 2
+    assert "give" in capsys.readouterr().err and not Path("new").exists()
+
+
+def test_ranks_that_share_a_sequence_make_no_larger_batch(folder: Path) -> None:
+    Path("theirs.toml").write_text("[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 4\n")
+    assert cli.main(["init", "new", "--from", "theirs.toml", "--gpus", "8"]) == 0
+    assert lookup(parse(Path("new/run.yaml").read_text(), "run.yaml").tree, "train.global_batch") == 2 * 8 // 4
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "lines"),
+    [
+        ("sft", 0, {"optim.lr": 1e-4, "train.global_batch": 16}),
+        ("sft --tuner_type full", 0, {"optim.lr": 1e-5}),
+        ("sft --gradient_accumulation_steps 2", 0, {"train.accumulation": 2}),
+        ("rlhf", 0, {"objective.name": "dpo", "objective.reference": "online"}),
+        ("pt", 1, {}),
+    ],
+)
+def test_commands_of_swift_have_defaults_of_their_own(
+    command: str, code: int, lines: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["init", "new", "--from", "--", "swift", *command.split(), "--model", "org/base", "--dataset", "a.jsonl"]
+    assert cli.main(words) == code
+    tree = parse(Path("new/run.yaml").read_text(), "run.yaml").tree
+    assert {key: lookup(tree, key) for key in lines} == lines
+    assert ("to decide: use_chat_template" in capsys.readouterr().out) == (command == "pt")
+
+
+def test_a_warm_up_of_zero_is_none(folder: Path) -> None:
+    assert run({**CASES[0]["given"], "warmup_ratio": 0.0}) == 0
+    assert "warmup_ratio:" not in re.sub("#.*", "", Path("new/run.yaml").read_text())
+
+
 @pytest.mark.parametrize("text", ["a: &x 1\nb: *x\n", "base_model: a\nbase_model: b\n", "base_model: [\n", "- a\n"])
 def test_a_yaml_that_is_no_plain_map_is_refused(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("theirs.yaml").write_text(text)
