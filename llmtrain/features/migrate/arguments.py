@@ -37,15 +37,9 @@ TRANSFORMERS: dict[str, Any] = {
 """Defaults of transformers.TrainingArguments that differ from ours, or that a run needs."""
 
 _SHAPES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "polynomial",
-    "inverse_sqrt",
-    "constant",
+    "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "constant",
     "constant_with_warmup",
-)
+)  # fmt: skip
 _OF_SHAPES = {"num_cycles": "cycles", "min_lr_rate": "min_ratio", "power": "power", "timescale": "timescale"}
 """Key of lr_scheduler_kwargs -> field of the schedule."""
 
@@ -234,6 +228,8 @@ def _deepspeed(given: Given, draft: Draft, asked: Asked) -> None:
     if scheduler and scheduler.get("type"):
         parameters = scheduler.get("params") or {}
         warm = draft.yaml.get("schedule.warmup_steps") or draft.yaml.get("schedule.warmup_ratio")
+        if (least := parameters.get("warmup_min_lr", 0)) not in (0, "auto"):
+            draft.change("scheduler.params.warmup_min_lr", least, "the warm-up begins at a rate of 0 here")
         line = {"WarmupDecayLR": "linear", "WarmupLR": "constant_with_warmup"}.get(scheduler["type"])
         if line and (parameters.get("warmup_type") == "linear" or not warm):
             draft.set("schedule.shape", line, f"scheduler {scheduler['type']} of the JSON")

@@ -87,6 +87,8 @@ def _objective(given: Given, draft: Draft) -> None:
 def _data(given: Given, draft: Draft, model: str, length: int, asked: Asked) -> None:
     sets, texts = given.take("datasets") or [], given.take("pretraining_dataset") or []
     texts = [{"path": texts}] if isinstance(texts, str) else texts
+    if not (sets or texts):
+        draft.change("datasets", sets, "there are none: give `llmtrain prepare --source` the records")
     formats = {_format(each, draft) for each in sets} | ({"text"} if texts else set())
     if len(formats) > 1:
         draft.change(
@@ -220,6 +222,9 @@ def _template(given: Given, draft: Draft, model: str, sets: list[dict[str, Any]]
 
 
 def _adapter(given: Given, draft: Draft) -> None:
+    if set("^$|()+?\\[") & set("".join(map(str, given.left.get("unfrozen_parameters") or ()))):
+        names = given.take("unfrozen_parameters")
+        draft.change("unfrozen_parameters", names, "regular expressions; model.train_only has patterns with * and ?")
     kind = given.take("adapter")
     if kind not in (None, "lora", "qlora"):
         draft.change("adapter", kind, "not here: section adapter is LoRA, with dora, rslora and quantize")

@@ -66,7 +66,7 @@ class Given:
         return name if option in self else f"default of {name}"
 
 
-_KINDS = {str: "a text", list: "a list", int: "a number above 0", float: "a number above 0"}
+_KINDS = {str: "a text", list: "a list with entries", int: "a number above 0", float: "a number above 0"}
 
 
 @dataclass(frozen=True)

@@ -262,3 +262,17 @@ def test_a_json_of_theirs_stays_and_its_optimizer_has_the_word(folder: Path) -> 
     assert lookup(tree, "schedule.shape") == "linear"
     ours = dict(leaves(json.loads(Path("new/deepspeed.json").read_text())))
     assert ours["zero_optimization.reduce_bucket_size"] == "auto" and ours["bf16.enabled"] is True
+
+
+def test_a_rate_at_which_the_warm_up_of_their_json_begins_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_min_lr": 1e-6}}
+    given = {**CASES[0]["given"], "deepspeed": {"zero_optimization": {"stage": 2}, "scheduler": section}}
+    assert run(given) == 1
+    assert "to decide: scheduler.params.warmup_min_lr" in capsys.readouterr().out
+
+
+def test_that_there_are_no_records_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run({**CASES[0]["given"], "datasets": []}) == 1
+    assert "to decide: datasets: []" in capsys.readouterr().out
