@@ -209,6 +209,11 @@ def _deepspeed(given: Given, draft: Draft, asked: Asked) -> None:
                     "folder, and its name tells no ZeRO stage. Copy it beside the configuration."
                 )
             draft.remark(name, written, f"there is no such file here: the JSON has ZeRO {stage}, as its name says")
+        if stage == 3 and (given.values.get("load_in_4bit") or "adapter.quantize" in draft.yaml):
+            stage = 2
+            draft.remark(
+                "", None, "ZeRO 2 in place of 3: each rank keeps all maps of 4 bits, and ZeRO 3 would share them"
+            )
         draft.json = {
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",

@@ -136,7 +136,7 @@ class Draft:
         lines = [f"# {heading}"]
         for title, remarks in (
             ("TRAINS ANOTHER FUNCTION than the file above, until you have decided on:", self.changes),
-            ("Has no place here, and changes nothing of what is trained:", self.remarks),
+            ("Worth knowing; there is nothing to decide:", self.remarks),
             ("Read as well:", self.read),
         ):
             if remarks:

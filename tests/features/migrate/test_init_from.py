@@ -276,3 +276,8 @@ def test_a_rate_at_which_the_warm_up_of_their_json_begins_is_told(
 def test_that_there_are_no_records_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run({**CASES[0]["given"], "datasets": []}) == 1
     assert "to decide: datasets: []" in capsys.readouterr().out
+
+
+def test_maps_of_4_bits_are_not_shared_by_zero_3(folder: Path) -> None:
+    assert run({**CASES[0]["given"], "deepspeed": "zero3.json"}) == 0
+    assert lookup(json.loads(Path("new/deepspeed.json").read_text()), "zero_optimization.stage") == 2
