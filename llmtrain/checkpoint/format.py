@@ -356,7 +356,9 @@ class Manifest:
                 regions.setdefault((piece.kind, piece.name), []).append(piece.region)
         for name, places in self.frozen.parts.items():
             if name not in self.tensors or (PARAM, name) in regions:
-                raise CheckpointError(f"{path}: the frozen {name!r} has no shape, or values in a file here, too.")
+                raise CheckpointError(
+                    f"{path}: the frozen {name!r} has no shape, or this checkpoint also has a file with its values."
+                )
             regions[PARAM, name] = [region for _, _, region in places]
         for (kind, name), parts in regions.items():
             if wrong := uncovered(parts, self.tensors[name]):

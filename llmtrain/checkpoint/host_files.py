@@ -82,7 +82,7 @@ def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
 
 
 def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list[Path], dict[Path, str]]:
-    """The checkpoints that all folders hold together, newest first, and the others' faults."""
+    """Return the checkpoints that are complete in all folders together, newest first, and the faults of the others."""
     # The names are the same on all hosts, paths are not.
     named = {path.name if path.parent == where.path else str(path): path for path in mine}
     offers = {name: _offer(path) for name, path in named.items()} if where.leads else {}

@@ -58,8 +58,8 @@ class Row:
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The complete checkpoints of a run folder or its checkpoints/, newest first; or one checkpoint, also as
-    RUN/step-N. Raises CheckpointError: none."""
+    """Return the complete checkpoints of a run folder or its checkpoints/, newest first. `path` may also name a single
+    checkpoint, or RUN/step-N. Raises CheckpointError: there is none."""
     _refuse_data(path)
     folders = [path] if (path / MANIFEST).exists() else complete_checkpoints(checkpoints_of(path))
     short = _SHORT_STEP.fullmatch(path.name)
@@ -151,7 +151,7 @@ def _best(checkpoints: Path) -> list[tuple[Best, Path, float]]:
 
 
 def best_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that a run's checkpoint.keep_best keeps, best first. Raises CheckpointError: none."""
+    """The checkpoints that a run's checkpoint.keep_best keeps, best first. Raises CheckpointError: there is none."""
     best = _best(checkpoints_of(path))
     if not best:
         raise CheckpointError(

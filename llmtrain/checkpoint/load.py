@@ -338,7 +338,7 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
 
 
 def _refuse_other_adapter(saved: TrainerState, now: TrainerState, folder: Path) -> None:
-    """Refuse an adapter of another scale, which no shape shows, and an adapter in the checkpoint or the run alone."""
+    """Refuse an adapter of another scale, which no shape shows, and an adapter that only one of the two has."""
     saved_adapter, current_adapter = saved.section("adapter"), now.section("adapter")
     if bool(saved_adapter.get("r")) != bool(current_adapter.get("r")):
         holds, wants, merge = "no adapter", "trains one", ""

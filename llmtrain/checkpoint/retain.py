@@ -87,8 +87,8 @@ def best_of(checkpoints: Path, best: Best | None) -> dict[Path, float]:
 
 
 def outdated(checkpoints: Path, keep: int, *, best: Best | None = None) -> list[Path]:
-    """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first; neither the `best`
-    nor those that a feature keeps."""
+    """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first, without the `best`
+    and those that a feature keeps."""
     good = 0
     complete = complete_checkpoints(checkpoints)
     for index, folder in enumerate(complete):

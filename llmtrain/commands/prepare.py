@@ -156,7 +156,9 @@ def main(argv: list[str]) -> int:
             out = ("" if given & {"--tokenizer", "--vocab-size"} else " --vocab-size 8192") + (
                 "" if "--out" in given else " --out FOLDER"
             )
-            raise UserError(f"prepare {argv[0]}: what is read has an option: `llmtrain prepare --source {words}{out}`")
+            raise UserError(
+                f"prepare {argv[0]}: write --source before what is to be read: `llmtrain prepare --source {words}{out}`"
+            )
         values = vars(parser.parse_args(argv))
         out, fields = values["out"], {name: dict[str, Any]() for name in plugin_source.classes()}
         for key in [key for key in values if "." in key]:

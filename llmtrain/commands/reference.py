@@ -72,13 +72,13 @@ def _refuse(config: RunConfig) -> None:
     if url := next(filter(is_url, [*config.data.folders, *config.eval.sets.values()]), None):
         raise ConfigError(
             f"{redact_text(url)}: is in an object store, and a column is written next to the data; name "
-            "a folder of this host that has the same, and upload it with its column"
+            "a folder of this host with the same data, and upload that with its column"
         )
     if isinstance(objective, Distill):
         if objective.top_k is None:
             raise ConfigError(
-                "objective.top_k null: the full teacher is asked at each step; set it to write its "
-                "likeliest words, or leave this command out"
+                "objective.top_k null: the run asks the full teacher at each step; to write the "
+                "teacher's likeliest words set top_k, or leave this command out"
             )
         if objective.teacher is None:
             raise ConfigError("objective.teacher null: names no model whose words are to be written; name one")

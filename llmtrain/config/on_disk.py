@@ -145,7 +145,7 @@ def _check_length(key: str, path: str, manifest: dict[str, Any], config: RunConf
 
 
 def _check_kind(config: RunConfig, key: str, path: str, manifest: dict[str, Any], problems: Problems) -> None:
-    """Refuse data of another format than the objective compares. What no objective compares is learnt by the token."""
+    """Refuse data of another format than the objective compares; other objectives take formats that none compares."""
     format, name, wants = _format_of(manifest), config.objective.name, config.objective.data
     comparing = [each for each, chosen in Objective.CHOICES.items() if chosen.data == format]
     if format == _QUESTIONS:

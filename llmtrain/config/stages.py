@@ -200,7 +200,7 @@ class Stages:
         return [other for other, stage in enumerate(self.stages) if _identity(stage.data) == own]
 
     def schedule_end(self, step: int, max_steps: int | None) -> int | None:
-        """The step at which the schedule of a step ends: where the next one begins, or the run's end."""
+        """The step at which the schedule that `step` follows ends: where the next schedule begins, or the run ends."""
         starts = [stage.first_step for stage in self.stages if stage.schedule_from > self.at(step).schedule_from]
         return min([*starts, *([] if max_steps is None else [max_steps])], default=None)
 

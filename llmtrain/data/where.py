@@ -30,10 +30,10 @@ class Span:
     """Steps of a run that read one data set in one batch."""
 
     after: int
-    """Steps done before its first."""
+    """Number of steps that were done before the first step of the span."""
     until: int | None
-    """Steps done after its last; None: it is the run's last so far. This is the next span's `after`, unless a part
-    of the run has moved its position."""
+    """Number of steps that were done after its last step; None: it is the run's last span so far. This is the
+    next span's `after`, unless a part of the run has moved its position."""
     next: int
     """First sequence of its first step."""
     event: dict[str, Any]
@@ -152,7 +152,9 @@ class Where:
         if span is None and step <= (first := self._spans[0].after):
             raise DataError(f"--step {step}: the run's steps are numbered from {first + 1}")
         if span is None:
-            raise DataError(f"--step {step}: the run has none of that number: a part of it has moved its position")
+            raise DataError(
+                f"--step {step}: the run has no step of that number: one of its parts has moved its position"
+            )
         if step > (last := last_step(self._run)):
             raise DataError(f"--step {step}: the run has done {last} steps")
         found = self._data(span)

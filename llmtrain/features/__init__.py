@@ -101,7 +101,7 @@ class Feature:
         return False
 
     def rules(self) -> Rules:
-        """Rules that are asked where the YAML changes the section, or a run has the feature."""
+        """Rules that are checked if the YAML changes the section, or if a run has the feature."""
         return Rules()
 
     def notes(self, run: Any) -> Iterable[str]:

@@ -341,8 +341,8 @@ def read_peft(
 
 
 class AdaptedSource:
-    """The model's own values, and an adapter's first ones: A uniform up to 1 / sqrt(inputs), like peft, from the run's
-    seed and its name, B zero, a magnitude the length of its row of W."""
+    """The model's own values, and the first values of an adapter, like peft's: A is uniform within 1 / sqrt(inputs),
+    drawn from the run's seed and A's name; B is zero; each magnitude is the length of its row of W."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ def set_rope(model: Any, fields: Mapping[str, Any], length: int, required: Mappi
         for name, values in fresh.named_buffers(recurse=False):
             before = module.get_buffer(name)
             if not bool(values.isfinite().all()):
-                raise ModelError(f"{type(module).__name__} makes rotations of them that are no finite numbers")
+                raise ModelError(f"{type(module).__name__} computes rotations from them that are not finite")
             module.register_buffer(name, values.to(before.device, before.dtype), persistent=False)
 
 

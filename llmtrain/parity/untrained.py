@@ -120,7 +120,7 @@ class _NotingBorders(StageBorders):
 
 
 def _course(run: Run) -> Course:
-    """Return a course whose data sets have an identity and no content."""
+    """Return a course over data sets that have a fingerprint, but no content."""
     sharing = [run.stages.sharing(number)[0] for number in range(len(run.stages))]
     sets: Any = {first: SimpleNamespace(number=first, fingerprint=str(first)) for first in sharing}
     return Course(run.stages, [sets[first] for first in sharing])

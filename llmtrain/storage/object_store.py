@@ -141,7 +141,7 @@ class Store:
             # Stores give no range of an empty file, not even the complete one.
             content: bytes = self._files.cat_file(self._path(name), start=start or None, end=stop)
             if stop is not None and len(content) != stop - start:
-                raise OSError(f"{len(content)} bytes came for {stop - start}")
+                raise OSError(f"{len(content)} bytes came instead of {stop - start}")
             return content
 
         return self._try_call(once)
@@ -156,7 +156,7 @@ class Store:
             try:
                 self._files.get_file(self._path(name), str(partial), callback=alive)
                 if (came := partial.stat().st_size) != size:
-                    raise OSError(f"{came} bytes came for {size}")
+                    raise OSError(f"{came} bytes came instead of {size}")
                 partial.rename(path)
             finally:
                 partial.unlink(missing_ok=True)

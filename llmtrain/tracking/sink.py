@@ -18,14 +18,15 @@ class Sink(Entry, section="trackers"):
     """
 
     MODULES: ClassVar[tuple[str, ...]] = ()
-    """Modules that it imports, from packages that llmtrain does not need: without them the run is refused, with the
-    extra of its name. They are imported before its thread starts: two threads that import large packages at once can
-    deadlock on module locks, which Python resolves by handing out half-initialised modules."""
+    """Modules that it imports from packages that llmtrain does not need. Without them the run is refused, and the
+    message says which extra of llmtrain to install (it has the tracker's name). They are imported before its thread
+    starts: two threads that import large packages at once can deadlock on module locks, which Python resolves by
+    handing out half-initialised modules."""
 
     title = ""
     """Its name in messages; empty: that of the class."""
     late = False
-    """True: its rows are scores of steps that the run has done before, from a process of their own."""
+    """True: its rows are scores of earlier steps, and a separate process computes them."""
 
     def open(self, run_dir: Path, run_id: str, config: dict[str, Any], start_step: int) -> None:
         """Called once, before all others, on a tracker with a thread.

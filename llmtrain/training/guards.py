@@ -71,8 +71,8 @@ class SkippedSteps(Part):
         every = list(range(first, first + done.batch.sequences))
         if not done.agreed.weight:
             self._tracker.event("skip", step=step, what="no counted token", samples=every, loss_scaling=False)
-            self._last = "no token of its samples was counted"
-            log.warn(f"step {step} skipped: no token of the samples {units.some(every)} is counted")
+            self._last = "no token of its sequences was counted"
+            log.warn(f"step {step} skipped: no token of the sequences {units.some(every)} is counted")
             return
         if done.update.left_out:  # the part that has asked for it says so
             return
@@ -97,13 +97,13 @@ class SkippedSteps(Part):
                 self._return(step)
             return
         self._in_a_row += 1
-        log.warn(f"step {step} skipped: non-finite {what}; samples {units.some(named)} ({self._in_a_row} in a row)")
+        log.warn(f"step {step} skipped: non-finite {what}; sequences {units.some(named)} ({self._in_a_row} in a row)")
         if self._in_a_row >= self._setup.run.config.fault.max_skipped:
             scale = None if samples else lookup(self._setup.run.deepspeed, "fp16.loss_scale")
             static = f"set fp16.loss_scale, a static {scale}, to 0, which adapts, " if scale else ""
             raise TrainingStopped(
                 f"{self._in_a_row} steps in a row were skipped for a non-finite {what}; fault.max_skipped is "
-                f"{self._setup.run.config.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, "
+                f"{self._setup.run.config.fault.max_skipped}. Last sequences: {units.some(named)}. Look at them, "
                 f"{static}lower optim.lr, or resume from an earlier checkpoint in {self._checkpoints}."
             )
 

@@ -160,7 +160,7 @@ def test_a_step_without_a_counted_token_is_skipped_and_said(played: Path) -> Non
     for number, step in enumerate(empty, 1):
         assert logged[step]["grad_norm"] == "NaN" and logged[step]["skipped_steps"] == number
         assert (
-            f"warning: step {step} skipped: no token of the samples {2 * step - 2}, {2 * step - 1} is counted" in text
+            f"warning: step {step} skipped: no token of the sequences {2 * step - 2}, {2 * step - 1} is counted" in text
         )
     events = [event for event in rows(played / "whole", "events.jsonl") if event["kind"] == "skip"]
     assert [(event["step"], event["what"]) for event in events] == [(step, "no counted token") for step in empty]

@@ -87,7 +87,7 @@ class Beat:
     awaits: int
     """The process whose work is its progress, or OTHERS (`Heartbeat.awaits`); 0: its own beats are."""
     asked_s: float
-    """Processor time in the collectives of such waits."""
+    """Processor time of this rank in collectives that it enters while `awaits` is set."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -267,7 +267,8 @@ def _shared(path: Path) -> mmap.mmap:
 
 
 def read(page: Path | int) -> Beat | None:
-    """The state of a rank; None without a valid page. `page`: a descriptor outlives the file's name."""
+    """The state of a rank; None: the page is not valid. `page`: its path, or a descriptor, which still works
+    after the file is deleted."""
     try:
         raw = os.pread(page, _SIZE, 0) if isinstance(page, int) else page.read_bytes()
     except OSError:

@@ -73,8 +73,8 @@ def pad_apart(config: Any, report: Report) -> None:
 
 
 def sampling_defaults(folder: Path, tokenizer: Path | None = None) -> dict[str, Any]:
-    """The sampling defaults in a model folder's generation_config.json, and of its token ids those of `own_stops`.
-    `tokenizer`: the folder of the run's."""
+    """The sampling defaults in a model folder's generation_config.json; of its token ids only those of `own_stops`.
+    `tokenizer`: folder of the run's tokenizer."""
     try:
         fields = untrusted.loads((folder / SETTINGS).read_bytes())
         plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float))}

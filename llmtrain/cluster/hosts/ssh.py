@@ -153,7 +153,7 @@ def _quick(argv: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def timed_out(host: str, timeout_s: float, noise: str, *, reached: bool) -> Trouble:
-    """Explain a passed limit: while the command ran (`reached`), or before it began."""
+    """Explain why a host took too long: the command still ran (`reached`), or it had not begun."""
     if reached:
         why = f"{host} ran the command and was not done after {timeout_s:g} s"
         return Trouble("timeout", why, f"see what it is busy with: ssh {host} uptime")

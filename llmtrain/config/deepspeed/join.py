@@ -256,7 +256,7 @@ _SUMS = ("data_types.grad_accum_dtype", "communication_data_type", "seq_parallel
 
 
 def _resolve_types(tree: dict[str, Any], path: str, problems: Problems) -> None:
-    """Give each type of numbers its one name, and refuse types that do not fit the run's precision."""
+    """Name each type of numbers fp32, bf16 or fp16, and refuse types that do not fit the run's precision."""
     own = next((name for name in ("fp16", "bf16") if lookup(tree, f"{name}.enabled")), "fp32")
     for key in (*_SUMS, "data_types.param_dtype"):
         value = lookup(tree, key)
@@ -264,7 +264,7 @@ def _resolve_types(tree: dict[str, Any], path: str, problems: Problems) -> None:
             continue
         name = next((name for name, names in _TYPES.items() if str(value).lower() in names), None)
         if name is None:
-            problems.add(key, value, "a type of numbers is fp32, bf16 or fp16", 'write "fp32", or remove it', path)
+            problems.add(key, value, "must be fp32, bf16 or fp16", 'write "fp32", or remove it', path)
         elif key == "data_types.param_dtype" and name != own:
             rule = f"the parameters are {own}: that is decided by fp16.enabled and bf16.enabled"
             problems.add(key, value, rule, f'remove it, or write "{own}"', path)
@@ -448,7 +448,7 @@ def with_exact_dict(run: Run) -> tuple[Run, list[str]]:
 
 
 def without_degrees(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON for data-parallel ranks alone, whose batch sizes the YAML has."""
+    """Return the JSON without degrees of parallelism; its batch sizes are "auto", as the YAML has them."""
     parallel = {key.split(".")[0] for key in DEGREE_KEYS.values()}
     batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     return {key: value for key, value in tree.items() if key not in parallel} | dict.fromkeys(batch, "auto")

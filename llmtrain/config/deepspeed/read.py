@@ -131,7 +131,7 @@ def _refuse_cut(text: str, path: str) -> None:
 
 
 def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The file, each key under its first name, without those that are null: they ask for DeepSpeed's default.
+    """The file, each key under its first name, without keys that are null, which means DeepSpeed's default.
 
     Second: notes for the user. Raises: ConfigError with all that is wrong with it.
     """

@@ -107,7 +107,7 @@ def record_of(text: str) -> dict[str, Any]:
 def conversation_of(
     record: dict[str, Any], names: Collection[str], raw: list[Any], prompt: int, *, asks: bool = False
 ) -> Conversation:
-    """Check the messages of a record; the first `prompt` ones are not learnt. Raises: RefusedError.
+    """Check the messages of a record; the first `prompt` messages are not trained on. Raises: RefusedError.
 
     Args:
         names: of fields that the caller reads.
@@ -115,7 +115,7 @@ def conversation_of(
     """
     raw = [_object(message, place) for place, message in enumerate(raw)]
     if other := [name for name in _MEDIA if record.get(name)]:
-        raise RefusedError(f"it has {other[0]}; only text is learnt")
+        raise RefusedError(f"it has {other[0]}; only text can be trained on")
     system = record.get("system")
     if system is not None and not isinstance(system, str):
         raise RefusedError(f"system is {_kind(system)}, not a string")
@@ -326,7 +326,7 @@ def _content(content: Any, role: str, place: int) -> str:
         other = next((part for part in content if not isinstance(part, dict) or part.get("type") != "text"), None)
         if other is not None:
             kind = other.get("type") if isinstance(other, dict) else _kind(other)
-            raise RefusedError(f"message {place} holds {kind!r} content; only text is learnt")
+            raise RefusedError(f"message {place} holds {kind!r} content; only text can be trained on")
         texts = [part.get("text") for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise RefusedError(f"message {place} has a part of the type text without one")

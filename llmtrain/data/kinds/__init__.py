@@ -1,4 +1,4 @@
-"""Kinds of rows, a class each. Importing the package defines all that llmtrain has."""
+"""The kinds of rows, one class for each. Importing this package imports all that llmtrain has."""
 
 from llmtrain.base.errors import DataError
 
@@ -23,6 +23,6 @@ def kind_of(manifest: Manifest, name: str) -> RowKind:
                         "brings it with --plugin, or prepare the folder again with one of the formats "
                         f"{', '.join(RowKind.CHOICES)}")  # fmt: skip
     if kind.has_rows != (manifest.chat is not None):
-        raise DataError(f"{name}: its format is {format}, and the shards in its manifest are of another one; copy the "
+        raise DataError(f"{name}: its format is {format}, but its manifest lists shards of another format; copy the "
                         "folder again, or prepare it again")  # fmt: skip
     return kind()

@@ -1,4 +1,4 @@
-"""Conversations: each counted token is learnt."""
+"""Conversations: a run trains on each counted token."""
 
 from __future__ import annotations
 

@@ -46,14 +46,14 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
     unit: ClassVar[str] = "row"
     """Name of the rows of a record that stay together."""
     columns: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Fields of a record, any of which sets tells that it is of this kind."""
+    """Sets of fields; a record that has all fields of one of these sets is of this kind."""
     also: ClassVar[tuple[str, ...]] = ()
     """Other values of --format that mean this kind."""
     mark: ClassVar[str] = ""
     """Key of the manifest's section `chat` that tells this kind to versions before its format did."""
 
     answers: ClassVar[tuple[str, ...]] = ()
-    """Names of the answers in a record that an objective compares, in order; empty: each counted token is learnt."""
+    """Names of the answers in a record that an objective compares, in order; empty: it trains on each counted token."""
     mismatched: ClassVar[bool] = False
     """Its sequences come with the same prompts, each with the answer to another one."""
     never_trains: ClassVar[str] = ""
@@ -61,7 +61,7 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
     measures: ClassVar[bool] = False
     """All of its records are for evaluation."""
     tokenizer: ClassVar[str] = "a chat model's, or any with --chat-template FILE"
-    """The tokenizer that its preparation needs; empty: it may train one."""
+    """What --tokenizer must name, in words for a message; empty: the option may be left out."""
     asks: ClassVar[bool] = False
     """Its records are prompts without an answer."""
     templated: ClassVar[bool] = True

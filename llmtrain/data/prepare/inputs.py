@@ -185,7 +185,8 @@ class _Ranges(io.RawIOBase):
         return len(data)
 
     def _end(self, start: int, count: int) -> int:
-        """End of a request: early for the first ones, as the reader may want no more, and for those after the piece."""
+        """Where a request ends. The first ones are short, as the reader may want no more, and so are those after the
+        piece."""
         if self._ahead is None:
             return min(start + count, self._size)
         if start >= self._stop:

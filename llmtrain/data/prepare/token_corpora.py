@@ -139,7 +139,7 @@ class Megatron(Layout):
     @classmethod
     def _type(cls, code: int, index: str) -> np.dtype:
         if code not in cls.types:
-            raise ValueError(f"{index} says that the ids are of type {code}, which is none of integers")
+            raise ValueError(f"{index} says that the ids are of type {code}, which is not a type of integers")
         return np.dtype(cls.types[code])
 
 
@@ -157,7 +157,9 @@ class Datatrove(Layout):
         size, width = inputs.size(path), 2
         if ends is not None and len(ends):
             if ends[-1] <= 0 or size % ends[-1] or size // ends[-1] not in (2, 4) or (np.diff(ends) < 0).any():
-                raise ValueError(f"{path}.index is of another file: {ends[-1]} ids in {size} bytes")
+                raise ValueError(
+                    f"{path}.index belongs to another file: it counts {ends[-1]} ids, and {path} has {size} bytes"
+                )
             width = size // int(ends[-1])
         elif inputs.is_file(f"{path}.metadata"):
             first = inputs.read(f"{path}.metadata").decode().partition("\n")[0]

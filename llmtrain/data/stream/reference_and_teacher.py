@@ -42,7 +42,7 @@ class Reference:
     weights: str
     """`weights_hash` of the reference's parameters."""
     data: str
-    """The manifest's data_fingerprint: tokens, masks and so the template."""
+    """The manifest's data_fingerprint, a hash of the tokens and masks, which also depend on the chat template."""
     precision: str
     """fp32, bf16 or fp16."""
     files: dict[str, str]
@@ -265,7 +265,7 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
         for file, (dtype, width) in _parts(folder.folder, split, found).items():
             size = count * width * dtype.itemsize
             if not file.is_file() or file.stat().st_size != size:
-                raise DataError(f"{file}: has not the {size:,} bytes that {path.name} records; {NEW_COLUMN}")
+                raise DataError(f"{file}: does not have the {size:,} bytes that {path.name} records; {NEW_COLUMN}")
             shape = (count, width)  # no empty file can be mapped
             arrays.append(np.memmap(file, dtype=dtype, mode="r", shape=shape) if count else np.empty(shape, dtype))
         logs, words = arrays

@@ -65,7 +65,7 @@ class StopRequests:
         self._stop(what)
 
     def _watch(self) -> None:
-        """Look once a second for requests without a signal."""
+        """Look once a second for requests that come without a signal: a file, or the end of the launcher."""
         launchers = watch.launchers()  # `deepspeed` killed with SIGKILL leaves its ranks running
         # One rank of a host looks: on a shared file system all of them would ask the same server.
         file = self._preempt_file if os.environ.get("LOCAL_RANK", "0") == "0" else None

@@ -45,8 +45,8 @@ class AdapterCheck(Part):
             )
         if still:
             log.warn(
-                f"no gradient has reached {len(still)} of {count} lora_B in the first step, first {still[0]}. The loss "
-                "does not depend on those maps (experts that no token met do so later); else leave them out of "
+                f"no gradient has reached {len(still)} of {count} lora_B in the first step, first {still[0]}. Experts "
+                "that no token met get theirs later; if the loss does not depend on a map, leave it out of "
                 "adapter.targets."
             )
         else:

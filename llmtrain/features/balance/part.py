@@ -65,11 +65,11 @@ class Change:
     before_s: float
     """Computing time of the slowest group in a step."""
     after_s: float
-    """Computing of a step after the change, as the measured speeds predict it."""
+    """Computing time in a step after the change, as predicted from the measured speeds."""
     equal_s: float
-    """Computing of a step with equal shares."""
+    """Computing time in a step with equal shares."""
     ideal_s: float
-    """If all speeds added up."""
+    """Computing time in a step if no rank waited: the speeds of all groups added up."""
 
     def __str__(self) -> str:
         shares = ", ".join(map(str, self.after[:16])) + (", ..." if len(self.after) > 16 else "")

@@ -250,7 +250,7 @@ def _groups(files: Files) -> list[dict[str, Any]]:
 
 
 def _decay(files: Files, groups: list[dict[str, Any]]) -> str | None:
-    """`all` or `matrices`; None: the groups do neither, or the files lack the shapes."""
+    """Return what weight decay applies to, `all` or `matrices`; None: neither is true, or the files lack the shapes."""
     values = {group["weight_decay"] for group in groups}
     if len(values) == 1:
         return "all"

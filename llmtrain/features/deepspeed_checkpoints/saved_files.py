@@ -63,7 +63,7 @@ class Files:
 
 
 def find_tag(folder: Path, tag: str | None) -> Path:
-    """The folder of one step in `folder`, or `folder` itself. Raises CheckpointError: none."""
+    """The folder of one step in `folder`, or `folder` itself. Raises CheckpointError: there is none."""
     if tag is None:
         for name in ("latest", "latest_universal"):
             if (folder / name).is_symlink() or (folder / name).exists():

@@ -71,8 +71,8 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
     saved = reader.tensors()
     if lost := [name for name in reader.order() if (MOMENTS[0], name) not in saved]:
         raise CheckpointError(
-            f"{checkpoint} holds {len(lost)} tensors that do not train, first {lost[0]}. DeepSpeed's universal format "
-            "has what an optimizer trains, and they would be lost: nothing was written. Take to-hf."
+            f"{checkpoint} holds {len(lost)} frozen tensors, first {lost[0]}. DeepSpeed's universal format has only "
+            "trained tensors, so these would be lost: nothing was written. Use `llmtrain checkpoint to-hf`."
         )
     for name in reader.order():
         if Path(name).name != name or name in (".", ".."):

@@ -195,7 +195,7 @@ def _packed(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
 
 
 def judge(pairs: Sequence[Pair]) -> list[Finding]:
-    """A slow host has no good pair; a slow pair is slower than both of its hosts are elsewhere."""
+    """Find slow hosts, which have no good pair, and slow pairs, whose hosts are both faster in other pairs."""
     return [*_broken(pairs), *_odd([pair for pair in pairs if pair.error is None])]
 
 

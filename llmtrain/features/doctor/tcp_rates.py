@@ -58,7 +58,7 @@ class Host:
             threading.Thread(target=self.answer, args=(link,), daemon=True).start()
 
     def answer(self, link: socket.socket) -> None:
-        """Serve one connection of a peer. Its first line gives its purpose; one without the token is closed."""
+        """Serve one connection of a peer. Its first line gives its purpose; without the token it is closed."""
         with contextlib.suppress(OSError, ValueError, KeyError), link:
             link.settimeout(5.0)
             head = json.loads(read_line(link))
@@ -81,7 +81,7 @@ class Host:
                 send(link, head["window_s"])
 
     def hold(self, link: socket.socket, peer: str) -> None:
-        """Let the peer measure while this connection is open, once it is its turn."""
+        """Wait for the peer's turn, then let the peer measure for as long as this connection is open."""
         link.settimeout(1.0)
         with self.turn:
             self.turn.wait_for(lambda: self.turn_of == peer, self.left_s())
@@ -129,7 +129,7 @@ class Host:
         with self.connect(peer, self.ask["patience_s"], "pair") as turn:
             turn.settimeout(self.ask["pair_limit_s"])
             if read_line(turn) != "go":
-                raise OSError("the other host did not come to this pair in time")
+                raise OSError("the other host was not ready to measure this pair in time")
             trip: Facts = {"trip_s": self.ping(peer)}
             window_s = min(1.5, max(self.ask["window_s"], 12 * trip["trip_s"]))
             return {**trip, **self.rates(peer, window_s)}

@@ -99,7 +99,7 @@ class Draft:
     changes: list[Remark] = field(default_factory=list)
     """What has no place here and would train another function: the user has to decide."""
     read: list[Remark] = field(default_factory=list)
-    """What decided on other lines and has none of its own."""
+    """Options that have no line in the draft, but decided the value of other lines."""
     batch_of_rank: tuple[int, str] | None = None
     """Sequences in a step of each data-parallel rank, and their origin, where the whole batch is not given."""
     files: dict[str, str] = field(default_factory=dict)

@@ -22,7 +22,7 @@ _TABLE = re.compile(r"(<!-- options: (.*?) -->\n).*?(?=\n\n|\n?\Z)", re.S)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Options of another stack with one answer."""
+    """Options of another stack that have the same answer."""
 
     theirs: str
     """Their names with commas between them; what stands in brackets is a remark."""

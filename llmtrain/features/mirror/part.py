@@ -111,7 +111,7 @@ class Uploader:
             if failing and not self._failing:
                 log.warn(
                     f"mirror.url {self._url}: step {message['step']} cannot be mirrored ({message['error']}); "
-                    "training continues, and it is tried again"
+                    "training continues, and the upload is tried again"
                 )
             self._failing = failing
 

@@ -49,7 +49,7 @@ class Mirrored:
 
     @cached_property
     def store(self) -> Store:
-        """The store's folder, whose failed calls the caller tries again. Raises StoreError, like all methods."""
+        """The folder in the store; the caller repeats failed calls. Raises StoreError, like all methods."""
         return Store(self._url, again=False)
 
     def complete(self) -> dict[int, bytes]:
@@ -81,7 +81,7 @@ class Mirrored:
         return content if all(sizes.get(name) == entry.bytes for name, entry in files.items()) else None
 
     def incomplete(self, complete: Collection[int]) -> dict[int, bool]:
-        """The other steps, and if they have a manifest; one without ended early, or has lost it."""
+        """Return {step: it has a manifest} of the other steps; without one the upload ended early, or lost it."""
         files = {(step, name) for step, name, _ in self._files()}
         others = sorted({step for step, _ in files}.difference(complete))
         for step in others:

@@ -24,7 +24,7 @@ _PHASES = {"setup": "when the engine is built", "data": "between steps",
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Ranks that hold the same."""
+    """Ranks that hold the same tensors."""
 
     name: str
     ranks: int
@@ -45,9 +45,9 @@ class Plan:
     seconds: float
     """CPU-seconds of the rehearsal."""
     time: StepTime | None = None
-    """None: no device is named whose speeds are known."""
+    """None: no device was named, or its speeds are not known."""
     changes: dict[str, int] = field(default_factory=dict)
-    """Change of the run, in words -> peak of its fullest rank then."""
+    """Change of the run, in words -> peak memory of the fullest rank after this change."""
     chosen: dict[str, Any] | None = None
     """Values for auto in the run."""
 

@@ -56,7 +56,7 @@ class Form:
     offload: tuple[str, ...] = ()
 
     def json(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """The run's JSON with this form, whose batch and recomputation the YAML has."""
+        """Return the run's JSON in this form; the batch and the recomputation are left to the YAML."""
         zero = {key: value for key, value in (tree.get("zero_optimization") or {}).items() if "offload" not in key}
         zero |= {"stage": self.stage, **{f"offload_{name}": {"device": "cpu"} for name in self.offload}}
         made = without_degrees(tree) | {"zero_optimization": zero}
@@ -117,7 +117,7 @@ class Fit:
     counted: int
     """Choices that were counted, estimated or rehearsed."""
     rehearsed: int
-    """Choices that were rehearsed as they are."""
+    """Choices that were rehearsed with the complete model, not estimated from shallow ones."""
 
     def as_json(self) -> dict[str, Any]:
         best = [{**asdict(fitted), "mix": str(fitted.choice.form)} for fitted in self.best]

@@ -302,7 +302,7 @@ class RehearsedSetup(Setup):
     """A run of another machine, whose weights are not read."""
 
     def _check_device(self) -> None:
-        """Pass: it is not here."""
+        """Do nothing: this machine does not have the device of the run."""
 
     def _load_teacher(self, model: ModelConfig, precision: str, language: Callable[..., LanguageModel]) -> Teacher:
         return empty_teacher(ModelSpec.of(model), precision, self.ranks.device, language)

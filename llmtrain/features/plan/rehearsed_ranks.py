@@ -77,7 +77,7 @@ _sent = TravellingTokens.exchanged
 
 
 def _exchanged(experts: TravellingTokens, imbalance: float, counts_E: Tensor, choices: int) -> tuple[Tensor, Tensor]:
-    """The counts of routers that choose nothing: this rank's experts get `imbalance` times the mean."""
+    """Set counts, as the routers of a rehearsal choose nothing: this rank's experts get `imbalance` times the mean."""
     _sent(experts, counts_E, choices)
     local, ranks = experts.num_local_experts, experts.ep_size
     mine, share = slice(experts.ep_rank * local, (experts.ep_rank + 1) * local), min(1.0, imbalance / ranks)

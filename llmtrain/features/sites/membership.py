@@ -82,7 +82,8 @@ class Heard:
     """It came to the last meeting."""
     step: int = 0
     run: str = ""
-    """Checksum of the settings that a run's sites share; like `step` from the last meeting, if it came."""
+    """Checksum of the settings that a run's sites share. As `step`, it is known only if the site came to the last
+    meeting."""
     together: int = 0
     """Number of sites in its last synchronisation, itself included; 0: it has had none yet."""
 

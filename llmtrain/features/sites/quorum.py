@@ -118,8 +118,8 @@ class Meetings:
     def commit(
         self, round_: int, met: Collection[str], have: list[str] | None, deadline_s: float
     ) -> tuple[list[str], list[str]]:
-        """Return (sites that make this outer step, sites whose parameters all have). At most half of the sites that
-        have met make it only if the others are gone: a slow site would else make another step. `met`: ids that have
+        """Return (sites that make this outer step, sites whose parameters all have). Half of the sites that have met,
+        or fewer, make it only if the others are gone: else a slow site could make another step. `met`: ids that have
         met. `have`: ids whose parameters this one has; None: it cannot make the step. Raises RoundFailed: no votes
         until `deadline_s`; MeetAgain: the peers have given up this round."""
         message = {"phase": "commit", "run": self._run, "round": round_, "have": have}

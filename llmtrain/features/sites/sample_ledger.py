@@ -128,7 +128,7 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 def _spans(pairs: Sequence[Sequence[int]]) -> tuple[Span, ...]:
     spans = tuple((int(begin), int(end)) for begin, end in pairs)
     if any(not 0 <= begin < end for begin, end in spans):
-        raise ValueError(f"{spans} are no sequences")
+        raise ValueError(f"{spans}: each must be a begin and a larger end, from 0")
     return spans
 
 

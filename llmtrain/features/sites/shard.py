@@ -92,7 +92,7 @@ class Replicas:
     """Elements replicated on several ranks of a site: one rank exchanges each with other sites, and broadcasts it."""
 
     def __init__(self, ranks: Ranks, owned: Pieces, held: Pieces) -> None:
-        """All ranks call it together. `owned`: exchanged by this rank; `held`: everything on it."""
+        """All ranks call it together. `owned`: the pieces that this rank exchanges; `held`: all that it has."""
         shares: list[tuple[Pieces, Pieces]] = ranks.gather((list(owned), list(held)))
         self._group: Ranks | None = None
         self._from: list[tuple[int, int, list[Copy]]] = []

@@ -294,7 +294,7 @@ class Site:
             self._due, self._went_on_s = self._steps + self._every, time.monotonic()
             stood_s = round(time.monotonic() - self._stands_s, 3)
             self._tell("synchronise_failed", step=self._step, round=self._round, stood_s=stood_s, reason=str(error))
-            log.warn(f"step {self._step}: no synchronisation with the other sites, training continues without: {error}")
+            log.warn(f"step {self._step}: training continues without this synchronisation: {error}")
             return False
         return True
 
@@ -520,7 +520,7 @@ class Site:
         if given_up:
             log.warn(
                 f"step {self._step}: up to {given_up} sequences that this site trained alone are given up: "
-                "they have continued in the meantime, and were dealt those sequences"
+                "the other sites trained on in the meantime, and were dealt these sequences"
             )
         say_changes(self._step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
         self._meetings.before = fields["sites"]

@@ -289,7 +289,7 @@ class _Line:
         self.receive_into(memoryview(text))
         header = loads(bytes(text))
         if not isinstance(header, dict):
-            raise WireError("its header is no object")
+            raise WireError("its header is not a JSON object")
         return header
 
     def _set_timeout(self) -> None:
@@ -327,12 +327,12 @@ def _packed(region: Region) -> list[Any]:
 def _unpacked(rest: Sequence[Any]) -> Region:
     start, numel, runs, stride, skip = rest
     if len(runs) > _RUNS:
-        raise ValueError(f"{len(runs)} runs")
+        raise ValueError(f"a region has {len(runs)} runs, more than {_RUNS}")
     pairs = tuple((int(offset), int(length)) for offset, length in runs)
     region = Region(int(start), int(numel), pairs, int(stride), int(skip))
     numbers = (region.start, region.numel, region.stride, region.skip, *(bound for pair in pairs for bound in pair))
     if any(not 0 <= number < _LARGEST for number in numbers):
-        raise ValueError(f"a region of {min(numbers)} to {max(numbers)}")
+        raise ValueError(f"a region has numbers from {min(numbers)} to {max(numbers)}, outside of 0 to {_LARGEST - 1}")
     ends = [offset + length for offset, length in pairs]
     begins = [*(offset for offset, _ in pairs[1:]), region.stride]
     elements = sum(length for _, length in pairs)

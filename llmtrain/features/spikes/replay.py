@@ -339,7 +339,7 @@ def _without_places(run: Path) -> dict[str, Any]:
 
 
 def _unobserved() -> dict[str, Any]:
-    """Settings that leave out the features that only observe."""
+    """Return the settings that turn off the features that only observe."""
     return {
         f"{name}.{field}": "null" if value is None else value
         for name, section in features.observing().items()

@@ -180,7 +180,7 @@ class Explanation:
     step: int = 0
     """Optimizer steps done."""
     signature: str = ""
-    """Equal for two faults of one kind at one step: a restart would meet it again."""
+    """Equal for two faults of one kind at one step: another restart would meet the same fault."""
     text: str = ""
     """The paragraph."""
     unfit: bool = False
@@ -214,7 +214,7 @@ class Cause:
     """Distinguishes two faults of this kind; part of the signature."""
     unfit: bool = False
     again: bool = True
-    """Both as in `Explanation`."""
+    """`unfit` and `again` mean the same as in `Explanation`."""
 
 
 def live(facts: JobFacts) -> list[RankFacts]:

@@ -21,8 +21,9 @@ during = heart.during
 @contextlib.contextmanager
 def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float = 300.0) -> Iterator[None]:
     """Explain a job that fails or hangs, and end all its processes. Wrap all of a rank's work, from before the import
-    of torch; an exception, or sys.exit with a code but 0, is a failure. `folder`: faults are appended to its
-    events.jsonl. `stall_timeout_s`: without a step, phase or collective. `start_timeout_s`: for the ranks to meet."""
+    of torch; an exception, or sys.exit with a code other than 0, is a failure. `folder`: faults are appended to its
+    events.jsonl. `stall_timeout_s`: limit of the time without a step, phase or collective. `start_timeout_s`: limit of
+    the time until all ranks have met."""
     with rank_side.outcome_reported():
         rank_side.begin(
             stall_timeout_s=stall_timeout_s,

@@ -328,7 +328,7 @@ class PipelineLanguageModel(PipelineModule):
         return self._shapes
 
     def matrices(self) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
-        """Those of this rank's layers, as LanguageModel.matrices."""
+        """Yield the matrices of this rank's layers, as LanguageModel.matrices does."""
         return matrices(decoder_layers(self.hf))
 
     def _loss(self, hidden: Tensor) -> Tensor:

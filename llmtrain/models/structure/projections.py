@@ -300,7 +300,7 @@ class LayerGraph:
         return grouped.permute(0, 3, 2, 4, 1), self._kv
 
     def _by_feature(self, row: Node) -> tuple[Tensor, int]:
-        """The inputs of a row map: by feature, or after attention by their key/value head."""
+        """Return a row map's inputs and their last dimension's size: features, or key/value heads after attention."""
         if -2 not in self._reads(row.given):
             return row.given, row.given.shape[-1]
         return row.given.unflatten(-1, (self._kv, -1)).transpose(-1, -2), self._kv

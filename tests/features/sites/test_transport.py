@@ -101,7 +101,7 @@ def dribble(connection: socket.socket) -> None:
         (lambda c: c.sendall(header(bytes=24)), "announces 24 bytes instead of 20"),
         (lambda c: c.sendall(b"\xff" * 40), "header of 4294967295 bytes is too long"),
         (lambda c: c.sendall(struct.pack("<I", 4) + b"nope"), "Expecting value"),
-        (lambda c: c.sendall(struct.pack("<I", 2) + b"[]"), "no object"),
+        (lambda c: c.sendall(struct.pack("<I", 2) + b"[]"), "not a JSON object"),
         (lambda c: c.close(), "closed"),
         (dribble, r"not sent all of it within [\d.]+ s"),
         (lambda c: time.sleep(60), r"not sent all of it within [\d.]+ s"),

@@ -112,11 +112,11 @@ STRANGE = {
         lambda f: _with(
             f, "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [_replacing("a" * 50)] * 7}
         ),
-        "tokenizer.json: its normalizer makes up to 7.81e+11 characters of one",
+        "tokenizer.json: its normalizer turns one character into up to 7.81e+11",
     ),
     "a decoder of 10^6 a letter": (
         lambda f: _with(f, "tokenizer.json", decoder={"type": "Sequence", "decoders": [_replacing("z" * 10**6)]}),
-        "its decoder makes up to 1e+06 characters of one",
+        "its decoder turns one character into up to 1e+06",
     ),
     "a deep adapter": (
         lambda f: (_adapter(f, "adapter_model.safetensors"), (f / "adapter_config.json").write_text(DEEP)),

@@ -405,7 +405,7 @@ WRONG: dict[str, tuple[Kind | str, Any, str]] = {
                             "without one"),
     "a user's call": ("chatml", [{**CALL, "role": "user"}], "only an assistant calls tools"),
     "an image": ("chatml", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, TALK[1]],
-                 "message 0 holds 'image_url' content; only text is learnt"),
+                 "message 0 holds 'image_url' content; only text can be trained on"),
     "content a number": ("chatml", [{"role": "user", "content": 3}, TALK[1]], "content is int, not a string"),
     "message a string": ("chatml", ["hi"], "message 0 is str, not an object"),
     "no list": ("chatml", "hi", "field 'messages' is not a list of messages"),
@@ -451,7 +451,7 @@ def test_other_records_are_refused(encoder: Encoder) -> None:
         (record(TALK, tools=["f"]), "tools is not a list of objects"),
         (record(TALK, tools=[{"name": 3}]), "a tool in tools has no name"),
         (record(TALK, system=3), "system is int, not a string"),
-        (record(TALK, images=["a.png"]), "it has images; only text is learnt"),
+        (record(TALK, images=["a.png"]), "it has images; only text can be trained on"),
         ('{"instruction": "q", "input": [1], "output": "a"}', "input is list, not a string"),
         (record(TALK, n=float("inf")), r"broken JSON \(Infinity is no number"),
     ):

@@ -299,7 +299,7 @@ def test_bad_records_stop_the_run_until_they_are_allowed(
     assert "add --format chat" in error
     assert main([str(talks), "--vocab-size", "270"]) == 2
     words = f"`llmtrain prepare --source {talks} --vocab-size 270 --out FOLDER`"
-    assert f"prepare {talks}: what is read has an option: {words}" in capsys.readouterr().err
+    assert f"prepare {talks}: write --source before what is to be read: {words}" in capsys.readouterr().err
     assert (
         main([str(talks), "--out=x"]) == 2 and f"--source {talks} --out=x --vocab-size 8192`" in capsys.readouterr().err
     )

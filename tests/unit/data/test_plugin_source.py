@@ -80,7 +80,7 @@ def test_rows_of_csv_files_become_documents_however_many_processes_there_are(tmp
         ("--plugin bad.py --source bad:leaves", "bad:leaves: records: bad.py line 17: SystemExit: 3"),
         ("--plugin bad.py --source bad:unknown", "bad:unknown: records: bad.py line 18: KeyError"),
         ("--plugin bad.py --source bad:number", "a record is int, not a text or a map"),
-        ("--plugin bad.py --source bad:none", "parts of bad gives []; it must be a list of different texts"),
+        ("--plugin bad.py --source bad:none", "parts of bad returned []; it must return one or more texts"),
         ("--plugin bad.py --source bad:number --bad.count 0", "must be at least 1"),
         ("--plugin bad.py --source bad:number --bad.count many", "must be a whole number"),
         ("--plugin bad.py --source t0.csv --format text", "no --source reads from it; write --source bad:WORDS"),

@@ -141,7 +141,7 @@ def test_a_column_of_something_else_is_refused(config: DataConfig) -> None:
     numbers.write_bytes(bytes(len(data)))  # all of them: probabilities of 1
     assert "hold" in refused(config) and "damaged" in refused(config)
     numbers.write_bytes(data[:-4])
-    assert f"has not the {len(data):,} bytes" in refused(config)
+    assert f"does not have the {len(data):,} bytes" in refused(config)
 
 
 def test_no_room_and_no_half_column(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:

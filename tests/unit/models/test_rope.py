@@ -54,7 +54,7 @@ def test_the_logits_are_those_of_a_model_built_so(kind: str, given: dict[str, An
         ("llama", {"rope_type": "longest"}, "LlamaRotaryEmbedding cannot be made with them"),
         ("llama", {"rope_type": "yarn"}, "factor"),
         ("llama", {"type": "yarn", "factor": 4.0}, "write rope_type: yarn"),
-        ("llama", {"rope_theta": -5.0}, "rotations of them that are no finite numbers"),
+        ("llama", {"rope_theta": -5.0}, "computes rotations from them that are not finite"),
         ("llama", {"theta": 1e6}, "Unrecognized keys in `rope_parameters` for 'rope_type'='default': {'theta'}"),
         ("llama", {"factor": 4.0}, "Unrecognized keys"),  # without a rope_type it does nothing
         ("llama", {**YARN, "factor": "four"}, "factor"),

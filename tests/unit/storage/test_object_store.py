@@ -65,7 +65,7 @@ def test_faults_of_the_network_are_tried_again_and_refusals_are_not(store: Store
     assert not any(tmp_path.iterdir())
     with pytest.raises(FileNotFoundError):
         store.read("b")
-    with pytest.raises(StoreError, match=r"^OSError: 5 bytes came for 7$"):
+    with pytest.raises(StoreError, match=r"^OSError: 5 bytes came instead of 7$"):
         store.read("a", 5, 12)
 
 
