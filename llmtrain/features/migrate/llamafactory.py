@@ -106,6 +106,10 @@ def _data(given: Given, draft: Draft, model: str, length: int, stage: str, asked
         unpacked(draft, given.source("neat_packing"))
     draft.flag("--max-tokens", length)
     draft.flag("--too-long", "cut" if form == "chat" else "reject")
+    if form != "chat":
+        draft.remark(
+            "cutoff_len", length, "longer answers are left out, and named in rejected.jsonl; LLaMA-Factory cuts them"
+        )
     draft.flag("--max-rejected", 10**9)
     if form == "chat" and given.take("train_on_prompt"):
         draft.flag("--count", "all")

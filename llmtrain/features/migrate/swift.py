@@ -19,6 +19,10 @@ def _translate(given: Given, draft: Draft, asked: Asked) -> None:
     model = asked.path(str(given.need("model")))
     draft.set("model.pretrained", model, "model")
     length = given.take("max_length", 2048)
+    if "max_length" not in given:
+        draft.remark(
+            "max_length", None, "ms-swift takes the model's greatest length: write what your records need here"
+        )
     draft.set("data.sequence_length", length, given.source("max_length"))
     adapts = given.take("tuner_type", given.take("train_type", "lora"))
     _objective(given, draft, adapts == "lora")
