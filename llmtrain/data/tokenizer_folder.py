@@ -98,7 +98,7 @@ def refuse_unsafe(folder: Path) -> None:
 
 
 def _growth(step: Any) -> float:
-    """Most characters that a step of a tokenizer.json makes of one, its inner steps included."""
+    """Return the most characters that a step of a tokenizer.json, with its inner steps, can make from one character."""
     if isinstance(step, list):
         return math.prod(map(_growth, step))
     if not isinstance(step, dict):

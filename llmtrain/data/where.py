@@ -55,7 +55,7 @@ class Span:
         return step in (self.event["data"].get("skip_steps") or ()) or data.place_of(index) in data.excluded
 
     def data(self) -> TrainData:
-        """Open the data. Raises DataError: it is missing, or another one."""
+        """Open the data. Raises DataError: it is missing, or is not the data that the run has read."""
         data = TrainData(read_saved(DataConfig, self.event["data"]))
         if data.fingerprint != self.event["fingerprint"]:
             raise DataError(

@@ -69,14 +69,14 @@ def set_rope(model: Any, fields: Mapping[str, Any], length: int, required: Mappi
         try:
             fresh = type(module)(config=module.config)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ModelError(f"{type(module).__name__} cannot be made with them: {error!r}") from error
+            raise ModelError(f"{type(module).__name__} cannot be made with these fields: {error!r}") from error
         for name, value in vars(fresh).items():
             if not name.startswith("_") and name not in ("config", "training"):
                 setattr(module, name, value)
         for name, values in fresh.named_buffers(recurse=False):
             before = module.get_buffer(name)
             if not bool(values.isfinite().all()):
-                raise ModelError(f"{type(module).__name__} computes rotations from them that are not finite")
+                raise ModelError(f"{type(module).__name__} computes rotations from these fields that are not finite")
             module.register_buffer(name, values.to(before.device, before.dtype), persistent=False)
 
 

@@ -209,7 +209,7 @@ def parts(text: str, data: bytes, fraction: float, cut_bytes: int) -> list[tuple
 def _boundary(text: str, share: float) -> int | None:
     """Position with about `share` of the characters after it: a paragraph's end, else a line's or a word's.
 
-    At most a tenth of the smaller part off the target; a text without any of the three is cut at the target itself.
+    It is off the target by at most a tenth of the smaller part; without such an end in reach, it is the target itself.
     """
     begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
     mark = end - round((end - begin) * share)

@@ -102,7 +102,7 @@ class AnswerLoss:
         return head.once(torch.stack(terms_over(self._objective, answers)).sum(1))
 
     def _by_record(self, each: Tensor) -> Tensor:
-        """[R, k] of [A]."""
+        """Return [R records, k answers] from [A answers]; unchanged if k is 1."""
         return each.view(-1, self._together, *each.shape[1:]) if self._together > 1 else each
 
 

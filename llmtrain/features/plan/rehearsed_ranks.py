@@ -106,7 +106,7 @@ def beyond_pinned() -> int:
 
 
 def make_room_for_messages(engine: Engine) -> None:
-    """Let a pipeline's stage make room for what the stage before it would send, which does not exist."""
+    """Let a pipeline stage allocate room for the messages of the stage before it, which a rehearsal does not start."""
     if not engine.is_pipeline:
         return
     from llmtrain.engine.deepspeed.pipeline_engine import PipelineZeroEngine

@@ -165,7 +165,7 @@ class Recheck(Part):
         self._parts.append(self._hash_or_sums(piece.values, 2 * number + 1))
 
     def _hash_or_sums(self, values: Tensor, factor: int = 1) -> Tensor:
-        """Return `factor` x a hash; with a bound, sums of the values."""
+        """Return `factor` times a hash of the values, for equality; with a bound on differences, sums of the values."""
         if self._bound is None:
             return tensor_hash(values) * factor
         flat = F.pad(values.reshape(-1), (0, -values.numel() % _BUCKETS))

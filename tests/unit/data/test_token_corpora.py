@@ -197,7 +197,7 @@ def test_ids_of_another_tokenizer_are_told(texts: Path, tmp_path: Path, capsys: 
         (tmp_path / "wide").mkdir(exist_ok=True)
         np.concatenate(given).astype("<u4").tofile(tmp_path / "wide" / name)
         assert prepare(tmp_path / "wide" / name, tmp_path / "set", texts) == 2
-        assert "as where ids of 4 bytes are read as of 2" in capsys.readouterr().err
+        assert "as if ids of 4 bytes were read as 2 bytes each" in capsys.readouterr().err
     (tmp_path / "mixed").mkdir()
     mapping = np.random.default_rng(0).permutation(300)  # a vocabulary of the same size
     mapping[[separator, int(np.flatnonzero(mapping == separator)[0])]] = separator, mapping[separator]

@@ -51,10 +51,10 @@ def test_the_logits_are_those_of_a_model_built_so(kind: str, given: dict[str, An
     ("kind", "given", "says"),
     [
         ("gpt2", {"rope_theta": 1.0}, "no rotary positions"),
-        ("llama", {"rope_type": "longest"}, "LlamaRotaryEmbedding cannot be made with them"),
+        ("llama", {"rope_type": "longest"}, "LlamaRotaryEmbedding cannot be made with these fields"),
         ("llama", {"rope_type": "yarn"}, "factor"),
         ("llama", {"type": "yarn", "factor": 4.0}, "write rope_type: yarn"),
-        ("llama", {"rope_theta": -5.0}, "computes rotations from them that are not finite"),
+        ("llama", {"rope_theta": -5.0}, "computes rotations from these fields that are not finite"),
         ("llama", {"theta": 1e6}, "Unrecognized keys in `rope_parameters` for 'rope_type'='default': {'theta'}"),
         ("llama", {"factor": 4.0}, "Unrecognized keys"),  # without a rope_type it does nothing
         ("llama", {**YARN, "factor": "four"}, "factor"),
