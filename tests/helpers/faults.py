@@ -506,9 +506,12 @@ def _another_column(change: Callable[[torch.Tensor, torch.Tensor], dict[str, tor
     from llmtrain.data import batches
 
     right = batches.MicroBatch
-    return patch.object(
-        batches, "MicroBatch", lambda **given: right(**given | {"by_token": change(*given["by_token"].values())})
-    )
+
+    def wrong(**fields: Any) -> Any:
+        column = fields["by_token"]
+        return right(**fields | {"by_token": column | change(column["words"], column["logs"])})
+
+    return patch.object(batches, "MicroBatch", wrong)
 
 
 @fault("forward pass", **_COLUMN)
