@@ -250,8 +250,9 @@ def beginnings(paths: list[str], separator_id: int) -> list[tuple[str, np.ndarra
         may_be_halves = file.ends is None and some.dtype.itemsize == 2 and len(some) >= 64
         if may_be_halves and some[1::2].max() < _UPPER_HALVES <= some[::2].max():
             raise DataError(
-                f"{path}: every second id is below {_UPPER_HALVES}, as if ids of 4 bytes were read as 2 bytes each; name "
-                "the size in the file's name (X.uint32.npy) or, of datatrove, with X.ds.index or X.ds.metadata next to X.ds"
+                f"{path}: every second id is below {_UPPER_HALVES}, as if ids of 4 bytes were read as 2 bytes each; "
+                "name the size in the file's name (X.uint32.npy) or, of datatrove, with X.ds.index or X.ds.metadata "
+                "next to X.ds"
             )
         if file.ends is None and not (file.ids[:_CHUNK] == separator_id).any():
             raise DataError(
