@@ -76,7 +76,7 @@ def _batch(given: Given, draft: Draft, asked: Asked) -> None:
 def _data(given: Given, draft: Draft, tokenizer: str) -> None:
     mark = len(given.answered)
     name, path = given.take("training.dataset", "c4_test"), given.take("training.dataset_path")
-    known = {"c4": "hf:allenai/c4/en/c4-train.*", "c4_test": "tests/assets/c4_test"}
+    known = {"c4": "hf:allenai/c4/en/c4-train.*"}
     source = path or known.get(name)
     if source is None:
         draft.change("training.dataset", name, "give the files of this set to `llmtrain prepare --source`")

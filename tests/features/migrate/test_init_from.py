@@ -114,7 +114,7 @@ def test_the_page_shows_what_the_command_writes(folder: Path) -> None:
 
 def test_a_toml_is_of_torchtitan(folder: Path) -> None:
     Path("theirs.toml").write_text(
-        '[model]\nflavor = "8B"\n[training]\nsteps = 700\n[quantize.linear.float8]\nfilter_fqns = []\n'
+        '[model]\nflavor = "8B"\n[training]\nsteps = 700\ndataset = "c4"\n[quantize.linear.float8]\nfilter_fqns = []\n'
     )
     assert cli.main(["init", "new", "--from", "theirs.toml"]) == 0
     assert lookup(parse(Path("new/run.yaml").read_text(), "run.yaml").tree, "train.max_steps") == 700
