@@ -64,6 +64,7 @@ def test_the_wheel_holds_all_modules_the_shipped_files_the_licence_and_the_readm
         names = set(archive.namelist())
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
     modules = {str(path.relative_to(REPO)) for path in (REPO / "llmtrain").rglob("*.py")}
+    modules |= {str(path.relative_to(REPO)) for path in (REPO / "llmtrain/features").glob("*/*.yaml")}
     shipped = {
         f"llmtrain/commands/shipped/{path.relative_to(REPO)}"
         for pattern in (

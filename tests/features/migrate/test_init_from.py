@@ -202,7 +202,9 @@ def test_words_without_a_run(words: list[str], folder: Path, capsys: pytest.Capt
 
 
 def test_ranks_that_share_a_sequence_make_no_larger_batch(folder: Path) -> None:
-    Path("theirs.toml").write_text("[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 4\n")
+    Path("theirs.toml").write_text(
+        '[training]\nlocal_batch_size = 2\ndataset = "c4"\n[parallelism]\ntensor_parallel_degree = 4\n'
+    )
     assert cli.main(["init", "new", "--from", "theirs.toml", "--gpus", "8"]) == 0
     assert lookup(parse(Path("new/run.yaml").read_text(), "run.yaml").tree, "train.global_batch") == 2 * 8 // 4
 
