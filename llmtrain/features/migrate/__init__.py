@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+from llmtrain.base.choice import Rule, Rules
 from llmtrain.features import Feature
-from llmtrain.features.migrate import schedule as schedule  # a choice is there by its definition
+from llmtrain.features.migrate.schedule import Transformers
+
+if TYPE_CHECKING:
+    from llmtrain.config.run import RunConfig
 
 _TITLES = {
     "transformers": "transformers",
@@ -19,9 +24,23 @@ _TITLES = {
 }
 _NO_CONFIGURATION = "transformers.cli.chat.Chat"
 
+_ONE_WARMUP = Rule(
+    ("schedule.warmup_ratio", "schedule.warmup_steps"),
+    lambda run: isinstance(run.schedule, Transformers) and run.schedule.warmup_ratio and run.schedule.warmup_steps,
+    "both say how long the warm-up is",
+    "remove one of the two",
+    {"schedule.name": "transformers", "schedule.warmup_ratio": 0.1, "schedule.warmup_steps": 5},
+)
+
 
 class Migrate(Feature):
     commands = (("init --from", "llmtrain.features.migrate.command", "make a run of another stack's configuration"),)
+
+    def asked(self, config: RunConfig) -> bool:
+        return isinstance(config.schedule, Transformers)
+
+    def rules(self) -> Rules:
+        return Rules(of_values=(_ONE_WARMUP,))
 
     def answers(self) -> Iterable[tuple[str, str, str]]:
         from llmtrain.features.migrate.rows import tables

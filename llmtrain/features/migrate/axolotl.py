@@ -78,7 +78,7 @@ def _objective(given: Given, draft: Draft) -> None:
             )
         beta = given.take("orpo_alpha") if method == "orpo" else given.take("rl_beta")
         draft.set("objective.beta", float(beta or 0.1), given.source("orpo_alpha" if method == "orpo" else "rl_beta"))
-        if given.values.get("adapter") and name in ("dpo", "ipo", "robust", "dpo_norm", "kto"):
+        if given.values.get("adapter") and draft.refers_to_start():
             draft.set("objective.reference", "online", "rl with an adapter: its base is the reference")
     elif method:
         draft.change("rl", method, "not here: no objective draws answers from the model while it trains")

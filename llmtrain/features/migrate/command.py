@@ -1,9 +1,10 @@
-"""`llmtrain init --from FILE`: a run of an axolotl, LLaMA-Factory or TRL configuration."""
+"""`llmtrain init --from FILE`: a run of another stack's configuration."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from llmtrain.config.resolve import resolve
 from llmtrain.config.schema import schema
 from llmtrain.features.migrate import axolotl, llamafactory, megatron, run_clm, swift, torchtitan, trl
 from llmtrain.features.migrate.arguments import Asked, Stack
-from llmtrain.features.migrate.draft import Draft, Given, Remark, command_line
+from llmtrain.features.migrate.draft import Draft, Given, Remark
 from llmtrain.features.migrate.rows import Row, rows_of, word
 
 STACKS: dict[str, Stack] = {
@@ -35,7 +36,6 @@ STACKS: dict[str, Stack] = {
         megatron.STACK,
     )
 }
-_NEEDS_REFERENCE = ("dpo", "robust", "ipo", "dpo_norm", "rpo", "kto")
 
 
 def main(argv: list[str]) -> int:
@@ -149,7 +149,7 @@ def _of_words(words: list[str]) -> tuple[dict[str, Any], str | None]:
     programs = [place for place, part in enumerate(words) if Path(part).name in _OF_PROGRAMS]
     begin = programs[-1] if programs else 0
     stack = _OF_PROGRAMS[Path(words[begin]).name] if programs else None
-    if stack == "trl":  # its method is the next method
+    if stack == "trl":  # its method is the next word
         stack = next((f"trl-{method}" for method in words[begin + 1 : begin + 2] if f"trl-{method}" in STACKS), None)
     values: dict[str, Any] = {}
     if stack == "swift":
@@ -278,10 +278,9 @@ def _commands(draft: Draft, origin: Path, stack: Stack) -> str:
         f"# {_heading(origin, stack)} Run it where run.yaml lies.",
         "set -e",
         f"# prepare: {', '.join(draft.prepare_from)}",
-        command_line(["llmtrain", "prepare", *draft.prepare, "--out", f"data/{origin.stem}"]),
+        shlex.join(["llmtrain", "prepare", *draft.prepare, "--out", f"data/{origin.stem}"]),
     ]
-    objective = draft.yaml.get("objective.name", ("",))[0]
-    if objective in _NEEDS_REFERENCE and "objective.reference" not in draft.yaml:
+    if draft.refers_to_start() and "objective.reference" not in draft.yaml:
         lines.append("llmtrain reference run.yaml")
     lines += ["llmtrain config check run.yaml", "llmtrain launch -- run.yaml"]
     return "\n".join(lines) + "\n"
@@ -295,7 +294,9 @@ def _write(files: Mapping[Path, str]) -> None:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    except OSError as error:
+    except OSError as error:  # such as a full disk: half a run would look like one
+        for path in files:
+            path.unlink(missing_ok=True)
         raise UserError(f"{error.filename}: {error.strerror}. Give a folder that can be written to.") from None
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,8 @@ from llmtrain.config import strict_yaml
 from llmtrain.config.problems import stop
 from llmtrain.config.schema import schema
 from llmtrain.features.migrate.rows import word
+from llmtrain.objectives.objective import Objective
+from llmtrain.objectives.preferences import Referenced
 
 
 class Given:
@@ -108,6 +109,11 @@ class Draft:
     def set(self, key: str, value: Any, source: str) -> None:
         self.yaml[key] = (value, source)
 
+    def refers_to_start(self) -> bool:
+        """True for an objective that compares with the model that training starts from."""
+        name, _ = self.yaml.get("objective.name", ("", ""))
+        return issubclass(Objective.CHOICES.get(name, Objective), Referenced)
+
     def set_json(self, key: str, value: Any) -> None:
         """Set a dotted key of the DeepSpeed JSON."""
         *sections, name = key.split(".")
@@ -182,7 +188,3 @@ _WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 def _short(value: Any) -> str:
     text = word(value) if not isinstance(value, dict) else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def command_line(words: Iterable[str]) -> str:
-    return shlex.join(words)

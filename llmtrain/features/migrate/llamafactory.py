@@ -71,12 +71,7 @@ def _objective(given: Given, draft: Draft, stage: str) -> None:
             draft.set("objective.beta", float(beta), given.source("pref_beta"))
     elif stage not in ("pt", "sft"):
         draft.change("stage", stage, "not here: no objective draws answers from the model while it trains")
-    if given.values.get("finetuning_type", "lora") == "lora" and draft.yaml.get("objective.name", ("",))[0] in (
-        "dpo",
-        "ipo",
-        "rpo",
-        "kto",
-    ):
+    if given.values.get("finetuning_type", "lora") == "lora" and draft.refers_to_start():
         draft.set("objective.reference", "online", "finetuning_type lora: the base is the reference")
 
 

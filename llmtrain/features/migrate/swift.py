@@ -71,7 +71,7 @@ def _objective(given: Given, draft: Draft, adapts: bool) -> None:
             draft.change(
                 "cpo_alpha", given.values.get("cpo_alpha"), "adds the chosen answer's likelihood; simpo here does not"
             )
-        if adapts and name in ("dpo", "rpo", "kto"):
+        if adapts and draft.refers_to_start():
             draft.set("objective.reference", "online", "tuner_type lora: the base is the reference")
 
 

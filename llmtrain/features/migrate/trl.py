@@ -26,7 +26,7 @@ def _translate(given: Given, draft: Draft, asked: Asked) -> None:
     draft.prepare_from = given.answered[mark:]
     if given.take("use_peft") or given.values.get("peft_config"):
         lora(given, draft, {"r": 16, "alpha": 32, "dropout": 0.05, "targets": []})
-        if draft.yaml.get("objective.name", ("",))[0] in ("dpo", "robust", "ipo", "dpo_norm", "rpo", "kto"):
+        if draft.refers_to_start():
             draft.set("objective.reference", "online", "use_peft: the base is the reference")
     else:
         without_lora(given, draft)

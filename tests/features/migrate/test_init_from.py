@@ -283,3 +283,25 @@ def test_that_there_are_no_records_is_told(folder: Path, capsys: pytest.CaptureF
 def test_maps_of_4_bits_are_not_shared_by_zero_3(folder: Path) -> None:
     assert run({**CASES[0]["given"], "deepspeed": "zero3.json"}) == 0
     assert lookup(json.loads(Path("new/deepspeed.json").read_text()), "zero_optimization.stage") == 2
+
+
+def test_a_disk_that_is_full_leaves_no_half_of_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = Path.write_text
+
+    def full(path: Path, *args: Any, **named: Any) -> int:
+        if path.name == "commands.sh":
+            write(path, "#!")
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, *args, **named)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert run(CASES[0]["given"]) == 2
+    assert "commands.sh: No space left on device" in capsys.readouterr().err
+    assert [file for file in Path("new").rglob("*") if file.is_file()] == []
+
+
+def test_two_lengths_of_a_warm_up_are_refused(refused: Any) -> None:
+    said = refused({"schedule": {"name": "transformers", "warmup_ratio": 0.1, "warmup_steps": 5}})
+    assert "schedule.warmup_ratio" in said and "schedule.warmup_steps" in said
