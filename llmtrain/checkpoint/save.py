@@ -263,6 +263,8 @@ class Saver:
             error, free = None, memory_available()
             if (wanted := sum(share[2] for share in shares if share[3] == boot_id())) > 0.9 * free:  # on this host
                 error = f"a copy takes {units.size(wanted)} of host memory, {units.size(free)} are available"
+            if any(piece.on_disk for piece in self._pieces()):
+                error = "the optimizer's state lies on a disk because host memory is short"
             if not self._save_without_copy(self._ranks.gather(error)):
                 self._copy = HostCopy(self._plan, self._table, self._ranks.device)
 

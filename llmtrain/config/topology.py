@@ -93,6 +93,8 @@ class Mix:
     bf16: bool = False
     offload_optimizer: bool = False
     offload_param: bool = False
+    swaps: bool = False
+    """The offloaded optimizer lies on a disk, not in host memory."""
     compile_layers: bool = False
     fp8: bool = False
     mlp_tiles: bool = False

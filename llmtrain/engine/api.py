@@ -40,6 +40,8 @@ class StateTensor:
     """A context with the live values, [region.numel]. Writing to them changes the optimizer."""
     write: Callable[[], AbstractContextManager[Tensor]] | None = None
     """For a quantized parameter, whose `open` gives copies: a context that takes all values and packs them."""
+    on_disk: bool = False
+    """`open` reads the values from a disk, and writes them there if they have changed."""
 
     @property
     def own_region(self) -> Region:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -188,6 +189,23 @@ class Feature:
         """Tell what belongs to the figures of a complete run with the feature, on rank 0. `data`: the TrainData of the
         last stage; `tracker`: the run's Tracker."""
 
+    def reads_json(self, tree: Any, refuse: Callable[[str, Any, str, str], None]) -> Collection[str]:
+        """Return dotted keys of a DeepSpeed JSON, as written, that the feature reads, where the core would refuse their
+        values or call them unread. `refuse`: adds a mistake: key, value, rule, remedy."""
+        return ()
+
+    def building(
+        self, model: Any, run: Any, ranks: Any, tree: dict[str, Any]
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """A context in which DeepSpeed builds the engine of the LanguageModel; it gives the JSON in place of `tree`.
+        Raises: AgreedError."""
+        return nullcontext(tree)
+
+    def state(self, engine: Any) -> Any:
+        """Make the State (engine/deepspeed/state.py) of a DeepSpeed engine that keeps its optimizer elsewhere; None:
+        the core knows it."""
+        return None
+
     def unrepeatable(self, config: Any) -> str:
         """Why steps of a run with the feature cannot be trained again from a checkpoint; empty: they can."""
         return ""
@@ -294,6 +312,24 @@ def decided(run: Any, ranks: Any, *, trains: bool = True) -> Any:
     for feature in features().values():
         run = feature.decided(run, ranks, trains=trains)
     return run
+
+
+def reads_json(tree: Any, refuse: Callable[[str, Any, str, str], None]) -> set[str]:
+    return {key for feature in features().values() for key in feature.reads_json(tree, refuse)}
+
+
+@contextmanager
+def building(model: Any, run: Any, ranks: Any, tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Enter each feature's context. Raises AgreedError."""
+    with ExitStack() as stack:
+        for feature in features().values():
+            tree = stack.enter_context(feature.building(model, run, ranks, tree))
+        yield tree
+
+
+def state(engine: Any) -> Any:
+    """Return the first feature's State of a DeepSpeed engine; None: no feature has one."""
+    return next(filter(None, (feature.state(engine) for feature in features().values())), None)
 
 
 def expected(run: Any, *, on_gpu: bool) -> Expected | None:

@@ -315,6 +315,7 @@ def _mix(config: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
         bf16=bf16,
         offload_optimizer=offloads(tree, "optimizer"),
         offload_param=offloads(tree, "param"),
+        swaps=lookup(zero, "offload_optimizer.device") == "nvme",
         compile_layers=bool(model.compile_layers),
         fp8=model.fp8 is not None,
         mlp_tiles=model.mlp_tile_tokens is not None,

@@ -124,9 +124,9 @@ def _mix(*keys: str) -> Why:
     return Why(str(rule.reason), str(rule.remedy))
 
 
-_NVME = Why("offload to NVMe is not built yet", 'use "cpu" or "none"')
 _DEVICES = ("cpu", "none")
-_FOR_NVME = "only an offload to NVMe reads it, which is not built yet"
+_NVME = Why("the optimizer's state alone can lie on a disk, and only at ZeRO 3", 'use "cpu" or "none"')
+_FOR_NVME = "only an offload to NVMe reads it"
 _DEEPSPEED_READS_IT_NOT = "DeepSpeed 0.19 does not read it"
 _OWN_CHECKPOINTS = "it is of DeepSpeed's checkpoints, and llmtrain writes its own"
 _OFF = "the section is off"
@@ -383,7 +383,7 @@ KEYS: Section = {
     "aio": {
         **_all({"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False,
                 "overlap_events": True}, unread=_FOR_NVME),
-        "use_gds": _no(False, *_NVME),
+        "use_gds": _no(False, "llmtrain reads and writes swap files itself, from host memory"),
     },
     "comms_logger": _all({"enabled": False, "prof_all": True, "prof_ops": [], "verbose": False, "debug": False}),
     "flops_profiler": {

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import hjson
 
+from llmtrain import features
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.imports import without
 from llmtrain.base.trees import lookup
@@ -137,7 +139,8 @@ def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, .
     """
     given = read_json(path, problems.places.get("deepspeed"))
     stage = lookup(given, "zero_optimization.stage")
-    check = _Check(path, problems, stage if type(stage) is int and stage in table.STAGES else 0)
+    taken = features.reads_json(given, lambda *mistake: problems.add(*mistake, path))
+    check = _Check(path, problems, stage if type(stage) is int and stage in table.STAGES else 0, taken)
     tree = check.section(given, table.KEYS, "")
     power, least = (lookup(tree, f"fp16.{name}") for name in ("initial_scale_power", "min_loss_scale"))
     if type(power) is type(least) is int and "fp16.initial_scale_power" not in problems and least > 2**power:
@@ -159,8 +162,9 @@ def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, .
 class _Check:
     """Compares the file with the table."""
 
-    def __init__(self, path: str, problems: Problems, stage: int) -> None:
-        self._path, self._problems, self._stage = path, problems, stage
+    def __init__(self, path: str, problems: Problems, stage: int, by_features: Collection[str]) -> None:
+        """`by_features`: keys that features read."""
+        self._path, self._problems, self._stage, self._by_features = path, problems, stage, by_features
         self.ignored: list[str] = []
         """Keys that DeepSpeed does not read in any file."""
         self.unread: dict[str, list[str]] = {}
@@ -216,6 +220,8 @@ class _Check:
             self._refuse(dotted, value, f"must be {words}, and is {_name(value)}", remedy)
         elif outside := key.outside(value):
             self._refuse(dotted, value, *outside)
+        elif dotted in self._by_features:
+            pass
         elif why := key.why_not(value, self._stage):
             by_stage = self._stage in key.at and len(key.at) < len(table.STAGES)
             at = f" (zero_optimization.stage = {self._stage})" if by_stage else ""

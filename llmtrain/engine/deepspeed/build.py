@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups, z3_leaf_module
 from torch import nn
 
+from llmtrain import features
 from llmtrain.base.rank import watch
 from llmtrain.config.run import Run
 from llmtrain.config.topology import Mix, cores_of_a_rank
@@ -68,9 +69,9 @@ def build_engine(
     if mix.zero_stage > 0:
         config["zero_optimization"] = {**_room(model, mix), **exact["zero_optimization"]}
     groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
-    with choosing_optimizers():
+    with choosing_optimizers(), features.building(model, run, ranks, config) as tree:
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
+            model=model, optimizer=optimizer, config=tree, mpu=mesh.mpu, dist_init_required=False
         )
     if note := shorten_step(engine):
         model.notes.append(note)

@@ -13,6 +13,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import Tensor
 
+from llmtrain import features
 from llmtrain.base.errors import ModelError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.batches import MicroBatch
@@ -72,7 +73,10 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def state_of(engine: DeepSpeedEngine) -> State:
-    stage = engine.zero_optimization_stage()
+    stage, elsewhere = engine.zero_optimization_stage(), features.state(engine)
+    if elsewhere is not None:
+        state: State = elsewhere
+        return state
     if stage > 0:
         return Zero3State(engine) if stage == 3 else Zero12State(engine)
     return HalfState(engine) if engine.bfloat16_enabled() or engine.fp16_enabled() else PlainState(engine)
@@ -213,7 +217,7 @@ class ZeroEngine:
             return [self._own_gradient(micro, weight, take, objective) for micro in micros]
         pieces_at: dict[int, list[tuple[StateTensor, slice]]] = {}
         for home in self._state.homes():
-            piece = home.tensor("gradient", home.flat.detach().reshape(-1).narrow(0, home.offset, home.numel))
+            piece = home.tensor("gradient", home.flat)
             place = slice(home.offset + piece.own.start, home.offset + piece.own.stop)
             pieces_at.setdefault(id(home.flat), []).append((piece, place))
 

@@ -177,7 +177,7 @@ def build_optimizer(
         _set_newton_schulz_dtype(mix.precision)
     if is_of_plugin(optim) or not optim.counts_steps:
         return build_guarded(optim, groups)
-    if mix.offload_optimizer and optim.host_ops:
+    if mix.offload_optimizer and optim.host_ops and not mix.swaps:  # the disk sets the pace, and torch's code is exact
         with op_build_lock():
             try:
                 return optim.build_on_host(groups)

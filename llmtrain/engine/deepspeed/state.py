@@ -87,10 +87,7 @@ class State(ABC):
         """Return all pieces, with state that the optimizer would create at its first step."""
         found = []
         for home in self.homes():
-            moments = self.moments(home.flat)
-            for kind, tensor in {PARAM: home.flat, **moments}.items():
-                view = tensor.detach().reshape(-1).narrow(0, home.offset, home.numel)
-                found.append(home.tensor(kind, view))
+            found.extend(self.pieces(home))
         found.extend(self.whole_moments())
         for held in self.local_parameters():
             if held.packed is not None:
@@ -99,6 +96,11 @@ class State(ABC):
                 home = self.untrained(held)
                 found.append(home.tensor(PARAM, home.flat.narrow(0, home.offset, home.numel)))
         return found
+
+    def pieces(self, home: Home) -> Iterator[StateTensor]:
+        """Yield a trained parameter's master and moments."""
+        for kind, tensor in {PARAM: home.flat, **self.moments(home.flat)}.items():
+            yield home.tensor(kind, tensor.detach().reshape(-1).narrow(0, home.offset, home.numel))
 
     def _packed(self, held: LocalParameter, packed: Packed) -> StateTensor:
         """Return a frozen quantized parameter: `open` unpacks the values, `write` takes all of them."""
