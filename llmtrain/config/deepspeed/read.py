@@ -139,7 +139,7 @@ def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, .
     """
     given = read_json(path, problems.places.get("deepspeed"))
     stage = lookup(given, "zero_optimization.stage")
-    taken = features.reads_json(given, lambda *mistake: problems.add(*mistake, path))
+    taken = features.reads_json(given, lambda key, value, rule, remedy: problems.add(key, value, rule, remedy, path))
     check = _Check(path, problems, stage if type(stage) is int and stage in table.STAGES else 0, taken)
     tree = check.section(given, table.KEYS, "")
     power, least = (lookup(tree, f"fp16.{name}") for name in ("initial_scale_power", "min_loss_scale"))

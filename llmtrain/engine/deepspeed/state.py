@@ -85,7 +85,7 @@ class State(ABC):
 
     def tensors(self) -> list[StateTensor]:
         """Return all pieces, with state that the optimizer would create at its first step."""
-        found = []
+        found: list[StateTensor] = []
         for home in self.homes():
             found.extend(self.pieces(home))
         found.extend(self.whole_moments())

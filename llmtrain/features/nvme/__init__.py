@@ -11,6 +11,7 @@ from llmtrain.base.trees import lookup
 from llmtrain.features import Feature
 
 if TYPE_CHECKING:
+    import torch
     from deepspeed import DeepSpeedEngine
 
     from llmtrain.config.run import Run
@@ -52,6 +53,13 @@ class NvmeFeature(Feature):
         from llmtrain.features.nvme.building import building
 
         return building(model, run, ranks, tree)
+
+    def explain(self, error: Exception, run: Run, device: torch.device) -> str:
+        if not run.mix.swaps:
+            return ""
+        from llmtrain.features.nvme.store import SwapError
+
+        return str(error) if isinstance(error, SwapError) else ""
 
     def state(self, engine: DeepSpeedEngine) -> State | None:
         if not getattr(engine.optimizer, "swap_optimizer", False):

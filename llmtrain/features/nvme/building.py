@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from llmtrain.config.run import Run
 from llmtrain.engine.deepspeed import patches
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.features.nvme import KEY, state, store
-from llmtrain.models.experts import shape_of
 from llmtrain.models.language import LanguageModel
 
 
@@ -43,7 +41,7 @@ def building(model: LanguageModel, run: Run, ranks: Ranks, tree: dict[str, Any])
 
 
 def _check_room(model: LanguageModel, run: Run, ranks: Ranks, folder: Path) -> None:
-    trained = sum(prod(shape_of(held.parameter)) for held in model.local_parameters() if held.trains)
+    trained = sum(held.region.numel for held in model.local_parameters() if held.trains)
     shares = run.mix.degrees.data * run.mix.degrees.sequence
     mine = 4 * trained * (2 + run.config.optim.moments) // shares
     disk = (boot_id(), folder.stat().st_dev)

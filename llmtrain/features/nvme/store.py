@@ -24,7 +24,6 @@ import xxhash
 from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, pipelined_optimizer_swapper
 from torch import Tensor
 
-from llmtrain.base.errors import UserError
 from llmtrain.engine.deepspeed.patches import Private
 from llmtrain.storage.pieces import byte_view
 
@@ -37,10 +36,8 @@ PRIVATE = (
 )
 
 
-class SwapError(UserError):
-    """A swap file cannot be read or written, or is damaged."""
-
-    passing = True
+class SwapError(Exception):
+    """A swap file cannot be read or written, or is damaged: on one rank, while the others compute."""
 
 
 @dataclass
@@ -57,7 +54,7 @@ class Store:
     """Tensors by the names that DeepSpeed has for their files. `key`: of the folder in the DeepSpeed JSON."""
 
     def __init__(self, folder: Path, key: str, *, block: int, requests: int) -> None:
-        self._folder, self._key, self._block = folder, key, -(-block // PAGE) * PAGE
+        self.folder, self._key, self._block = folder, key, -(-block // PAGE) * PAGE
         handle = _open_unnamed(folder)
         weakref.finalize(self, os.close, handle)
         self._handle = self._direct = handle
@@ -138,7 +135,7 @@ class Store:
 
     def _error(self, name: str, reason: str) -> SwapError:
         return SwapError(
-            f"{self._key} = {str(self._folder)!r}: the swap file of {Path(name).name.removesuffix('.tensor.swp')} is "
+            f"{self._key} = {str(self.folder)!r}: the swap file of {Path(name).name.removesuffix('.tensor.swp')} is "
             f"of no use: {reason}. Resume from the last checkpoint, which does not depend on swap files; if it happens "
             "again, use another disk"
         )

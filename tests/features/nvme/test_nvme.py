@@ -1,0 +1,128 @@
+"""Swap files: what is refused before a start, and what a disk may do to them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.base.errors import ConfigError
+from llmtrain.features.nvme import folders
+from llmtrain.features.nvme.folders import check_folder
+from llmtrain.features.nvme.store import Handle, Store, SwapError
+from tests.unit.config.conftest import here
+from tests.unit.config.test_config_right import loaded
+
+__all__ = ["here"]
+
+NAME = "/names/rank0/exp_avg-3_7.tensor.swp"
+KEY = "zero_optimization.offload_optimizer.nvme_path"
+
+
+def swapping(stage: int = 3, optim: str = "adamw", **offload: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    tree = {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", **offload}}
+    return {"optim": {"name": optim}}, {"zero_optimization": tree}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (swapping(nvme_path=None), (KEY, "need a folder on a disk of each host", 'write "nvme_path"')),
+        (swapping(ratio=0.5), ("offload_optimizer.ratio = 0.5", "remove it")),
+        (swapping(stage=2), ('offload_optimizer.device = "nvme"', "only at ZeRO 3", '"cpu" or "none"')),
+        (swapping(optim="muon"), ("optim.name", "Muon orthogonalises full matrices", "use adamw")),
+    ],
+    ids=["no path", "ratio", "ZeRO 2", "Muon"],
+)
+def test_a_json_that_cannot_swap_is_refused(here: Path, files: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        loaded(here, *files)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_keys_of_swap_files_are_read_with_them_alone(here: Path) -> None:
+    aio = {"aio": {"block_size": 262144}}
+    assert not [note for note in loaded(here, swapping()[0], {**swapping()[1], **aio}).notes if "aio" in note]
+    idle = loaded(here, {}, {"zero_optimization": {"stage": 3}, **aio}).notes
+    assert "ds.json: aio.block_size: no effect: only an offload to NVMe reads it" in idle
+
+
+def test_folders_that_are_no_disk_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_folder(KEY, tmp_path)
+    (tmp_path / "file").touch()
+    wrong = {"missing": "no such folder", "file": "it is no folder", "/dev/shm": "it lies in memory (tmpfs)"}
+    for name, reason in wrong.items():
+        with pytest.raises(ConfigError, match=f"{KEY} = .*{name}.*") as refused:
+            check_folder(KEY, tmp_path / name)
+        assert reason in str(refused.value) and "remedy: name a folder on a local disk" in str(refused.value)
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "file_system", lambda _: "nfs4")
+        with pytest.raises(ConfigError, match=r"network file system \(nfs4\)"):
+            check_folder(KEY, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", _raising(errno.EROFS))
+        with pytest.raises(ConfigError, match="cannot be written: Read-only file system"):
+            check_folder(KEY, tmp_path)
+
+
+def _raising(number: int) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.fixture
+def handle(tmp_path: Path) -> Handle:
+    return Handle(Store(tmp_path, KEY, block=8192, requests=4))
+
+
+@pytest.mark.parametrize("numel", [2048 * 5, 2048 * 5 + 3], ids=["pages", "odd"])
+def test_what_was_written_is_read(handle: Handle, tmp_path: Path, numel: int) -> None:
+    values = handle.new_cpu_locked_tensor(numel, torch.zeros(1)).copy_(torch.randn(numel))
+    assert handle.is_pinned(values[7:]) and not handle.is_pinned(torch.zeros(1))
+    handle.async_pwrite(values, NAME, 0)
+    handle.async_pwrite(values[:1000] + 1, "other", 0)
+    assert handle.wait() == 2
+    handle.store.set_part(NAME, 8000, torch.ones(2000).view(torch.uint8))
+    values[2000:4000] = 1
+    again = torch.empty(numel)
+    handle.async_pread(again, NAME, 0)
+    assert handle.wait() == 1 and torch.equal(again, values)
+    assert torch.equal(handle.store.part(NAME, 4 * 1999, 4 * 2003).view(torch.float32), values[1999:2003])
+    assert not list(tmp_path.iterdir()), "a file has a name, and a killed run would leave it"
+
+
+@pytest.mark.parametrize("damage", ["bit", "end"])
+def test_a_damaged_file_is_named(handle: Handle, damage: str) -> None:
+    handle.async_pwrite(torch.randn(8192), NAME, 0)
+    handle.wait()
+    file = next(Path(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if _is_swap(n, handle))
+    if damage == "bit":
+        with file.open("r+b") as bytes_:
+            bytes_.seek(20_000)
+            bytes_.write(b"!")
+    else:
+        os.truncate(file, 20_000)
+    handle.async_pread(torch.empty(8192), NAME, 0)
+    with pytest.raises(SwapError, match=r"exp_avg-3_7.* bytes 16384 to 24576 are not those that were written") as ended:
+        handle.wait()
+    assert "Resume from the last checkpoint" in str(ended.value)
+
+
+def _is_swap(number: str, handle: Handle) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}").startswith(str(handle.store.folder))
+    except FileNotFoundError:
+        return False
+
+
+def test_a_full_disk_ends_the_run_before_a_byte_is_lost(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", _raising(errno.ENOSPC))
+    with pytest.raises(SwapError, match=f"{KEY} = .*exp_avg-3_7.* 4096 bytes cannot be had: No space left on device"):
+        handle.async_pwrite(torch.zeros(1024), NAME, 0)
