@@ -93,8 +93,9 @@ class Mix:
     bf16: bool = False
     offload_optimizer: bool = False
     offload_param: bool = False
-    swaps: bool = False
-    """The offloaded optimizer lies on a disk, not in host memory."""
+    swaps: int = 0
+    """Buffers in host memory, each as large as the largest sub-group, through which the offloaded optimizer goes to a
+    disk; 0: it lies in host memory."""
     compile_layers: bool = False
     fp8: bool = False
     mlp_tiles: bool = False

@@ -306,6 +306,14 @@ def offloads(tree: dict[str, Any], what: str) -> bool:
     return lookup(zero, f"offload_{what}.device") not in (None, "none") or bool(zero.get(old))
 
 
+def _swap_buffers(section: dict[str, Any], optim: Optimizer) -> int:
+    if section.get("device") != "nvme":
+        return 0
+    # For master, moments and gradient of a sub-group; of the next one, read ahead; of the one before, still written.
+    ahead = bool(section.get("pipeline_read")) + bool(section.get("pipeline_write"))
+    return max(int(section.get("buffer_count") or 0), (2 + optim.moments) * (1 + ahead))
+
+
 def _mix(config: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
     model, optim, zero = config.model, config.optim, tree.get("zero_optimization", {})
     bf16 = bool(lookup(tree, "bf16.enabled"))
@@ -315,7 +323,7 @@ def _mix(config: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
         bf16=bf16,
         offload_optimizer=offloads(tree, "optimizer"),
         offload_param=offloads(tree, "param"),
-        swaps=lookup(zero, "offload_optimizer.device") == "nvme",
+        swaps=_swap_buffers(zero.get("offload_optimizer") or {}, optim),
         compile_layers=bool(model.compile_layers),
         fp8=model.fp8 is not None,
         mlp_tiles=model.mlp_tile_tokens is not None,

@@ -28,13 +28,10 @@ def building(model: LanguageModel, run: Run, ranks: Ranks, tree: dict[str, Any])
     aio |= tree.get("aio") or {}
     _check_room(model, run, ranks, folder)
     settings = tree["zero_optimization"]["offload_optimizer"]
-    # A sub-group has the masters, the moments and the gradient in buffers; one more of it is read, one written ahead.
-    ahead = bool(settings.get("pipeline_read")) + bool(settings.get("pipeline_write"))
-    buffers = (2 + run.config.optim.moments) * (1 + ahead)
     swap = store.Store(folder, KEY, block=aio["block_size"], requests=aio["queue_depth"] * aio["intra_op_parallelism"])
     with tempfile.TemporaryDirectory() as names, store.in_place_of_op(swap):
         # DeepSpeed makes empty folders under its path, which gives the tensors their names and nothing else.
-        settings = {**settings, "nvme_path": names, "buffer_count": max(buffers, settings.get("buffer_count", 0))}
+        settings = {**settings, "nvme_path": names, "buffer_count": run.mix.swaps}
         zero = {**tree["zero_optimization"], "offload_optimizer": settings}
         # Sizes that DeepSpeed makes multiples of 1 KiB x intra_op_parallelism are pages, as direct I/O needs them.
         yield {**tree, "zero_optimization": zero, "aio": {"intra_op_parallelism": store.PAGE // 1024}}

@@ -27,8 +27,9 @@ PRIVATE = (
             "_swappable_optimizer_subgroup",
             "_optimizer_states_and_gradient_swap_in",
             "_optimizer_states_and_gradient_swap_out",
+            "_reassign_or_swap_out_partitioned_parameters",
         ),
-        "swapped sub-groups get their moments before the first step",
+        "swapped sub-groups get their moments before the first step; the forward pass reads what was written to them",
     ),
     Private(
         "deepspeed.runtime.swap_tensor.optimizer_utils",

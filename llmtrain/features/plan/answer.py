@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.base.units import counted, lines_of, size
 from llmtrain.features.plan.decide import on_host
 from llmtrain.features.plan.device import DEVICES, MIB, Held, Machines
+from llmtrain.features.plan.held import DISK
 from llmtrain.features.plan.ledger import HOST
 from llmtrain.features.plan.rehearsal import Rehearsed
 from llmtrain.features.plan.speed import StepTime, bars
@@ -96,7 +97,13 @@ class Plan:
         lines += ["", f"a rank takes more than tensors{unmeasured}:"]
         cells = [(f"  {o.what}", f"{size(o.low)} to {size(o.high)}", f"({o.source})") for o in self.others]
         lines += lines_of(cells)
-        lines += ["", *self._verdict(), *self._on_host(), f"disk: {size(self.checkpoint)} for each checkpoint"]
+        lines += [
+            "",
+            *self._verdict(),
+            *self._on_host(),
+            *self._on_disk(),
+            f"disk: {size(self.checkpoint)} for each checkpoint",
+        ]
         lines += ["", *self.time.text(), ""] if self.time else []
         lines.append(
             f"rehearsed in {self.seconds:.0f} CPU-s: two steps, a save and any evaluation by the run's own code"
@@ -112,7 +119,7 @@ class Plan:
         return parts | {label: bytes_ for label, bytes_ in more.items() if bytes_ >= few}
 
     def on_device(self, label: str) -> bool:
-        return not (self.machines.on_gpu and label.endswith(HOST))
+        return not label.endswith(DISK) and not (self.machines.on_gpu and label.endswith(HOST))
 
     def _on_host(self) -> list[str]:
         if not self.on_host:
@@ -121,6 +128,11 @@ class Plan:
         room += "; that does not fit" if room and self.on_host > (self.machines.host_memory or 0) else ""
         pinned = " (page-locked ones in blocks of powers of two)" * self.machines.on_gpu
         return [f"host: {size(self.on_host)} of tensors in the memory of each host{room}{pinned}"]
+
+    def _on_disk(self) -> list[str]:
+        most = self.machines.slots * max(kind.rehearsed.disk for kind in self.kinds)
+        slow = "its time to read and write them in each step is not in the estimate"
+        return [f"swap files: {size(most)} of the optimizer on a disk of each host; {slow}"] if most else []
 
     def _verdict(self) -> list[str]:
         memory, device = self.machines.memory, self.machines.device

@@ -19,11 +19,17 @@ PRIVATE = (
 )  # fmt: skip
 
 
-def held(engine: Engine) -> Iterator[tuple[str, bool, Tensor]]:
-    """Yield (weights, masters, moments, gradients or buckets; in host memory; tensor)."""
+DISK = " (disk)"
+"""End of the label of a tensor that a run keeps on a disk."""
+
+
+def held(engine: Engine, *, swaps: bool) -> Iterator[tuple[str, bool, Tensor]]:
+    """Yield (weights, masters, moments, gradients or buckets; in host memory; tensor). `swaps`: the run keeps on a disk
+    what the engine keeps on the host."""
     assert isinstance(engine, ZeroEngine)
     state = state_of(engine.deepspeed)
-    yield from _by_parameter(state)
+    for label, on_host, tensor in _by_parameter(state):
+        yield label + DISK * (on_host and swaps), on_host and not swaps, tensor
     optimizer = state.optimizer
     if isinstance(state, Zero3State):
         yield "gradients", optimizer.offload_optimizer, optimizer.grad_partitions_flat_buffer

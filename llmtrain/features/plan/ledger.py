@@ -30,6 +30,7 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.topology import Mix
 from llmtrain.engine import losses
 from llmtrain.engine.deepspeed import optimizers, zero_step
+from llmtrain.features.plan.held import DISK
 from llmtrain.features.plan.torch_private import GROUPED, READ, in_backward
 from llmtrain.features.plan.work import Work
 from llmtrain.models import distillation, head, loss
@@ -93,15 +94,15 @@ class Ledger(OperatorMode):
         """The most bytes of each label in the last step and after it."""
         self.peaks = {"setup": (0, dict[str, int]())}
         """Part of the run -> (the device's peak in bytes, the bytes by label)."""
-        self.host = 0
-        """The peak of the bytes in host memory."""
+        self.host = self.disk = 0
+        """The peak of the bytes in host memory; of those on a disk, in the last step and after it."""
         self.curve: list[tuple[str, int]] = []
         """(part of the step, bytes alive) in the last step, whenever the bytes have changed."""
         self.kept = 0
         """Bytes alive at the beginning of the last step."""
         self._mix, self._one_memory = mix, one_memory
         self._in_steps = False
-        self._now, self._on_host = 0, 0
+        self._now = self._on_host = self._on_disk = 0
         self._held: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._running: list[str] = []
         """Kinds of the modules whose forward pass runs, the innermost last."""
@@ -146,6 +147,7 @@ class Ledger(OperatorMode):
     def begin_step(self) -> None:
         self.work.begin_step()
         self.kept, self.curve, self._in_steps = self._now, [], True
+        self.disk = self._on_disk
         self.highest = Counter(self.bytes)
         self.peaks["data"] = self._now, dict(self.bytes)
 
@@ -208,6 +210,10 @@ class Ledger(OperatorMode):
     def _change_bytes(self, label: str, size: int) -> None:
         self.bytes[label] += size
         self.highest[label] = max(self.highest[label], self.bytes[label])
+        if label.endswith(DISK):
+            self._on_disk += size
+            self.disk = max(self.disk, self._on_disk)
+            return
         if label.endswith(HOST):
             self._on_host += size
             self.host = max(self.host, self._on_host)
@@ -237,15 +243,16 @@ class Ledger(OperatorMode):
 
     def _label_with_place(self, label: str, phase: str, frame: FrameType) -> str:
         """The label of a tensor that a module with this label makes in a part of a run."""
-        offloaded = HOST * self._mix.offload_optimizer
+        offloaded = (DISK if self._mix.swaps else HOST) * self._mix.offload_optimizer
         if phase == "setup":
             if label == "gathered parameters":
                 return "weights" + HOST * self._mix.offload_param
             return "optimizer" + offloaded if label in ("gradients", "optimizer") else label
         if label == "gradients" and _BUCKETS.search(frame.f_code.co_name):
             return "buckets"
-        beside = label == "optimizer" or label in _FEATURES.values()  # sharded as the masters
-        return label + offloaded if beside else label
+        if label in _FEATURES.values():  # sharded as the masters
+            return label + HOST * self._mix.offload_optimizer
+        return label + offloaded if label == "optimizer" else label
 
 
 @functools.cache

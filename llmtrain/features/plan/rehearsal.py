@@ -29,6 +29,7 @@ from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.run_data import RunData
 from llmtrain.engine.api import Engine
+from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.engine.ranks.ranks import ConnectedRanks, Ranks
@@ -93,6 +94,8 @@ class Rehearsed:
     step: Counts
     """Work of a step of the run."""
     cpu_s: float
+    disk: int = 0
+    """Peak of the tensors that the run keeps on a disk."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -125,6 +128,10 @@ def prepared(run: Run, *, on_gpu: bool) -> Examined:
     config = replace(config, model=replace(config.model, compile_layers=False))  # eager layers keep more
     data = replace(largest.data, isolate_documents=config.data.isolate_documents)
     config = replace(config, data=data)
+    if run.mix.swaps:  # nothing is written: the tensors that a disk would have are counted
+        zero = run.deepspeed["zero_optimization"]
+        offload = {**zero["offload_optimizer"], "device": "cpu"}
+        run = replace(run, deepspeed={**run.deepspeed, "zero_optimization": {**zero, "offload_optimizer": offload}})
     run = replace(run, config=config, stages=Stages((replace(largest, first_step=0, schedule_from=0, data=data),)))
     spec, _ = check_model(run)
     if run.mix.degrees.tensor > 1:  # once, and outside of the ranks' processes: the proof has threads
@@ -220,6 +227,7 @@ def _in_child(pipe: Connection, examined: Examined, rank: int, slots: int, imbal
             kept=ledger.kept,
             highest=dict(+ledger.highest),
             host=ledger.host,
+            disk=ledger.disk,
             saved=saved,
             curve=_thin(ledger.curve),
             step=step,
@@ -253,13 +261,15 @@ def walk(
     walked = 0
     with ledger:
         watching = list(ledger.watch(setup.engine.module))
-        ledger.mark(held(setup.engine))
+        ledger.mark(held(setup.engine, swaps=bool(run.mix.swaps)))
+        buffers = [torch.empty(_largest_sub_group(setup.engine)) for _ in range(run.mix.swaps)]
+        ledger.mark(("swap buffers", True, buffer) for buffer in buffers)
         session = setup.session()
         parts = parts_of(setup)
         # A source on a disk keeps the frozen parameters; the first save and all later ones take the same memory.
         elsewhere = setup.spec.frozen if setup.spec.model.folder is not None else ()
         pieces = written((*setup.engine.state(), *(tensor for part in parts for tensor in part.state())), elsewhere)
-        copied = pieces if setup.run.config.checkpoint.mode == "async" else []
+        copied = pieces if setup.run.config.checkpoint.mode == "async" and not run.mix.swaps else []
     # Outside of the ledger, which would take them for tensors of the device until they are marked.
     copies = [torch.empty(piece.own_region.numel, dtype=piece.dtype) for piece in copied]
     with ledger, collected_by_hand():
@@ -275,7 +285,7 @@ def walk(
                 batch = replace(batch, micro_batches=batch.micro_batches[:most])
                 walked = len(batch.micro_batches)
                 session.step(batch)
-                ledger.mark(held(setup.engine))
+                ledger.mark(held(setup.engine, swaps=bool(run.mix.swaps)))
         step = ledger.work.of_step(micro_batches, walked, before if pipeline > 1 else walked)
         heart.phase("save")
         for piece, copy in zip_longest(pieces, copies):
@@ -296,6 +306,12 @@ def walk(
         handle.remove()
     setup.engine.close()
     return ledger, step, RankFile(pieces).bytes
+
+
+def _largest_sub_group(engine: Engine) -> int:
+    """Elements of this rank's part."""
+    assert isinstance(engine, ZeroEngine)
+    return max(flat.numel() for flat in engine.deepspeed.optimizer.fp32_partitioned_groups_flat)
 
 
 class RehearsedSetup(Setup):
