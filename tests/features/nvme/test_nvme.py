@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.cli import main
 from llmtrain.features.nvme import folders
 from llmtrain.features.nvme.folders import check_folder
 from llmtrain.features.nvme.store import Handle, Store, SwapError
@@ -126,3 +128,33 @@ def test_a_full_disk_ends_the_run_before_a_byte_is_lost(handle: Handle, monkeypa
     monkeypatch.setattr(os, "posix_fallocate", _raising(errno.ENOSPC))
     with pytest.raises(SwapError, match=f"{KEY} = .*exp_avg-3_7.* 4096 bytes cannot be had: No space left on device"):
         handle.async_pwrite(torch.zeros(1024), NAME, 0)
+
+
+def test_a_plan_counts_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 bytes a parameter: master, two moments, gradient; no folder is asked for, nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    found = {}
+    for device, settings in {"cpu": {}, "nvme": {"nvme_path": "/not/here", "buffer_count": 5}}.items():
+        offload = {"stage": 3, "offload_optimizer": {"device": device, **settings}}
+        Path("ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": offload}))
+        assert main(["plan", "run.yaml", "--json", "--slots", "2", "--device", "h100-80"]) == 0
+        found[device] = json.loads(capsys.readouterr().out)["kinds"][0]["rehearsed"]
+    parameters = 2 * 512 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+    assert found["nvme"]["disk"] == pytest.approx(16 * parameters / 2, rel=0.01) and found["cpu"]["disk"] == 0
+    assert found["nvme"]["peak"] == found["cpu"]["peak"]
+    phases = found["nvme"]["phases"]
+    assert phases["step"]["swap buffers (host)"] == pytest.approx(5 * 4 * parameters / 2, rel=0.01)
+    assert not [label for label in phases["step"] if label in ("masters (host)", "moments (host)")]
+
+
+RUN = """\
+deepspeed: ds.json
+model:
+  config: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
+           num_attention_heads: 4, num_key_value_heads: 4, max_position_embeddings: 64, tie_word_embeddings: false}
+data: {path: not/prepared/yet, sequence_length: 64}
+train: {global_batch: 8, micro_batch: 4, max_steps: 10}
+"""
