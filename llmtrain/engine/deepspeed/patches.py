@@ -103,8 +103,10 @@ PRIVATE = (
             "round_robin_bit16_offsets",
             "real_dp_process_group",
             "use_grad_accum_attribute",
+            "_get_compact_grad_partition_buffer",
+            "_clear_param_grad_only",
         ),
-        "where ZeRO 1 and 2 keep masters and Muon's momentum; one norm for a step",
+        "where ZeRO 1 and 2 keep masters, sums of gradients and Muon's momentum; one norm for a step",
     ),
     Private(
         "deepspeed.runtime.zero.stage3",

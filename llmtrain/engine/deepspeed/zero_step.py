@@ -4,7 +4,8 @@ DeepSpeed 0.19.8 looks at each tensor's extremes, takes each tensor's norm in a 
 multiplies every gradient by the clipping factor, also where that is 1: 4,153 kernels a step for 290 tensors (measured).
 Here one norm over the lists of gradients replaces them: the norm is finite exactly if every gradient is. DeepSpeed
 copies the gradients of a reduced bucket into a second set before the first is freed, 2 bytes a parameter: here they are
-added to the sums directly. With a separate stream for reductions (overlap_comm), DeepSpeed stops the host until the
+added to the sums directly. To add a bf16 gradient to fp32 sums moves 10 bytes an element on one rank (DeepSpeed: 30 to
+54), 16 and a message on eight. With a separate stream for reductions (overlap_comm), DeepSpeed stops the host until the
 device is idle, after each micro-batch and before each reduction to one rank: here one stream waits for the other.
 
 The replaced methods are private to DeepSpeed. Their code is compared by checksum, without its comments: an engine of
@@ -20,7 +21,7 @@ import hashlib
 import inspect
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -34,10 +35,14 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch import Tensor
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.models.transformers_private import storage_of
 
 LARGEST_GROUP = 500_000_000
 """Elements of a parameter group: ZeRO 1 and 2 flatten a group's gradients and copy them to fp32, 6 bytes an element,
 for one group at a time. A larger tensor is a group of its own."""
+
+_LONG = 1 << 20
+"""Elements of a bucket that are sent to their rank from where they lie; shorter stretches share a message."""
 
 _REPLACED = (
     "has_overflow",
@@ -50,6 +55,11 @@ _REPLACED = (
     "_record_gradient_stream",
     "_get_compact_grad_partition_slice",
     "_add_to_grad_partition_buffer",
+    "process_gradients",
+    "reduce_gradients",
+    "_fill_param_grad_accum_attribute",
+    "_gradient_reduction_buffer_dtype",
+    "allreduce_no_retain",
 )
 _AROUND = (
     "step",
@@ -59,9 +69,15 @@ _AROUND = (
     "reduce_ipg_grads",
     "reduce_independent_p_g_buckets_and_remove_grads",
     "average_tensor",
+    "allreduce_bucket",
+    "allreduce_and_copy_with_multiple_ranks",
+    "setup_buckets",
+    "flatten_dense_tensors_aligned",
+    "_get_compact_grad_partition_buffer",
+    "_build_compact_grad_partition_buffer",
 )
 """DeepSpeed's methods that call the replaced ones, or that they make superfluous."""
-_KNOWN = "b4226150dc61abb5808edfc74787a17e414d1cb3fe9847ee57bde311b4d9002a"
+_KNOWN = "d5bda8d4e2efb9b7077f1cae52b95cdafd80ff20da11a011d9f8a30cec2dea37"
 """`_code` of these methods in DeepSpeed 0.19.8."""
 
 
@@ -102,10 +118,71 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         own = partition_id == dist.get_rank(self.real_dp_process_group[group_idx])
         return False if found is None and own and self.gradient_accumulation_dtype != self.dtype else found
 
-    @staticmethod
-    def _add_to_grad_partition_buffer(output: Tensor | bool | None, source: Tensor) -> None:
+    def _add_to_grad_partition_buffer(self, output: Tensor | bool | None, source: Tensor) -> None:
         if isinstance(output, Tensor):
-            output.add_(source.to(output.dtype))
+            output.add_(source, alpha=self._share)
+
+    @functools.cached_property
+    def _has_fp32_sums(self) -> bool:
+        """True if every gradient of this model in half precision is summed in fp32; a matrix of Muon is not."""
+        muon = any(group.get("use_muon") for group in self.optimizer.param_groups)
+        return self.gradient_accumulation_dtype == torch.float32 != self.dtype and not muon
+
+    @functools.cached_property
+    def _is_alone(self) -> bool:
+        return self._has_fp32_sums and dist.get_world_size(self.dp_process_group) == 1
+
+    @functools.cached_property
+    def _share(self) -> float:
+        """Factor of a reduced gradient in its sum; 1: DeepSpeed has divided it in the bucket, in a pass of its own.
+
+        Exact for a power of two, so the sums are DeepSpeed's to the last bit (fp16 would lose what is below 6e-8).
+        """
+        ranks = dist.get_world_size(self.dp_process_group) // self.sequence_parallel_size
+        buckets = self.contiguous_gradients and self.reduce_scatter and self.gradient_average
+        fp32 = self.dtype == torch.bfloat16 and self.communication_data_type == torch.float32
+        return 1.0 / ranks if self._has_fp32_sums and buckets and fp32 and ranks.bit_count() == 1 else 1.0
+
+    def process_gradients(self, param: Any, i: int) -> None:
+        """Take a gradient of the backward pass; with no other rank straight into the sums."""
+        if not self._is_alone:
+            super().process_gradients(param, i)
+        elif param.numel() and (self.use_grad_accum_attribute or getattr(param, "ds_grad_is_ready", True)):
+            gradient, param.grad = param.grad, None
+            sums = self._get_compact_grad_partition_slice(i, 0, self.get_param_id(param), param.numel())
+            assert isinstance(sums, Tensor)
+            sums, begun = sums.view_as(gradient), vars(self.averaged_gradients[i]).setdefault("begun", set())
+            sums.add_(gradient) if param in begun else sums.copy_(gradient)
+            begun.add(param)
+            if self.use_grad_accum_attribute:  # a pipeline sums the gradients of its tied weights there
+                param.grad_accum = sums
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        if self._is_alone:
+            self.independent_gradient_partition_epilogue()
+        else:
+            super().reduce_gradients(pipeline_parallel)
+
+    def _fill_param_grad_accum_attribute(self, param: Any) -> None:
+        """Add a gradient to this rank's sum, which DeepSpeed widens in a pass of its own."""
+        if param.grad is None or param.grad_accum is None:
+            super()._fill_param_grad_accum_attribute(param)
+        else:
+            param.grad_accum.add_(param.grad.view(param.grad_accum.shape))
+            param.grad = None
+
+    def _gradient_reduction_buffer_dtype(self) -> torch.dtype:
+        """Return fp32 for buckets into which gradients are widened as they are copied."""
+        return torch.float32 if self._share != 1.0 else super()._gradient_reduction_buffer_dtype()
+
+    def allreduce_no_retain(
+        self, bucket: list[Tensor], *given: Any, output_bucket: list[Any] | None = None, **named: Any
+    ) -> None:
+        """Reduce parts of a bucket, long ones where they lie."""
+        outputs = output_bucket or [None] * len(bucket)
+        for places in _messages(bucket):
+            part, into = [bucket[place] for place in places], [outputs[place] for place in places]
+            super().allreduce_no_retain(part, *given, output_bucket=into, **named)
 
     @functools.cached_property
     def _places(self) -> dict[Any, int]:
@@ -131,6 +208,12 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     def independent_gradient_partition_epilogue(self) -> None:
         """End a micro-batch: the device's next work waits for the reductions, the host continues."""
+        if self._is_alone:
+            for index in range(len(self.bit16_groups)):
+                self._get_compact_grad_partition_buffer(index)  # zeros, if no gradient has come
+            self._clear_param_grad_only()
+            self._epilogue_ran_this_backward = True
+            return
         if not self._overlaps:
             super().independent_gradient_partition_epilogue()
             return
@@ -232,7 +315,41 @@ def shorten_step(engine: DeepSpeedEngine) -> str:
             "deepspeed==0.19.8"
         )
     optimizer.__class__ = OneNormZero
+    optimizer.flatten = joined
+    if optimizer._share != 1.0:
+        optimizer.gradient_average = False
     return ""
+
+
+def _lies_behind(tensor: Tensor, before: Tensor) -> bool:
+    """True if the first element of one tensor follows the last one of the other in memory."""
+    return (
+        storage_of(tensor) == storage_of(before)
+        and tensor.storage_offset() == before.storage_offset() + before.numel()
+        and tensor.dtype == before.dtype
+        and tensor.is_contiguous()
+        and before.is_contiguous()
+    )
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one flat tensor of the tensors' elements: a view where they lie one behind the other, else a copy."""
+    if all(map(_lies_behind, tensors[1:], tensors)) and tensors[0].is_contiguous():
+        return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _messages(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the places of the tensors by message: each long stretch of neighbours, all others together."""
+    stretches: list[list[int]] = []
+    for place, tensor in enumerate(tensors):
+        if stretches and _lies_behind(tensor, tensors[place - 1]):
+            stretches[-1].append(place)
+        else:
+            stretches.append([place])
+    long = [places for places in stretches if sum(tensors[place].numel() for place in places) >= _LONG]
+    rest = [place for places in stretches if places not in long for place in places]
+    return [*long, rest] if rest else long
 
 
 def _loses_sums(optimizer: DeepSpeedZeroOptimizer) -> bool:
