@@ -211,8 +211,10 @@ def _add_gradients(
     grad_hidden: Tensor | None,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
+    first: bool,
 ) -> None:
-    """Use a chunk's gradient of the logits: fill its rows of the hidden state's gradient, add to the head's (fp32)."""
+    """Use a chunk's gradient of the logits: fill its rows of the hidden state's gradient, add to the head's (fp32),
+    which has no values before the first chunk."""
     if grad_bias is not None:
         grad_bias += grad_CV.sum(0, dtype=torch.float32)
     low_CV = grad_CV.to(weight.dtype)
@@ -220,10 +222,13 @@ def _add_gradients(
         torch.mm(low_CV, weight, out=grad_hidden)
     if grad_weight is None:
         return
+    beta = 0 if first else 1
     if hidden_CH.dtype == torch.float32:
-        grad_weight.addmm_(low_CV.t(), hidden_CH)
+        grad_weight.addmm_(low_CV.t(), hidden_CH, beta=beta)
     elif adds_in_fp32(hidden_CH.device.type, hidden_CH.dtype):
-        torch.addmm(grad_weight, low_CV.t(), hidden_CH, out_dtype=torch.float32, out=grad_weight)
+        torch.addmm(grad_weight, low_CV.t(), hidden_CH, beta=beta, out_dtype=torch.float32, out=grad_weight)
+    elif first:
+        grad_weight.copy_(low_CV.t() @ hidden_CH)
     else:
         grad_weight += low_CV.t() @ hidden_CH
 
@@ -260,18 +265,21 @@ def _tried_in_fp32(kind: str, dtype: torch.dtype) -> bool:
 
 
 _SCALED_AT_ONCE = 1024
-"""Number of rows."""
+"""Number of rows, on a CPU."""
 
 
-def _scale(values: Tensor, factor: Tensor) -> Tensor:
-    """values *= factor, an fp32 number on the device, rounded once. Not values.mul_(factor): CUDA would take the factor
-    in the other tensor's dtype, up to 0.4 % off in bf16, infinite in fp16 beyond 65,504 (torch's
-    ATen/native/cuda/Loops.cuh)."""
-    if values.dtype == torch.float32:
-        return values.mul_(factor)
-    for part in values.split(_SCALED_AT_ONCE):  # no second tensor of that size
-        part.copy_(part.float().mul_(factor))
-    return values
+def _scale(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values * factor, an fp32 number on the device, rounded once to `dtype`, in one pass; in place if that is
+    the values' own.
+
+    The factor has a dimension: a number's dtype would give way to bf16, where it is up to 0.4 % off, and to fp16,
+    where it is infinite beyond 65,504. A CPU computes such a product in a second tensor, hence the parts.
+    """
+    scaled = values if dtype == values.dtype else torch.empty_like(values, dtype=dtype)
+    rows = _SCALED_AT_ONCE if values.device.type == "cpu" else max(1, len(values))
+    for part, into in zip(values.split(rows), scaled.split(rows), strict=True):
+        torch.mul(part, factor.view(1), out=into)
+    return scaled
 
 
 def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -279,9 +287,9 @@ def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tens
     hidden, weight, bias, dtype = ctx.grads
     ctx.grads = None
     # The factor carries the loss scale of fp16: multiply in fp32 before the result is narrowed.
-    hidden = None if hidden is None else _scale(hidden, grad_output)
-    weight = None if weight is None else _scale(weight, grad_output).to(dtype)
-    bias = None if bias is None else _scale(bias, grad_output).to(dtype)
+    hidden = None if hidden is None else _scale(hidden, grad_output, hidden.dtype)
+    weight = None if weight is None else _scale(weight, grad_output, dtype)
+    bias = None if bias is None else _scale(bias, grad_output, dtype)
     return hidden, weight, bias
 
 
@@ -302,7 +310,8 @@ def in_chunks(
     figures: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     # Gradients of the head are summed over chunks in fp32: bf16 would lose the small chunks' share.
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+    made = torch.empty_like if len(hidden) else torch.zeros_like
+    grad_weight = made(weight, dtype=torch.float32) if wanted[1] else None
     grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
     for low in range(0, hidden.shape[0], chunk):
         rows = slice(low, low + chunk)
@@ -312,7 +321,7 @@ def in_chunks(
         figures.append(each_CK)
         if grad_CV is not None:
             own_hidden = None if grad_hidden is None else grad_hidden[rows]
-            _add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
+            _add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias, low == 0)
         del grad_CV  # before the next chunk's logits exist
     return figures, (grad_hidden, grad_weight, grad_bias)
 

@@ -29,7 +29,8 @@ class MovedBytes(TorchDispatchMode):
         if func.namespace == "c10d":
             self.message_bytes += sum(_size(t) for t in tree_leaves(args) if isinstance(t, Tensor))
         elif func.namespace == "aten" and not func.is_view and name not in _NOTHING:
-            given = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            named = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+            given = {id(t): t for t in tree_leaves((args, named)) if isinstance(t, Tensor)}
             written = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
             if name == "copy_" and _place(args[0]) == _place(args[1]):
                 return made  # torch copies nothing onto itself

@@ -20,6 +20,7 @@ from llmtrain.models import compiler, loss
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE, About, HeadForm, chunked_nll_sums
 from tests.helpers.compiled import inductor_in
+from tests.helpers.moved import MovedBytes
 
 pytestmark = pytest.mark.long
 
@@ -204,6 +205,19 @@ def test_gradients_are_scaled_in_fp32_and_rounded_once(monkeypatch, dtype, facto
         assert got.isfinite().float().mean() > 0.5 and not fault.isfinite().any()
 
 
+def test_gradients_are_scaled_in_one_pass():
+    """The head's is read in fp32 and written in bf16, the hidden state's read and written; a chunk's product is the
+    first value of the head's gradient, not added to zeros."""
+    hidden, weight, _, labels = problem(torch.bfloat16, bias=False)
+    leaves = [tensor.requires_grad_() for tensor in (hidden, weight)]
+    with MovedBytes() as forward:
+        sums = chunked_nll_sums(*leaves, None, labels, About(TOKENS, HeadForm()))
+    assert forward.bytes["zeros_like"] == 0
+    with MovedBytes() as backward:
+        sums.backward(torch.tensor([0.3]))
+    assert backward.total <= 6 * weight.numel() + 4 * hidden.numel() + 256, backward.bytes
+
+
 def test_a_product_is_added_in_fp32_where_torch_can(monkeypatch):
     """torch can on CUDA only: an operator for the CPU stands in, called as CUDA's would be."""
     calls = itertools.count()
@@ -211,7 +225,8 @@ def test_a_product_is_added_in_fp32_where_torch_can(monkeypatch):
     def addmm(total: Tensor, left: Tensor, right: Tensor, dtype: Any, *, beta: Any = 1, alpha: Any = 1, out: Tensor):
         next(calls)
         assert dtype == torch.float32 and out.data_ptr() == total.data_ptr()
-        return out.add_(left.float() @ right.float())
+        product = left.float() @ right.float()
+        return out.add_(product) if beta else out.copy_(product)
 
     loss.TRIED.clear()
     assert not loss.adds_in_fp32("cpu", torch.bfloat16)
