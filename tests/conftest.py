@@ -18,9 +18,26 @@ import pytest
 
 # What somebody has set or logged in to must not change a test. Names of network cards stay: a machine may need them.
 _OF_A_USER = (
-    "WANDB_", "HF_", "HUGGING", "TRANSFORMERS_", "MLFLOW_", "AWS_", "LLMTRAIN_", "OMP_", "MASTER_", "LOCAL_", "RANK",
-    "WORLD_SIZE", "SLURM_", "TORCHDYNAMO_", "TORCH_COMPILE", "PYTORCH_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
-)  # fmt: skip
+    "WANDB_",
+    "HF_",
+    "HUGGING",
+    "TRANSFORMERS_",
+    "MLFLOW_",
+    "AWS_",
+    "LLMTRAIN_",
+    "OMP_",
+    "MASTER_",
+    "LOCAL_",
+    "RANK",
+    "WORLD_SIZE",
+    "SLURM_",
+    "TORCHDYNAMO_",
+    "TORCH_COMPILE",
+    "PYTORCH_",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+)
 for _name in [name for name in os.environ if name.upper().startswith(_OF_A_USER)]:
     if _name != "LLMTRAIN_GPU_TESTS_ON_CPU":  # it is asked of the tests
         del os.environ[_name]

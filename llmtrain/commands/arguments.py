@@ -40,10 +40,15 @@ def add_options(parser: argparse.ArgumentParser, usual: Any) -> None:
         ("max_tokens", int, "at least 1", lambda n: n >= 1, "tokens to generate at most"),
         ("temperature", float, "at least 0", lambda t: 0 <= t < math.inf, "0: the likeliest token each time"),
         ("top_k", int, "at least 0", lambda n: n >= 0, "number of likeliest tokens to choose from; 0: all"),
-        ("top_p", float, "above 0 and at most 1", lambda p: 0 < p <= 1,
-         "among the likeliest tokens that have this probability together"),
+        (
+            "top_p",
+            float,
+            "above 0 and at most 1",
+            lambda p: 0 < p <= 1,
+            "among the likeliest tokens that have this probability together",
+        ),
         ("seed", int, "from 0 to 2^63 - 1", lambda n: 0 <= n < 2**63, "seed of the sampling"),
-    ):  # fmt: skip
+    ):
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=_number(kind, rule, right), default=getattr(usual, name), help=text)
 

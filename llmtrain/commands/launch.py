@@ -74,8 +74,11 @@ def _options(argv: list[str]) -> Options:
         description="Start a run on the hosts of a hostfile or on this machine, watch it, restart it after a fault.",
         allow_abbrev=False,
     )
-    parser.add_argument("--hostfile", help="a line `NAME slots=COUNT` for each host; the first one holds rank 0 "
-                        "(default: all GPUs of this machine, or 2 ranks on its CPU)")  # fmt: skip
+    parser.add_argument(
+        "--hostfile",
+        help="a line `NAME slots=COUNT` for each host; the first one holds rank 0 "
+        "(default: all GPUs of this machine, or 2 ranks on its CPU)",
+    )
     parser.add_argument("--include", default=None, help="NAME[:DEVICE,...], joined by @: these and no others")
     parser.add_argument("--exclude", default=None, help="the same form: all but these")
     parser.add_argument("--launcher", choices=("pdsh", "slurm"), default="pdsh", help="slurm: hosts from SLURM_*, srun")

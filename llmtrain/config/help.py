@@ -132,8 +132,8 @@ def run_parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser  # 0.3 CPU seconds, which a run without --help does not spend
 
     parser = ArgumentParser(prog="llmtrain train", usage="%(prog)s RUN.yaml ... [--SECTION.FIELD VALUE ...]")
-    parser.add_argument("--config", metavar="RUN.yaml", default=argparse.SUPPRESS,
-                        help="The YAML; of several the later wins, value by value.")  # fmt: skip
+    help_text = "The YAML; of several the later wins, value by value."
+    parser.add_argument("--config", metavar="RUN.yaml", default=argparse.SUPPRESS, help=help_text)
     groups: dict[str, Any] = {}
     same_key: dict[str, list[FieldEntry]] = {}
     for entry in entries():

@@ -87,8 +87,12 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     if check_paths and not problems.unexpanded:  # a missing path of that kind is one mistake
         check_on_disk(config, problems)
     problems.raise_if_any()
-    idle = [f"{section}.{name}" for section in ENTRIES for name in plugins.entries(section)
-            if name not in getattr(config, section)]  # fmt: skip
+    idle = [
+        f"{section}.{name}"
+        for section in ENTRIES
+        for name in plugins.entries(section)
+        if name not in getattr(config, section)
+    ]
     unnamed = [f"{key} of a plugin is not used: the run does not enable it (--{key} does)" for key in idle]
     return Parsed(config=config, places=problems.places, notes=(*problems.notes, *unnamed))
 
@@ -281,8 +285,8 @@ def _merge(
         elif isinstance(value, dict) and under is not None and (typed or key in maps):
             places.pop(key, None)  # the value below stays, and the reader reports it
             if key == "model.config" and isinstance(under, str):
-                problems.add(key, under, "is a path, and a flag gives one of its fields",
-                             "write all fields below model.config in a YAML")  # fmt: skip
+                remedy = "write all fields below model.config in a YAML"
+                problems.add(key, under, "is a path, and a flag gives one of its fields", remedy)
         elif not (isinstance(under, dict) and value is None and key in maps):
             below[name] = value
             for inner in [place_key for place_key in problems.places if place_key.startswith(f"{key}.")]:
@@ -328,8 +332,8 @@ def _typed_words(words: list[tuple[str, str]], problems: Problems) -> tuple[dict
         for holder in holders:
             node = node.setdefault(holder, {})
             if not isinstance(node, dict):
-                problems.add(f"--{key}", text, f"{holder} is {show(node)}, not a map with fields to override",
-                             "give one of the two", COMMAND_LINE)  # fmt: skip
+                reason = f"{holder} is {show(node)}, not a map with fields to override"
+                problems.add(f"--{key}", text, reason, "give one of the two", COMMAND_LINE)
                 break
         else:
             node[last] = _value_of(key, kind, text)

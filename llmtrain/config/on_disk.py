@@ -88,12 +88,12 @@ def check_tokenizer(config: RunConfig, key: str, given: str, folder: Path, probl
         reason = "" if same else difference(of_data, of_model, grown=key != "objective.teacher")
         first = special_tokens(of_model)[0] if texts and not reason else []
     except (OSError, DataError) as error:
-        problems.add(key, given, f"its tokenizer cannot be compared with that of {redact_text(data)}: {error}",
-                     "copy its tokenizer.json again")  # fmt: skip
+        reason = f"its tokenizer cannot be compared with that of {redact_text(data)}: {error}"
+        problems.add(key, given, reason, "copy its tokenizer.json again")
         return
     if reason:
-        problems.add(key, given, f"its tokenizer is another than that of {redact_text(data)}: {reason}",
-                     f"prepare the data with --tokenizer {given}, or name a model of the data's tokenizer")  # fmt: skip
+        remedy = f"prepare the data with --tokenizer {given}, or name a model of the data's tokenizer"
+        problems.add(key, given, f"its tokenizer is another than that of {redact_text(data)}: {reason}", remedy)
     elif texts and first != (begin := manifest.get("first_tokens", [])):
         how = "begin with other tokens than those of" if begin else "lack what goes before a text of"
         problems.notes.append(
@@ -108,8 +108,8 @@ def _check_packages(config: RunConfig, problems: Problems) -> None:
         if missing := sorted(package for package in packages if importlib.util.find_spec(package) is None):
             is_built_in = type(tracker).__module__.startswith("llmtrain.")
             what = f"'llmtrain[{name}]'" if is_built_in else " ".join(missing)
-            problems.add(f"trackers.{name}", asdict(tracker), f"needs {', '.join(missing)}, not installed here",
-                         f"pip install {what} on all hosts")  # fmt: skip
+            reason = f"needs {', '.join(missing)}, not installed here"
+            problems.add(f"trackers.{name}", asdict(tracker), reason, f"pip install {what} on all hosts")
 
 
 def refuse_if_preempted(config: RunConfig, places: Places) -> None:
@@ -179,14 +179,15 @@ def _check_measured(
     if field == "sets":
         _check_kind(config, key, path, manifest, problems)
     elif _format_of(manifest) != _QUESTIONS:
-        problems.add(key, path, "holds no multiple-choice questions", "prepare them with --format choices, or name the "
-                     "folder in eval.sets")  # fmt: skip
+        remedy = "prepare them with --format choices, or name the folder in eval.sets"
+        problems.add(key, path, "holds no multiple-choice questions", remedy)
         return
     least = 1 if isinstance(chat, dict) else length + 1
     sizes = [count for count in tokens.values() if isinstance(count, int)] if isinstance(tokens, dict) else []
     if field == "sets" and sizes and max(sizes) < least:
-        problems.add(key, path, f"neither of its splits ({' and '.join(map(str, sizes))} tokens) fills one sequence of "
-                     f"data.sequence_length {length}", "prepare more text, or lower data.sequence_length")  # fmt: skip
+        tokens = " and ".join(map(str, sizes))
+        reason = f"neither of its splits ({tokens} tokens) fills one sequence of data.sequence_length {length}"
+        problems.add(key, path, reason, "prepare more text, or lower data.sequence_length")
 
 
 def starts_from_model(config: RunConfig) -> bool:
@@ -411,17 +412,17 @@ def check_teacher_folder(config: RunConfig, problems: Problems) -> None:
     if folder is None or is_remote(folder):
         _check_url(key, folder, revision, problems)
     elif not os.path.isfile(os.path.join(folder, "config.json")):
-        problems.add(key, folder, *(_no_model(Path(folder)) or (
-            f"no such folder with a config.json (looked from {os.getcwd()})",
-            "give a local Hugging Face folder, or ORG/NAME on the Hub")))  # fmt: skip
+        missing = f"no such folder with a config.json (looked from {os.getcwd()})"
+        remedy = "give a local Hugging Face folder, or ORG/NAME on the Hub"
+        problems.add(key, folder, *(_no_model(Path(folder)) or (missing, remedy)))
     else:
         _check_revision(f"{key}_revision", revision, folder, problems)
 
 
 def _check_revision(key: str, revision: str | None, folder: str, problems: Problems) -> None:
     if revision is not None:
-        problems.add(key, revision, f"goes with a name on the Hub, and {folder} is a folder here",
-                     "remove it, or write ORG/NAME of a repository")  # fmt: skip
+        reason = f"goes with a name on the Hub, and {folder} is a folder here"
+        problems.add(key, revision, reason, "remove it, or write ORG/NAME of a repository")
 
 
 def _check_url(key: str, given: str | None, revision: str | None, problems: Problems) -> None:

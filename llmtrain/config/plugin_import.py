@@ -82,8 +82,8 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
         raise ConfigError(f"{FLAG} {word}: {what}. {remedy}") from None
     if log.reopen():
         raise ConfigError(f"{FLAG} {word}: its import closes sys.stdout, where the run prints. Remove that")
-    own = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, (Choice, Entry))
-           and within(cls, {module.__name__})]  # fmt: skip
+    classes = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, (Choice, Entry))]
+    own = [cls for cls in classes if within(cls, {module.__name__})]
     for cls in own:
         _check_fields(cls, word)
         check_methods(cls, f"{FLAG} {word}")
@@ -94,8 +94,7 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
                 f"{FLAG} {word}: class {cls.__name__} has no name, and no configuration can select it. "
                 f'Write class {cls.__name__}({base}, {cls.KEYWORD}="{name}")'
             )
-    selectable = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, (Choice, Entry))
-                  and not cls.__module__.startswith("llmtrain.") and _selectable(cls)]  # fmt: skip
+    selectable = [cls for cls in classes if not cls.__module__.startswith("llmtrain.") and _selectable(cls)]
     if not own and not selectable:  # a file may import its classes from a package
         raise ConfigError(
             f"{FLAG} {word}: defines no class of a plugin, and would change nothing. Derive a class from "
@@ -126,8 +125,8 @@ def carried() -> dict[str, str]:
 
     Raises ConfigError for files that are too large.
     """
-    files = {plugin.given: base64.b64encode(zlib.compress(plugin.source, 9)).decode() for plugin in current
-             if plugin.source is not None}  # fmt: skip
+    sources = {plugin.given: plugin.source for plugin in current if plugin.source is not None}
+    files = {word: base64.b64encode(zlib.compress(source, 9)).decode() for word, source in sources.items()}
     if not files:
         return {}
     if len(text := json.dumps(files)) > _MOST_CARRIED:
@@ -202,10 +201,11 @@ def check_methods(cls: type, given: str) -> None:
     that it needs. Raises ConfigError."""
     ours = next(base for base in cls.__mro__ if base.__module__.startswith("llmtrain.") and not within(base, modules))
     theirs = cls.__mro__[: cls.__mro__.index(ours)]
-    known = {name: each for name, each in inspect.getmembers(ours, inspect.isfunction)
-             if not name.startswith("_") and name not in getattr(ours, "own_methods", ())}  # fmt: skip
-    own = {name: each for base in reversed(theirs) for name, each in vars(base).items()
-           if isinstance(each, FunctionType) and not name.startswith("_")}  # fmt: skip
+    uncalled = getattr(ours, "own_methods", ())
+    callable_methods = inspect.getmembers(ours, inspect.isfunction)
+    known = {name: method for name, method in callable_methods if not name.startswith("_") and name not in uncalled}
+    members = [member for base in reversed(theirs) for member in vars(base).items()]
+    own = {name: each for name, each in members if isinstance(each, FunctionType) and not name.startswith("_")}
     for name, method in own.items():
         if name not in known:
             near = closest(name, known)

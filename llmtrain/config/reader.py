@@ -108,8 +108,8 @@ def _lines(key: str, path: str, problems: Problems) -> list[str]:
             problems.add(key, path, "has no line with text", "write an entry on each line")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        problems.add(key, path, f"cannot be read: {reason} (looked from {Path.cwd()})",
-                     'give the path of a file with an entry on each line, or a list: ["..."]')  # fmt: skip
+        remedy = 'give the path of a file with an entry on each line, or a list: ["..."]'
+        problems.add(key, path, f"cannot be read: {reason} (looked from {Path.cwd()})", remedy)
     return lines
 
 
@@ -330,8 +330,8 @@ def _check_text(value: str, key: str, problems: Problems) -> None:
         problems.add(key, value, "has control characters, which a terminal obeys", "leave them out")
     elif section in Entry.SECTIONS and holds_secret(value):
         entry = Entry.SECTIONS[section].get(name, Entry)
-        problems.add(key, redact_text(value), "has a secret, which config.yaml and each checkpoint would keep",
-                     f"leave it to {entry.OF_SECRETS}")  # fmt: skip
+        reason = "has a secret, which config.yaml and each checkpoint would keep"
+        problems.add(key, redact_text(value), reason, f"leave it to {entry.OF_SECRETS}")
 
 
 def host_path(key: str, path: str, problems: Problems) -> str:
@@ -348,8 +348,8 @@ def host_path(key: str, path: str, problems: Problems) -> str:
     if unset := re.search(r"^~\w*|\$\w+|\$\{[^}]*\}?", meant):
         if problems.paths:
             problems.unexpanded = True
-            problems.add(key, path, f"{unset[0]} means nothing here", "set the variable for every rank (llmtrain "
-                         "launch --env-file does), or write the path out")  # fmt: skip
+            remedy = "set the variable for every rank (llmtrain launch --env-file does), or write the path out"
+            problems.add(key, path, f"the variable {unset[0]} is not set here", remedy)
         return path
     problems.notes.append(f"{key}: {path} is {meant} here")
     return meant

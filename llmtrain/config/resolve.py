@@ -45,8 +45,8 @@ def resolve(
     run = replace(run, mix=replace(run.mix, degrees=spread(run.mix.degrees, path, world_size, world, problems)))
     declared, data_parallel = tree.get("data_parallel_size"), run.mix.degrees.data
     if declared not in (None, "auto", data_parallel):
-        problems.add("data_parallel_size", declared, f"the data-parallel degree is {data_parallel}: {world}",
-                     "remove it: the launcher decides it", path)  # fmt: skip
+        reason = f"the data-parallel degree is {data_parallel}: {world}"
+        problems.add("data_parallel_size", declared, reason, "remove it: the launcher decides it", path)
     of_features = features.rules(config)
     rules.refuse((*rules.OF_FORMS, *of_features.of_forms), run, config, problems, *trees)
     for each, whole in stage_views(config):
@@ -93,8 +93,8 @@ def _stages(config: RunConfig, degrees: Degrees, world: str, problems: Problems)
     counts["micro_batch"] = 1 if counts["micro_batch"] == "auto" else counts["micro_batch"]
     batches: list[Batch] = []
     for number, (data_of_stage, stage) in enumerate(zip(data, [None, *config.data.stages], strict=True)):
-        where = "; ".join(f"train.{name}: {problems.places.get(f'train.{name}', 'the YAML')}"
-                          for name, count in counts.items() if count is not None)  # fmt: skip
+        keys = [f"train.{name}" for name, count in counts.items() if count is not None]
+        where = "; ".join(f"{key}: {problems.places.get(key, 'the YAML')}" for key in keys)
         if stage is not None:
             key, counts, last = f"data.stages[{number - 1}].train", _numbers(stage.train), batches[-1]
             where = f"{key}: {problems.places.get(key, 'the YAML')}"
@@ -161,8 +161,13 @@ def solve(
             f"{product}, or leave one of the three out",
         )
         return None
-    return Batch(global_batch=global_batch, micro_batch=micro_batch, accumulation=accumulation,
-                 data_parallel=data_parallel, sequence_length=sequence_length)  # fmt: skip
+    return Batch(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        data_parallel=data_parallel,
+        sequence_length=sequence_length,
+    )
 
 
 def _with_modes(config: RunConfig) -> RunConfig:

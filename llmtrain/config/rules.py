@@ -179,8 +179,11 @@ def figures_of(config: RunConfig) -> list[str]:
 
 
 def _sets(wrong: Callable[[str], bool]) -> Callable[[RunConfig], list[str]]:
-    return lambda run: [f"eval.{field}.{name}" for field, names in (("sets", run.eval.sets),
-                        ("choices", run.eval.choices)) for name in names if wrong(name)]  # fmt: skip
+    def names(run: RunConfig) -> list[str]:
+        keys = [f"sets.{name}" for name in run.eval.sets] + [f"choices.{name}" for name in run.eval.choices]
+        return [f"eval.{key}" for key in keys if wrong(key.partition(".")[2])]
+
+    return names
 
 
 def _figure(key: str) -> str:

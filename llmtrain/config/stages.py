@@ -124,7 +124,7 @@ class Batch:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stage:
     """Consecutive steps with the same data, batch and schedule."""
 
@@ -268,6 +268,6 @@ def stages_of(config: DataConfig, schedule: Schedule, batches: Sequence[Batch]) 
     for first, data, batch, own, rope in zip(firsts, data_of(config), batches, given, ropes, strict=True):
         of_before = (found[-1].schedule, found[-1].schedule_from) if found else (schedule, 0)
         shape, since = of_before if own is None else (own, first)
-        found.append(Stage(first_step=first, data=data, batch=batch, schedule=shape, schedule_from=since,
-                           rope={**(found[-1].rope if found else {}), **(rope or {})}))  # fmt: skip
+        rope = {**(found[-1].rope if found else {}), **(rope or {})}
+        found.append(Stage(first, data, batch, schedule=shape, schedule_from=since, rope=rope))
     return Stages(tuple(found))

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -120,8 +121,9 @@ class CachedFolder:
     def _sums(self) -> dict[str, str]:
         rows = {
             Path(shard.file).with_suffix(".rows").name: shard.rows
-            for shards in self.manifest.shards.values() for shard in shards if shard.rows
-        }  # fmt: skip
+            for shard in chain(*self.manifest.shards.values())
+            if shard.rows
+        }
         return {"tokenizer/tokenizer.json": self.manifest.tokenizer_fingerprint, **rows}
 
     def size(self, name: str) -> int | None:
@@ -139,9 +141,8 @@ class CachedFolder:
     def _fetch(self, names: list[str]) -> None:
         known = self._known()
         missing = [
-            name for name in names
-            if known.get(name) != self._listed[name].version or not (self.path / name).is_file()
-        ]  # fmt: skip
+            name for name in names if known.get(name) != self._listed[name].version or not (self.path / name).is_file()
+        ]
         if not missing:
             return
         remove_partials(self.path, missing)

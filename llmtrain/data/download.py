@@ -81,8 +81,9 @@ class _Download:
     def _fetch(self, shard: tuple[str, str]) -> None:
         (url, file), began = shard, time.monotonic()
         size = self._set(url).fetch_shard(file)
-        self._tell("data_fetched", url=self._set(url).name, file=file, bytes=size,
-                   seconds=round(time.monotonic() - began, 3))  # fmt: skip
+        self._tell(
+            "data_fetched", url=self._set(url).name, file=file, bytes=size, seconds=round(time.monotonic() - began, 3)
+        )
 
 
 def main() -> None:

@@ -140,9 +140,13 @@ class Manifest:
 
 
 def data_fingerprint(
-    dtype: str, vocab_size: int, separator_id: int, tokenizer: str, shards: dict[str, tuple[Shard, ...]],
+    dtype: str,
+    vocab_size: int,
+    separator_id: int,
+    tokenizer: str,
+    shards: dict[str, tuple[Shard, ...]],
     first_tokens: tuple[int, ...] = (),
-) -> str:  # fmt: skip
+) -> str:
     parts = [dtype, vocab_size, separator_id, tokenizer, *filter(None, [first_tokens])]
     listed = [
         [split, shard.tokens, shard.xxh3, *filter(None, [shard.rows])] for split in SPLITS for shard in shards[split]
@@ -213,8 +217,10 @@ def other_begin(first: Manifest, second: Manifest, names: tuple[str, str]) -> st
     if first.chat is not None or second.chat is not None or first.first_tokens == second.first_tokens:
         return ""
     more, bare = names if first.first_tokens else names[::-1]
-    return (f"the texts of {more} begin with the tokens that the tokenizer puts there, those of {bare} do not; prepare "
-            f"{bare} again, or {more} with --no-special-tokens")  # fmt: skip
+    return (
+        f"the texts of {more} begin with the tokens that the tokenizer puts there, those of {bare} do not; prepare "
+        f"{bare} again, or {more} with --no-special-tokens"
+    )
 
 
 def _shard(entry: dict[str, Any]) -> Shard:

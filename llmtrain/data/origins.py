@@ -59,9 +59,14 @@ def write_origins(
     path = origins_path(shard)
     partial = path.with_name(path.name + ".tmp")
     pq.write_table(
-        pa.table(columns), partial, row_group_size=_GROUP, compression="zstd", use_dictionary=["file"],
-        column_encoding={"end": "DELTA_BINARY_PACKED", "record": "DELTA_BINARY_PACKED"}, write_page_checksum=True,
-    )  # fmt: skip
+        pa.table(columns),
+        partial,
+        row_group_size=_GROUP,
+        compression="zstd",
+        use_dictionary=["file"],
+        column_encoding={"end": "DELTA_BINARY_PACKED", "record": "DELTA_BINARY_PACKED"},
+        write_page_checksum=True,
+    )
     digest = xxhash.xxh3_64_hexdigest(partial.read_bytes())
     partial.replace(path)
     return digest

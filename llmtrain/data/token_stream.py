@@ -67,8 +67,8 @@ class TokenStream:
         """Read missing parts of spans, (start, length) each, for `read` until the next call. Raises DataError."""
         if self._cached is None:
             return
-        pieces = [piece for piece in dict.fromkeys(piece for span in spans for piece in self._pieces(*span))
-                  if self._map(piece.shard) is None]  # fmt: skip
+        unique = dict.fromkeys(piece for span in spans for piece in self._pieces(*span))
+        pieces = [piece for piece in unique if self._map(piece.shard) is None]
         self._fetched = dict(zip(pieces, self._from_store(self._cached, pieces), strict=True))
 
     def _pieces(self, start: int, length: int) -> Iterator[_Piece]:

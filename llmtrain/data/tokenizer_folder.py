@@ -93,8 +93,10 @@ def refuse_unsafe(folder: Path) -> None:
         )
     for part in ("normalizer", "decoder"):
         if (growth := _growth(given.get(part) if isinstance(given, dict) else None)) > _GROWTH:
-            raise DataError(f"{path}: its {part} turns one character into up to {growth:.3g}, and no text needs more "
-                            f"than {_GROWTH}: take the tokenizer from another source")  # fmt: skip
+            raise DataError(
+                f"{path}: its {part} turns one character into up to {growth:.3g}, and no text needs more "
+                f"than {_GROWTH}: take the tokenizer from another source"
+            )
 
 
 def _growth(step: Any) -> float:

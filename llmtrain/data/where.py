@@ -87,8 +87,10 @@ def spans(run: Path) -> list[Span]:
             if not (found[-1].batch and found[-1].folders):  # of numbers and texts
                 raise LookupError
     except (LookupError, TypeError, ValueError, AttributeError):
-        raise DataError(f"{run}/events.jsonl: the row {untrusted.shown(row, 100)} does not say which data is read from "
-                        "which step on; restore it, or remove it if it is foreign") from None  # fmt: skip
+        raise DataError(
+            f"{run}/events.jsonl: the row {untrusted.shown(row, 100)} does not say which data is read from "
+            "which step on; restore it, or remove it if it is foreign"
+        ) from None
     if not found:
         raise DataError(f"--run {run}: its events.jsonl does not say what it has read; give the folder of a run")
     return found

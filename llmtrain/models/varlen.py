@@ -237,9 +237,17 @@ def _flash(
 
 
 def _flash_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
-    longest: int, scale: float | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     shared = query.shape[1] // key.shape[1]
     repeated = shared > 1 and not _shares_heads()
     if repeated:
@@ -266,9 +274,17 @@ def _one_by_one(
 
 
 def _one_by_one_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
-    longest: int, scale: float | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by definition, in fp32: no autograd reaches into an operator. [shared heads, T, T] at a time."""
     of_q, of_k, of_v = (torch.empty_like(tensor) for tensor in (query, key, value))
     shared, scale = query.shape[1] // key.shape[1], query.shape[2] ** -0.5 if scale is None else scale

@@ -133,8 +133,8 @@ def _curve(got: Trace, want: list[Trace], what: str, least: float) -> list[Diffe
     if not reference:
         return []
     scale = reference if what == "gradient norm" else [1.0] * len(reference)
-    parted = [abs(a - b) / s for one, other in combinations([reference, *others], 2)
-              for a, b, s in zip(one, other, scale, strict=True)]  # fmt: skip
+    pairs = combinations([reference, *others], 2)
+    parted = [abs(a - b) / s for one, other in pairs for a, b, s in zip(one, other, scale, strict=True)]
     tolerated = max(least, SPREADS * max(parted))
     return [
         Difference(kind=what, step=step, got=abs(a - b) / s, tolerated=tolerated, note=f"{a:.6g}, expected {b:.6g}")

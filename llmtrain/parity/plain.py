@@ -99,8 +99,8 @@ def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> T
     spec = ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
     source = loud_source(spec, config.train.seed)
     beside = None if config.adapter.r is None else frozen_beside(model, config.adapter)
-    chosen = {n for n, p in model.named_parameters() if p.requires_grad and (
-        not _trains(n, config.model) if beside is None else n in beside)}  # fmt: skip
+    trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+    chosen = {n for n in trainable if (not _trains(n, config.model) if beside is None else n in beside)}
     for name in chosen:
         model.get_parameter(name).requires_grad_(False)
     adapt_plainly(model, config.adapter, summed=order.halves and config.model.fp8 is None)

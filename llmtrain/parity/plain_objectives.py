@@ -132,8 +132,8 @@ def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
     model = ModelConfig(config=fields, attention="eager")
     spec = ModelSpec.of(model)
     if spec.facts.vocab_size != words:
-        raise stop(KEY, folder, f"gives logits of other words than the student ({spec.facts.vocab_size:,}, {words:,})",
-                   "choose a teacher and a student of the same vocabulary")  # fmt: skip
+        reason = f"gives logits for {spec.facts.vocab_size:,} tokens, and the student for {words:,}"
+        raise stop(KEY, folder, reason, "choose a teacher and a student of the same vocabulary")
     source = LoudSource(spec, _SEED, torch.device("cpu"))
     hf = AutoModelForCausalLM.from_config(load_config(model), attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():

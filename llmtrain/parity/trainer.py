@@ -100,8 +100,7 @@ def train_steps(setup: Setup, first: int, last: int, parts: list[Part]) -> Trace
             trace.losses.append(session.figures(done)["loss"])
             trace.norms.append(math.nan if norm is None else float(norm))
             for part in parts:
-                part.after_step(Done(**vars(done), position=Position(step=step + 1), complete=False,
-                                     data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
+                part.after_step(Done(**vars(done), position=Position(step=step + 1)))
             trace.parameters.append(_values(engine, ranks, parts))
             if step == 0:
                 trace.gradients = whole_tensors(engine, ranks, "exp_avg")

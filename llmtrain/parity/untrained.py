@@ -80,8 +80,15 @@ def _plan(config: RunConfig, run: Run) -> list[Any]:
     """Return the stages by their definition: a value that a stage does not name is inherited from the stage before
     it."""
     ranks, train, folders, sets, parts = run.batch.data_parallel, run.config.train, config.data.folders, [], []
-    now = SimpleNamespace(first=0, length=config.data.sequence_length, micro=train.micro_batch,
-                          batch=train.global_batch, schedule=run.config.schedule, since=0, rope={})  # fmt: skip
+    now = SimpleNamespace(
+        first=0,
+        length=config.data.sequence_length,
+        micro=train.micro_batch,
+        batch=train.global_batch,
+        schedule=run.config.schedule,
+        since=0,
+        rope={},
+    )
     for number, stage in enumerate([None, *config.data.stages]):
         if stage is not None:
             now, given = SimpleNamespace(**vars(now)), stage.train

@@ -171,8 +171,14 @@ def _compare(folder: Path, name: str, steps: int, world_size: int) -> bool:
                 least = max(_NUDGE[name], _LEAST.get(key[0], _OUTPUT) if name == "fp32" else 0.0)
                 spread = max((_relative(other[key][1], want) for other in nudged if key in other), default=0.0)
                 note = f"rank {rank}, by {code}" + (f", there {other_code}" if code != other_code else "")
-                one = Difference(kind=key[0], name=" of ".join(filter(None, key[:2])), step=step, note=note,
-                                 got=_relative(got, want), tolerated=max(least, SPREADS * spread))  # fmt: skip
+                one = Difference(
+                    kind=key[0],
+                    name=" of ".join(filter(None, key[:2])),
+                    step=step,
+                    note=note,
+                    got=_relative(got, want),
+                    tolerated=max(least, SPREADS * spread),
+                )
                 equal, count, worst = equal + (not one.got), count + 1, max(worst, one, key=lambda each: each.ratio)
                 if one.ratio > 1:
                     first.setdefault(place, (one, share(got[1], want[1])))

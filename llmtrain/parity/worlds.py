@@ -188,8 +188,9 @@ def _tell(
     found = tie(got, want, verdict, more, split=split) if sharp and not verdict.passed else None
     if found is not None and found.proves:
         print("\n".join([*report(title, found.verdict), f"        {found.line()}"]), flush=True)
-        before = compare(got.until(found.step - 1), [trace.until(found.step - 1) for trace in want], fp32=True,
-                         split=split) if found.step > 1 else None  # fmt: skip
+        before, last = None, found.step - 1
+        if last:
+            before = compare(got.until(last), [trace.until(last) for trace in want], fp32=True, split=split)
         return SAME if before is None or before.blunt is None else _no_answer(before.blunt, recipe)
     if verdict.passed and verdict.blunt is not None:
         print("\n".join(report(title, verdict, passes="NO ANSWER")), flush=True)

@@ -106,12 +106,19 @@ def examine(run: Run) -> Examined:
             from llmtrain.checkpoint.meaning import refuse_other_base
 
             refuse_other_base(Path(config.adapter.start) / MARK, spec.config)
-    undivided = [f"eval.sets.{name}: {config.eval.sets[name]} has no validation split, and all of its sequences count"
-             for name, source in sets.items() if source.whole]  # fmt: skip
+    whole = {name: config.eval.sets[name] for name, source in sets.items() if source.whole}
+    of_all = "has no validation split, and all of its sequences count"
+    undivided = [f"eval.sets.{name}: {folder} {of_all}" for name, folder in whole.items()]
     notes = (*notes, *_epochs(run, [data, *later]), *_too_large(run, spec), *undivided)
     run = replace(run, notes=(*run.notes, *notes, *_cut(choices, config.data.sequence_length)))
-    opened = RunData(stages=(data, *later), sets=sets, choices=choices, references=references,
-                     teachers=teachers, teacher_config=None if config.objective.reference else compared)  # fmt: skip
+    opened = RunData(
+        stages=(data, *later),
+        sets=sets,
+        choices=choices,
+        references=references,
+        teachers=teachers,
+        teacher_config=None if config.objective.reference else compared,
+    )
     return run, spec, opened
 
 
@@ -150,8 +157,8 @@ def stage_key(stage: Stage) -> str:
 
 def in_stages(stages: Stages, data: Sequence[TrainData]) -> list[tuple[Stage, TrainData]]:
     """Return each data set once, with its first stage. `data`: one per stage."""
-    return [(stage, own_data) for number, (stage, own_data) in enumerate(zip(stages, data, strict=True))
-            if own_data not in data[:number]]  # fmt: skip
+    pairs = enumerate(zip(stages, data, strict=True))
+    return [(stage, own_data) for number, (stage, own_data) in pairs if own_data not in data[:number]]
 
 
 @contextlib.contextmanager
@@ -206,9 +213,12 @@ def _check_tokenizer(key: str, manifest: Manifest, name: str, data: TrainData) -
 
 
 def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
-    return [f"eval.choices.{name}: {questions.cut} of {questions.rows} choices with their question have more than "
-            f"data.sequence_length {length} tokens; they lose their beginning"
-            for name, questions in choices.items() if questions.cut]  # fmt: skip
+    return [
+        f"eval.choices.{name}: {questions.cut} of {questions.rows} choices with their question have more than "
+        f"data.sequence_length {length} tokens; they lose their beginning"
+        for name, questions in choices.items()
+        if questions.cut
+    ]
 
 
 def _try_plugins(run: Run) -> None:

@@ -162,8 +162,8 @@ def _write_teacher(
                 collect = Likeliest(column.top_k, column.temperature)
                 figures, counted = setup.engine.evaluate(some, collect)
                 left, tokens = left + (figures["loss"] * counted if counted else 0.0), tokens + counted
-                mine = [(samples, words.numpy().astype(column.dtype), logs.numpy()) for samples, words, logs in
-                        collect.found] if place.tensor == place.sequence == 0 else []  # fmt: skip
+                outputs = collect.found if place.tensor == place.sequence == 0 else []
+                mine = [(rows, words.numpy().astype(column.dtype), logs.numpy()) for rows, words, logs in outputs]
                 every = ranks.gather_to_first(mine)
                 with ranks.together():
                     if writer is not None:

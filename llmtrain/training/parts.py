@@ -54,13 +54,13 @@ class Done(Step):
 
     position: Position
     """After the step, and after the parts before this one in the list."""
-    complete: bool
+    complete: bool = False
     """The run has all of its steps."""
-    data_wait_s: float
+    data_wait_s: float = 0.0
     """Seconds that this rank waited for the batch."""
-    step_s: float
+    step_s: float = 0.0
     """Seconds that the step took on this rank."""
-    comm_s: float
+    comm_s: float = 0.0
     """Seconds of these inside collectives that the watch counts (base/rank/heartbeat.py)."""
 
     @property

@@ -88,8 +88,9 @@ def alike(kind: RowKind, window: Window) -> AnswerWindow:
         )
         positions[at : at + size] = np.arange(size)
     reference = None if window.reference is None else window.reference[[0] * count]
-    return replace(window, inputs=inputs, labels=labels, positions=positions, rows=window.rows[[0] * count],
-                   reference=reference, facts=kind.alike(window.facts, count))  # fmt: skip
+    facts, rows = kind.alike(window.facts, count), window.rows[[0] * count]
+    tokens = replace(window, inputs=inputs, labels=labels, positions=positions)
+    return replace(tokens, rows=rows, reference=reference, facts=facts)
 
 
 @dataclass(frozen=True)
@@ -260,8 +261,10 @@ def prove_start(
     few, one = batch.micro_batch, 1
     with ranks.together():  # a damaged shard is met by one rank
         first = list(batches_of(data.kind, data.window_at, few * batch.data_parallel, few, *dealt))
-        equal = list(batches_of(data.kind, lambda _: alike(data.kind, data.window_at(0)), batch.data_parallel, one,
-                                *dealt)) if isinstance(config.objective, OverAnswers) else []  # fmt: skip
+        equal: list[MicroBatch] = []
+        if isinstance(config.objective, OverAnswers):
+            window = alike(data.kind, data.window_at(0))
+            equal = list(batches_of(data.kind, lambda _: window, batch.data_parallel, one, *dealt))
     known = Known(config, run.mix.precision, engine.evaluate, objective, reference, first, equal, own_teacher)
     with compiler.uncompiled():
         for error in known.broken(engine.module):  # of numbers that all ranks have

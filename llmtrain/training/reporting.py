@@ -380,10 +380,16 @@ class StageBorders(Part):
         stage = self._course.at(position.step).stage
         of, data = self._course.stages[stage], self._course.data[stage]
         self._tracker.event(
-            "reads", step=position.step, next=position.sample_index, data=asdict(of.data), fingerprint=data.fingerprint,
-            global_batch=of.batch.global_batch, accumulation=of.batch.accumulation, degrees=self._degrees,
+            "reads",
+            step=position.step,
+            next=position.sample_index,
+            data=asdict(of.data),
+            fingerprint=data.fingerprint,
+            global_batch=of.batch.global_batch,
+            accumulation=of.batch.accumulation,
+            degrees=self._degrees,
             shares=self._loader.shares,
-        )  # fmt: skip
+        )
         if not self._several:
             return
         what, tokens = self._course.describe(stage), self._course.stages[stage].batch.tokens

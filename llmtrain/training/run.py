@@ -141,9 +141,19 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
             stack.push(functools.partial(_close, parts))
             tracker.event("resume" if start.position.step else "start", step=start.position.step, lines=start.lines)
             loader = stack.enter_context(setup.loader(start.position.sample_index, step=start.position.step))
-            launch = Launch(setup=setup, start=start, folder=folder, checkpoints=checkpoints, requests=requests,
-                            tracker=tracker, session=session, loader=loader, parts=parts, began_s=began_s,
-                            speed=throughput_of(setup, start.position.step))  # fmt: skip
+            launch = Launch(
+                setup=setup,
+                start=start,
+                folder=folder,
+                checkpoints=checkpoints,
+                requests=requests,
+                tracker=tracker,
+                session=session,
+                loader=loader,
+                parts=parts,
+                began_s=began_s,
+                speed=throughput_of(setup, start.position.step),
+            )
             for part in _parts(launch):
                 parts.append(part)
                 if start.folder is not None and (entry := start.kept.get(part.key)):
@@ -275,8 +285,14 @@ def train_steps(launch: Launch) -> tuple[Position, bool]:
                 gc.collect()
             step_s, comm_s = heart.end_step(position.step)
             for part in parts:
-                done = Done(**vars(step), position=position, complete=complete(), data_wait_s=waited_s, step_s=step_s,
-                            comm_s=comm_s)  # fmt: skip
+                done = Done(
+                    **vars(step),
+                    position=position,
+                    complete=complete(),
+                    data_wait_s=waited_s,
+                    step_s=step_s,
+                    comm_s=comm_s,
+                )
                 position = part.after_step(done) or position
             stopped = step.agreed.stop and not complete()
             goes_on = not (complete() or step.agreed.stop)

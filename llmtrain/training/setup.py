@@ -181,16 +181,24 @@ class Setup:
 
             prove_alike(self.run.config.objective, self.ranks)
         row = torch.from_numpy(self.data.first.sequence(0)[0])
-        prove_loss(self.engine, row, self.ranks, shared_by=self.run.mix.degrees.sequence,
-                   isolate_documents=self.run.config.data.isolate_documents)  # fmt: skip
+        shared_by, isolated = self.run.mix.degrees.sequence, self.run.config.data.isolate_documents
+        prove_loss(self.engine, row, self.ranks, shared_by=shared_by, isolate_documents=isolated)
         of_tokens = isinstance(self.objective, NextTokenLoss)
         if self.initial_weights is None or (of_tokens and self.run.config.adapter.r is None):
             return
         from llmtrain.training.proofs import prove_start
 
         for stage, data in in_stages(self.course.stages, self.course.data):
-            prove_start(self.engine, self.run, self.objective, self._with_reference, (stage, data),
-                        self.mesh.place, self.ranks, own_teacher=self.teacher == self.initial_weights)  # fmt: skip
+            prove_start(
+                self.engine,
+                self.run,
+                self.objective,
+                self._with_reference,
+                (stage, data),
+                self.mesh.place,
+                self.ranks,
+                own_teacher=self.teacher == self.initial_weights,
+            )
 
     def session(self, step: int = 0) -> Session:
         """`step`: optimizer steps done before, skipped ones included."""
@@ -204,8 +212,14 @@ class Setup:
     def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None, *, step: int = 0) -> TrainLoader:
         """`sequences`: per step, by data-parallel rank; None: equal shares. `step`: steps done before."""
         pins = self.ranks.device.type == "cuda"
-        return TrainLoader(self.course, rank=self.mesh.place.data, start_index=start_index, pin_memory=pins,
-                           sequences=sequences, step=step)  # fmt: skip
+        return TrainLoader(
+            self.course,
+            rank=self.mesh.place.data,
+            start_index=start_index,
+            pin_memory=pins,
+            sequences=sequences,
+            step=step,
+        )
 
 
 def with_attention(run: Run, spec: ModelSpec, device: torch.device) -> tuple[ModelSpec, list[str]]:

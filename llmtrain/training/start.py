@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 class Start:
     trainer: TrainerState
     """What stays the same during the launch; each save adds its position."""
-    position: Position
     frozen: FrozenSource
     """Parameters that checkpoints name without their values."""
-    saved_step: int | None
-    """The step whose checkpoint the run's folder holds already."""
-    folder: Path | None
-    """The checkpoint that the run resumes with all of its state."""
-    kept: dict[str, Any]
-    """Its entries of the run's parts, by key."""
     lines: list[str]
     """To log."""
+    position: Position = field(default_factory=Position)
+    saved_step: int | None = None
+    """The step whose checkpoint the run's folder holds already."""
+    folder: Path | None = None
+    """The checkpoint that the run resumes with all of its state."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Its entries of the run's parts, by key."""
 
     @property
     def run_id(self) -> str:
@@ -62,8 +62,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     if not candidates:
         source, checksums = setup.start()
         frozen = frozen_source(source, spec.frozen, checksums)
-        return Start(trainer=trainer, position=Position(), frozen=frozen, saved_step=None, folder=None, kept={},
-                     lines=_frozen_lines(frozen))  # fmt: skip
+        return Start(trainer=trainer, frozen=frozen, lines=_frozen_lines(frozen))
     from llmtrain.checkpoint.load import resume
 
     with ranks.together():
@@ -72,9 +71,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     lines = [*resumed.lines, *_frozen_lines(frozen)]
     trainer = replace(trainer, began_from=resumed.began_from)
     if resumed.weights_only:
-        return Start(
-            trainer=trainer, position=Position(), frozen=frozen, saved_step=None, folder=None, kept={}, lines=lines
-        )
+        return Start(trainer=trainer, frozen=frozen, lines=lines)
     saved = resumed.trainer  # made by other tools, it may lack what they do not know
     if not trainer.sampling:  # the folder may be gone by now
         trainer = replace(trainer, sampling=saved.sampling or {})
@@ -90,8 +87,15 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     same_run = resumed.folder.parent == checkpoints.path
     if same_run:  # several runs may branch off another one's checkpoint
         trainer = replace(trainer, run_id=saved.run_id or trainer.run_id)
-    return Start(trainer=trainer, position=position, frozen=frozen, saved_step=position.step if same_run else None,
-                 folder=resumed.folder, kept=saved.entries, lines=lines)  # fmt: skip
+    return Start(
+        trainer=trainer,
+        position=position,
+        frozen=frozen,
+        saved_step=position.step if same_run else None,
+        folder=resumed.folder,
+        kept=saved.entries,
+        lines=lines,
+    )
 
 
 def state_before_training(setup: Setup) -> TrainerState:

@@ -49,11 +49,25 @@ class Trial:
         if not home.exists():
             bench.recipe(home, options, options.batch, STEPS, seed=1)
         words = [
-            "--sites.name", f"s{number}", "--sites.coordinator", self.address, "--sites.timeout_s", "5",
-            "--sites.start_sites", str(2 if number < 2 else 1), "--sites.pace", "measured",
-            "--sites.method", "local_sgd", "--sites.sync_every", "10", "--sites.compress", "int8",
-            "--checkpoint.every_steps", "20",
-        ]  # fmt: skip
+            "--sites.name",
+            f"s{number}",
+            "--sites.coordinator",
+            self.address,
+            "--sites.timeout_s",
+            "5",
+            "--sites.start_sites",
+            str(2 if number < 2 else 1),
+            "--sites.pace",
+            "measured",
+            "--sites.method",
+            "local_sgd",
+            "--sites.sync_every",
+            "10",
+            "--sites.compress",
+            "int8",
+            "--checkpoint.every_steps",
+            "20",
+        ]
         rank = bench.Rank(host, home, host.name, words, PACE_S=str(PACE_S))
         self.ranks.append(rank)
         return rank

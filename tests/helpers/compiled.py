@@ -170,9 +170,20 @@ def flash_on_cpu() -> None:
         lse = scores.logsumexp(-1) if lse is None else lse
         return (scores - lse.unsqueeze(-1)).exp(), lse
 
-    def forward(q: Any, k: Any, v: Any, bounds: Any, _key_bounds: Any, longest: int, _longest: int,
-                is_causal: bool = False, scale: Any = None, window_size: Any = None, enable_gqa: bool = False,
-                *_: Any) -> Any:  # fmt: skip
+    def forward(
+        q: Any,
+        k: Any,
+        v: Any,
+        bounds: Any,
+        _key_bounds: Any,
+        longest: int,
+        _longest: int,
+        is_causal: bool = False,
+        scale: Any = None,
+        window_size: Any = None,
+        enable_gqa: bool = False,
+        *_: Any,
+    ) -> Any:
         assert longest == int(bounds.diff().max()) and window_size[1] == 0
         assert (enable_gqa or q.shape[1] == k.shape[1]) and is_causal == (window_size[0] < 0)
         chosen, lse = probabilities(q, k, bounds, scale, window_size)

@@ -106,13 +106,27 @@ def trace(begun: int, done: int, ranks: int = 3) -> dict[str, Any]:
 
     def entry(number: int, state: str, p2p: bool = False) -> dict[str, Any]:
         return {
-            "record_id": number, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": number,
-            "p2p_seq_id": 0, "op_id": number, "profiling_name": "nccl:send 0->1" if p2p else "nccl:all_reduce",
-            "time_created_ns": 1763719200000000000, "input_sizes": [[29360128]], "input_dtypes": ["BFloat16"],
-            "output_sizes": [[29360128]], "output_dtypes": ["BFloat16"], "state": state, "timeout_ms": 600000,
-            "time_discovered_started_ns": 0, "time_discovered_completed_ns": 0, "retired": state == "completed",
-            "is_p2p": p2p, "thread_id": "140", "thread_name": "pt_main_thread",
-        }  # fmt: skip
+            "record_id": number,
+            "pg_id": 0,
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": number,
+            "p2p_seq_id": 0,
+            "op_id": number,
+            "profiling_name": "nccl:send 0->1" if p2p else "nccl:all_reduce",
+            "time_created_ns": 1763719200000000000,
+            "input_sizes": [[29360128]],
+            "input_dtypes": ["BFloat16"],
+            "output_sizes": [[29360128]],
+            "output_dtypes": ["BFloat16"],
+            "state": state,
+            "timeout_ms": 600000,
+            "time_discovered_started_ns": 0,
+            "time_discovered_completed_ns": 0,
+            "retired": state == "completed",
+            "is_p2p": p2p,
+            "thread_id": "140",
+            "thread_name": "pt_main_thread",
+        }
 
     numbers = range(max(1, begun - 3), begun + 1)
     entries = [entry(number, "completed" if number <= done else "scheduled") for number in numbers]

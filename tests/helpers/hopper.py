@@ -62,17 +62,35 @@ def pretend_device() -> None:
     import torch
 
     properties = SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32, total_memory=80 * 2**30,
-        gcnArchName="", shared_memory_per_block_optin=232448, shared_memory_per_block=49152,
+        name="NVIDIA H100 80GB HBM3",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+        total_memory=80 * 2**30,
+        gcnArchName="",
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_block=49152,
         L2_cache_size=50 * 2**20,
-    )  # fmt: skip
+    )
     answers = {
-        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": properties,
-        "get_device_capability": (9, 0), "set_device": None, "synchronize": None, "_lazy_init": None,
-        "get_rng_state": torch.get_rng_state(), "set_rng_state": None, "is_bf16_supported": True,
-        "_exchange_device": 0, "_maybe_exchange_device": 0,
-    }  # fmt: skip
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_properties": properties,
+        "get_device_capability": (9, 0),
+        "set_device": None,
+        "synchronize": None,
+        "_lazy_init": None,
+        "get_rng_state": torch.get_rng_state(),
+        "set_rng_state": None,
+        "is_bf16_supported": True,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+    }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
 
@@ -93,8 +111,16 @@ def pretend_device() -> None:
     torch.cuda.default_generators = (Generator(),)
     torch.version.cuda = "13.0"
 
-    def flash(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-              scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+    def flash(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
         """Compute as a GPU does without a mask; torch asks code of CUDA for the choice, which is not here."""
         assert attn_mask is None
         kernel = torch.ops.aten._scaled_dot_product_flash_attention

@@ -236,9 +236,17 @@ class _Nursery:
             streams = [number if number >= 0 else usual for usual, number in enumerate((reads, writes, errors))]
             kept = [number for number in kept if number != told]
             ignored = [int(n) for n in _HANDED_ON if signal.getsignal(n) == signal.SIG_IGN]
-            asked = {"argv": argv, "executable": None if self._folders[1] else sys.executable,
-                     "cwd": os.fsdecode(cwd) if cwd is not None else os.getcwd(), "env": env, "ignored": ignored,
-                     "session": bool(session), "group": group, "kept": kept, "dies": dies}  # fmt: skip
+            asked = {
+                "argv": argv,
+                "executable": None if self._folders[1] else sys.executable,
+                "cwd": os.fsdecode(cwd) if cwd is not None else os.getcwd(),
+                "env": env,
+                "ignored": ignored,
+                "session": bool(session),
+                "group": group,
+                "kept": kept,
+                "dies": dies,
+            }
             with contextlib.suppress(OSError), self._lock:
                 _send(self._door, asked, [*streams, *kept])
                 if pid := int.from_bytes(self._door.recv(4), "little"):
@@ -484,9 +492,22 @@ def _in_proc(argv: Sequence[str], env: Mapping[str, str]) -> None:
     _libc.sbrk.restype = ctypes.c_void_p
     (words_at, words_end), (env_at, env_end) = ((at := ctypes.addressof(buffer), at + len(buffer)) for buffer in _shown)
     told = struct.pack(
-        "12QIi", start_code, end_code, start_data, end_data, start_brk, _libc.sbrk(0), start_stack, words_at, words_end,
-        env_at, env_end, 0, 0, -1,
-    )  # fmt: skip
+        "12QIi",
+        start_code,
+        end_code,
+        start_data,
+        end_data,
+        start_brk,
+        _libc.sbrk(0),
+        start_stack,
+        words_at,
+        words_end,
+        env_at,
+        env_end,
+        0,
+        0,
+        -1,
+    )
     if _libc.prctl(_SET_MM, _SET_MM_MAP, told, ctypes.c_ulong(len(told)), 0):
         raise OSError(ctypes.get_errno(), "prctl: PR_SET_MM_MAP")
     _libc.prctl(_SET_NAME, os.path.basename(argv[1] if argv[1].endswith(SCRIPTS[1:]) else argv[0]).encode(), 0, 0, 0)

@@ -370,8 +370,16 @@ def test_an_adapter_stays_whole_under_zero_3(pools, small_data):
         "stage3_max_reuse_distance": 0,
     }
     attention = {"r": 128, "alpha": 128.0, "targets": ["*_proj"]}
-    case = Case(data=small_data, model=WIDE, adapter=attention, lr=LR, stage=3, steps=2, accumulation=2,
-                extra={"zero_optimization": zero, "activation_checkpointing": {}})  # fmt: skip
+    case = Case(
+        data=small_data,
+        model=WIDE,
+        adapter=attention,
+        lr=LR,
+        stage=3,
+        steps=2,
+        accumulation=2,
+        extra={"zero_optimization": zero, "activation_checkpointing": {}},
+    )
     shared = {**case.extra, "zero_optimization": {**zero, "stage3_param_persistence_threshold": 100_000}}
     (losses, whole), (same, apart) = (pools(2).run(gathered, each)[0] for each in (case, replace(case, extra=shared)))
     maps = 4  # of attention; those of the MLP are narrow here, and their adapters stay whole on both sides

@@ -25,9 +25,17 @@ pytestmark = pytest.mark.needs("peft")
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 MAMBA = {
-    "model_type": "mamba2", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4,
-    "head_dim": 8, "state_size": 4, "n_groups": 1, "expand": 2, "conv_kernel": 4,
-}  # fmt: skip
+    "model_type": "mamba2",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "head_dim": 8,
+    "state_size": 4,
+    "n_groups": 1,
+    "expand": 2,
+    "conv_kernel": 4,
+}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 

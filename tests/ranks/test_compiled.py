@@ -68,8 +68,17 @@ def test_documents_of_any_layout_share_one_graph_of_varlen_attention(pools, smal
 
     The code is CUDA's; its losses and norms are those of plain PyTorch with masks (fp32, another order of sums)."""
     model = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    case = Case(data=small_data, stage=1, accumulation=3, steps=4, model=model, length=256, attention="varlen",
-                isolate_documents=True, compile_layers=True)  # fmt: skip
+    case = Case(
+        data=small_data,
+        stage=1,
+        accumulation=3,
+        steps=4,
+        model=model,
+        length=256,
+        attention="varlen",
+        isolate_documents=True,
+        compile_layers=True,
+    )
     ((graphs, got),) = pools(1).run(varlen_as_on_cuda, case)
     assert graphs == 1
     want = plain_pytorch(replace(case, attention="sdpa"))
@@ -91,8 +100,18 @@ FORMS = {
 def test_all_layers_of_eight_steps_are_one_graph(pools, small_data, attention, stage, form):
     """Whatever the documents of a micro-batch are. torch.compile gives up after eight graphs."""
     model = {**LLAMA, "num_hidden_layers": 3, "max_position_embeddings": 128}
-    case = Case(data=small_data, stage=stage, accumulation=3, steps=8, model=model, length=128, attention=attention,
-                isolate_documents=True, compile_layers=True, **FORMS[form])  # fmt: skip
+    case = Case(
+        data=small_data,
+        stage=stage,
+        accumulation=3,
+        steps=8,
+        model=model,
+        length=128,
+        attention=attention,
+        isolate_documents=True,
+        compile_layers=True,
+        **FORMS[form],
+    )
     ((graphs, trace),) = pools(1).run(varlen_as_on_cuda, case, "eager")
     assert graphs == 1
     assert len(trace.losses) == 8

@@ -174,9 +174,18 @@ def test_ranks_that_choose_different_experts_do_not_wait_for_each_other(pools, s
         assert tokens == counted == [half, 2 * half, half, 0]
 
 
-JETMOE = {"model_type": "jetmoe", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "kv_channels": 16,
-          "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
-          "max_position_embeddings": 64}  # fmt: skip
+JETMOE = {
+    "model_type": "jetmoe",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "kv_channels": 16,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
 """Its attention never calls its block of experts, but two methods of it."""
 
 

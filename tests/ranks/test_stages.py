@@ -62,8 +62,16 @@ def sequences(data: str, other: str) -> list[list[tuple[TrainData, int]]]:
     """Of each step: eight steps as a person would write them down."""
     a, b = (TrainData(DataConfig(path=path, sequence_length=LENGTH)) for path in (data, other))
     long, full, half = TrainData(DataConfig(path=other, sequence_length=2 * LENGTH)), GLOBAL_BATCH, GLOBAL_BATCH // 2
-    rows = [(a, 0, full), (a, full, full), (b, 0, full), (b, full, full), (long, 0, half), (long, half, half),
-            (b, 2 * full, 2 * full), (b, 4 * full, 2 * full)]  # fmt: skip
+    rows = [
+        (a, 0, full),
+        (a, full, full),
+        (b, 0, full),
+        (b, full, full),
+        (long, 0, half),
+        (long, half, half),
+        (b, 2 * full, 2 * full),
+        (b, 4 * full, 2 * full),
+    ]
     return [[(source, first + row) for row in range(count)] for source, first, count in rows]
 
 
@@ -119,8 +127,7 @@ def trained(
         for number in range(first + 1, setup.run.config.train.max_steps + 1):
             batch = next(loader)
             step = session.step(batch, part.request())
-            part.after_step(Done(**vars(step), position=Position(step=number), complete=False,
-                                 data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
+            part.after_step(Done(**vars(step), position=Position(step=number)))
             micros.append(len(batch.micro_batches))
             trace.losses.append(session.figures(step)["loss"])
             trace.norms.append(float(step.update.grad_norm or 0))

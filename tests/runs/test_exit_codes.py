@@ -109,8 +109,21 @@ def run_all(folder: Path, data: str, rank: int) -> None:
         (folder / name).mkdir()
         recipe = str(write_recipe(folder / name, data))
         print(f"== {name}", flush=True)
-        code = cli.main(["train", recipe, "--train.eval", "false", "--train.max_steps", "3",
-                         "--schedule.name", "constant", "--plugin", str(folder / "mine.py"), *words])  # fmt: skip
+        code = cli.main(
+            [
+                "train",
+                recipe,
+                "--train.eval",
+                "false",
+                "--train.max_steps",
+                "3",
+                "--schedule.name",
+                "constant",
+                "--plugin",
+                str(folder / "mine.py"),
+                *words,
+            ]
+        )
         print(f"== code {code}", flush=True)
 
 

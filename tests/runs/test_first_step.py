@@ -55,8 +55,16 @@ def recipe(
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(repo=REPO, base=base, data=data, run=folder / "run", objective=json.dumps(objective),
-                                  adapter=json.dumps(adapter or {})))  # fmt: skip
+    path.write_text(
+        RECIPE.format(
+            repo=REPO,
+            base=base,
+            data=data,
+            run=folder / "run",
+            objective=json.dumps(objective),
+            adapter=json.dumps(adapter or {}),
+        )
+    )
     return path
 
 

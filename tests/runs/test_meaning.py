@@ -131,8 +131,20 @@ def said(played: Path, name: str, code: int = 2) -> str:
     return text
 
 
-REFUSED = ("full", "data", "weights", "beside", "folder", "lost", "mean", "generate", "start", "reference",
-           "teacher", "tokenizer")  # fmt: skip
+REFUSED = (
+    "full",
+    "data",
+    "weights",
+    "beside",
+    "folder",
+    "lost",
+    "mean",
+    "generate",
+    "start",
+    "reference",
+    "teacher",
+    "tokenizer",
+)
 
 
 @pytest.mark.parametrize("way", REFUSED)

@@ -102,9 +102,20 @@ def test_the_page_of_plugins_and_its_examples_run(small_data: str, tmp_path: Pat
         "--metrics.likely",
         "--trackers.csv",
     ]
-    output = train(write_recipe(tmp_path, small_data), *words, "--parts.layer_norms.every", "2",
-                   "--parts.sample_table.every", "2",
-                   "--train.max_steps", "4", "--train.log_every", "2", "--optim.clip_norm", "0")  # fmt: skip
+    output = train(
+        write_recipe(tmp_path, small_data),
+        *words,
+        "--parts.layer_norms.every",
+        "2",
+        "--parts.sample_table.every",
+        "2",
+        "--train.max_steps",
+        "4",
+        "--train.log_every",
+        "2",
+        "--optim.clip_norm",
+        "0",
+    )
     for line in ("parts: layer_norms, sample_table, hosts", "metrics: rare, likely", "trackers: notify, csv"):
         assert f"\n{line}\n" in output, output
     assert "untested optimizer" not in output  # it was tried
@@ -152,8 +163,18 @@ def test_an_exception_in_a_part_saves_and_names_it(small_data: str, tmp_path: Pa
     (mine := tmp_path / "mine.py").write_text(FAILS)
     recipe = write_recipe(tmp_path, small_data)
     words = ["--plugin", str(mine), "--train.log_every", "1", "--checkpoint.keep", "3"]
-    code, output = finish(recipe, *words, "--parts.count.fails_at", "3", "--train.max_steps", "9",
-                          "--trackers.dead.after", "1", "--trackers.slow.seconds", "9")  # fmt: skip
+    code, output = finish(
+        recipe,
+        *words,
+        "--parts.count.fails_at",
+        "3",
+        "--train.max_steps",
+        "9",
+        "--trackers.dead.after",
+        "1",
+        "--trackers.slow.seconds",
+        "9",
+    )
     assert code == 3 and "fix the plugin, and the same command with --plugin-changed ok continues" in output
     line = FAILS.splitlines().index('            raise RuntimeError("as asked")') + 1
     assert f"rank 1: parts.count: after_step at step 3: {mine} line {line}: RuntimeError: as asked." in output

@@ -213,8 +213,17 @@ def test_a_second_run_in_one_process_is_longer_and_says_so(small_data: str, tmp_
     assert [float(first), float(second)] == pytest.approx([rates[5], rates[6]], rel=5e-3) and rates[6] > 5 * rates[5]
     assert re.search(r"epochs of \S+, whose training split has", output) is None
     code, output = forked.finish(
-        Path(words[1]), *words[2:], "--train.max_steps", "2000", "--train.max_minutes", "0.001", "--resume",
-        str(tmp_path / "run"), "--train.run_dir", str(tmp_path / "b"), world_size=1,
-    )  # fmt: skip
+        Path(words[1]),
+        *words[2:],
+        "--train.max_steps",
+        "2000",
+        "--train.max_minutes",
+        "0.001",
+        "--resume",
+        str(tmp_path / "run"),
+        "--train.run_dir",
+        str(tmp_path / "b"),
+        world_size=1,
+    )
     assert code == 0 and "step-00000020 at step 20" in output, output
     assert re.search(r"\d+ epochs of \S+, whose training split has \S+ tokens; beyond 4 epochs text", output)

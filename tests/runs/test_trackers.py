@@ -21,8 +21,16 @@ class Dead(Sink, entry="dead"):
     def log(self, row, *, more):
         raise OSError(self.why)
 """
-WORDS = ("--train.log_every", "1", "--train.eval_every", "4", "--checkpoint.every_steps", "4", "--schedule.name",
-         "constant")  # fmt: skip
+WORDS = (
+    "--train.log_every",
+    "1",
+    "--train.eval_every",
+    "4",
+    "--checkpoint.every_steps",
+    "4",
+    "--schedule.name",
+    "constant",
+)
 
 
 def two_launches(folder: Path, data: str, *words: str) -> tuple[str, dict[int, float], dict[int, float]]:

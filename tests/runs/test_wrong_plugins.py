@@ -176,8 +176,17 @@ def words_of(folder: Path, entry: str, how: str) -> list[str]:
         "rate": ["--schedule.name", "rate", "--schedule.how", how],
         "mine": ["--parts.mine.how", how],
     }
-    return ["--plugin", str(mine), *names[entry], "--train.max_steps", "8", "--fault.max_skipped", "3",
-            "--checkpoint.mode", "sync"]  # fmt: skip
+    return [
+        "--plugin",
+        str(mine),
+        *names[entry],
+        "--train.max_steps",
+        "8",
+        "--fault.max_skipped",
+        "3",
+        "--checkpoint.mode",
+        "sync",
+    ]
 
 
 @pytest.mark.timeout(300)

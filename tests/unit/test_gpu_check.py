@@ -291,9 +291,18 @@ def test_each_part_fits_an_h100_and_an_h200(gib, part, contestants, together, ca
         return
     preset = speed.PRESETS[part]
     task = speed.Task(
-        folder="", model=preset.model, sequence=preset.sequence, micro_batch=preset.micro_batch, accumulation=1,
-        bf16=True, eager=False, contestants=names, threads=1, steps_per_round=1, rounds=1,
-    )  # fmt: skip
+        folder="",
+        model=preset.model,
+        sequence=preset.sequence,
+        micro_batch=preset.micro_batch,
+        accumulation=1,
+        bf16=True,
+        eager=False,
+        contestants=names,
+        threads=1,
+        steps_per_round=1,
+        rounds=1,
+    )
     left, at_a_time = speed.arrange(preset, part, task, float(gib))
     assert (len(left), at_a_time) == (contestants, together)
     said = capsys.readouterr().out

@@ -69,9 +69,14 @@ WITHIN_CLUSTER: dict[str, set[str]] = {"gpus": set(), "hosts": set(), "launch": 
 RANK = "commands/train.py"
 # Every run imports these, most of them inside a function, and with each the modules that it imports at its top.
 OF_EVERY_RUN = (
-    "cli", "commands/train", "training/examine", "models/run/check", "training/run", "checkpoint/hf/exporting",
+    "cli",
+    "commands/train",
+    "training/examine",
+    "models/run/check",
+    "training/run",
+    "checkpoint/hf/exporting",
     "checkpoint/hf/inference",
-)  # fmt: skip
+)
 MOST_MODULES, MOST_LINES = 155, 28_600
 MODULE = re.compile(r"\bllmtrain(?:\.\w+)+")
 SOURCE = re.compile(r"(?:\w+/)+\w+\.py\b")

@@ -228,8 +228,15 @@ def read_run(config: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default is true
     tree.get("bf16", {}).pop("bf16_optimizer_states", None)  # llmtrain's own optimizer has them
     experts = dict(tree.get("expert_parallel") or {})
-    return Run(config=config, mix=mix, deepspeed=tree, pipeline_partition=partition, expert_parallel=experts,
-               places=problems.places, notes=tuple(notes))  # fmt: skip
+    return Run(
+        config=config,
+        mix=mix,
+        deepspeed=tree,
+        pipeline_partition=partition,
+        expert_parallel=experts,
+        places=problems.places,
+        notes=tuple(notes),
+    )
 
 
 FP32_BY_AUTO = "and so the run computes in fp32"

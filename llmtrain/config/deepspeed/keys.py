@@ -211,10 +211,12 @@ _BF16: Section = {
     "immediate_grad_update": _no(False, "only DeepSpeed's BF16_Optimizer reads it, whose work ZeRO 1 does here"),
     "check_grad_overflow": _no(True, "a step whose gradient is not finite would be taken, and ruin the weights"),
     "bf16_master_weights_and_grads": _no(
-        False, "master weights are fp32: in bf16 they lose every update of less than 2^-9 of a weight",
-        "remove it; bf16_optimizer_states works without it here"),
+        False,
+        "master weights are fp32: in bf16 they lose every update of less than 2^-9 of a weight",
+        "remove it; bf16_optimizer_states works without it here",
+    ),
     "bf16_optimizer_states": _proved(False),
-}  # fmt: skip
+}
 
 DYNAMIC_SCALE = (
     "initial_scale_power",
@@ -261,13 +263,15 @@ _PIPELINE: Section = {
     "partition": Key("any", "best", effect="proved", at=_STAGES_BELOW_2),
     "seed_layers": _no(False, _OWN_STAGES),
     "activation_checkpoint_interval": _no(
-        0, "activation checkpointing is asked for in one place, and by decoder layers",
+        0,
+        "activation checkpointing is asked for in one place, and by decoder layers",
         'remove it, and write "activation_checkpointing": {} at the top of the file, or model.recompute.layers in the '
-        "YAML: that number of layers of each stage"),
+        "YAML: that number of layers of each stage",
+    ),
     "pipe_partitioned": _key(True, unread="every tensor-parallel rank sends the complete hidden state"),
     "grad_partitioned": _key(True, unread="every tensor-parallel rank sends the complete hidden state"),
     "use_reentrant": _no(True, _OWN_STAGES),
-}  # fmt: skip
+}
 
 _CUTS = Why(
     "the shares of tensor-parallel ranks are found in the model itself, and DeepSpeed's own cutting is not called",
@@ -332,10 +336,11 @@ _TRACKING = Why(
     "remove the section or set enabled to false; the YAML's `trackers` decide",
 )
 _MONITOR = {"enabled": _no(False, *_TRACKING), **_all({"output_path": "", "job_name": "DeepSpeedJobName"}, unread=_OFF)}
-_SCALED_BEFORE = dict.fromkeys((2, 3), Why(
+_NOT_SCALED = Why(
     "DeepSpeed scales gradients before their sum at ZeRO 0 and 1 only: its reduce-scatter asserts against it",
     "remove it (the mean is then made of the sum), or use ZeRO 0 or 1",
-))  # fmt: skip
+)
+_SCALED_BEFORE = dict.fromkeys((2, 3), _NOT_SCALED)
 _MIXED = "remove it: mixed precision is an enabled bf16 or fp16 section here"
 
 KEYS: Section = {
@@ -468,12 +473,15 @@ LEAVES: dict[str, Key] = dict(leaves(KEYS))
 """Every key by its dotted name."""
 
 ALIASES: dict[str, str] = {
-    **{f"zero_optimization.{name.removeprefix('stage3_')}": name for name in _ZERO
-       if name.startswith("stage3_") and name != "stage3_gather_fp16_weights_on_model_save"},
+    **{
+        f"zero_optimization.{name.removeprefix('stage3_')}": name
+        for name in _ZERO
+        if name.startswith("stage3_") and name != "stage3_gather_fp16_weights_on_model_save"
+    },
     "bfloat16": "bf16",
     "tensor_parallel.tensor_parallel": "tp",
     "tensor_parallel.replace_with_kernel_inject": "kernel_inject",
-}  # fmt: skip
+}
 """Second names that DeepSpeed takes too (mostly by pydantic's populate_by_name) -> the key of KEYS in that section."""
 
 IGNORED = frozenset({"monitor_config", "aio.thread_count"})

@@ -82,8 +82,8 @@ def read_json(path: str, place: str | None = None) -> dict[str, Any]:
             "give the path of the JSON; the YAML comes first: RUN.yaml --deepspeed DS.json",
         )
     if not isinstance(tree, dict):
-        raise refused("a DeepSpeed JSON is one object { ... }",
-                      "write { ... } around its keys; `llmtrain init DIR` writes examples", place=path)  # fmt: skip
+        remedy = "write { ... } around its keys; `llmtrain init DIR` writes examples"
+        raise refused("a DeepSpeed JSON is one object { ... }", remedy, place=path)
     return tree
 
 

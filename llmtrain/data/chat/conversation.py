@@ -82,15 +82,18 @@ class Conversation:
             self, messages=[{**m, "content": [{"type": "text", "text": m["content"]}]} for m in self.messages]
         )
 
+    def _argument_text(self, place: int, number: int, call: dict[str, Any]) -> str:
+        text = self.argument_texts.get((place, number))
+        return text or json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
     def with_argument_texts(self) -> Conversation:
         """Return the conversation with all arguments as text; text of the record is unchanged."""
         messages = []
         for place, message in enumerate(self.messages):
             calls = [
-                {**call, "function": {**call["function"], "arguments": self.argument_texts.get((place, number))
-                                      or json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+                {**call, "function": {**call["function"], "arguments": self._argument_text(place, number, call)}}
                 for number, call in enumerate(message.get("tool_calls", ()))
-            ]  # fmt: skip
+            ]
             messages.append({**message, "tool_calls": calls} if calls else message)
         return replace(self, messages=messages)
 

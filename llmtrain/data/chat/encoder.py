@@ -344,8 +344,10 @@ class ChatEncoder:
             *given.messages[turn + 1 : turn + 2],
             {"role": "tool" if calls else "user", "content": content_of("x")},
         ][:1]
-        thoughtless = [{"role": "user", "content": content_of("x")},
-                       {"role": "assistant", "content": content_of("" if calls else "x"), **calls}]  # fmt: skip
+        thoughtless = [
+            {"role": "user", "content": content_of("x")},
+            {"role": "assistant", "content": content_of("" if calls else "x"), **calls},
+        ]
         for until in (given.messages[: turn + 1], thoughtless):
             ends, goes_on = replace(given, messages=until), replace(given, messages=[*until, *after])
             found = self._render_all([Wanted(ends, len(until), False), Wanted(goes_on, len(until) + 1, False)])

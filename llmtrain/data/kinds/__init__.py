@@ -19,10 +19,14 @@ def kind_of(manifest: Manifest, name: str) -> RowKind:
     """The kind of a folder's rows. `name`: of the folder, for messages. Raises DataError: its class is unknown."""
     format, kind = manifest.settings.get("format"), class_of(manifest)
     if kind is None:
-        raise DataError(f"{name}: its rows are of the format {format!r}, and no class reads it; give the plugin that "
-                        "brings it with --plugin, or prepare the folder again with one of the formats "
-                        f"{', '.join(RowKind.CHOICES)}")  # fmt: skip
+        raise DataError(
+            f"{name}: its rows are of the format {format!r}, and no class reads it; give the plugin that "
+            "brings it with --plugin, or prepare the folder again with one of the formats "
+            f"{', '.join(RowKind.CHOICES)}"
+        )
     if kind.has_rows != (manifest.chat is not None):
-        raise DataError(f"{name}: its format is {format}, but its manifest lists shards of another format; copy the "
-                        "folder again, or prepare it again")  # fmt: skip
+        raise DataError(
+            f"{name}: its format is {format}, but its manifest lists shards of another format; copy the "
+            "folder again, or prepare it again"
+        )
     return kind()

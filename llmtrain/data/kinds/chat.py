@@ -15,8 +15,11 @@ class Chat(RowKind, format="chat"):
 
     title = "conversations"
     columns = (
-        ("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"),
-    )  # fmt: skip
+        ("messages",),
+        ("conversations",),
+        ("instruction", "output"),
+        ("prompt", "completion"),
+    )
     hint = ", and with --vocab-size --chat-template DIR/launch/templates/turns.jinja, which `llmtrain init DIR` writes"
 
     def parse(self, record: dict[str, Any]) -> list[tuple[list[Any], int]]:

@@ -25,8 +25,10 @@ def listed(path: str, files: Iterable[SourceFile]) -> dict[tuple[str, int], str]
         if pair and pair[1] in names:
             found[pair[1], int(pair[2])] = place
         elif line.strip():
-            raise DataError(f"{place}: {line.strip()[:80]!r} is no FILE:RECORD of a source; write lines such as "
-                            f"{min(names)}:1, as llmtrain data where prints them")  # fmt: skip
+            raise DataError(
+                f"{place}: {line.strip()[:80]!r} is no FILE:RECORD of a source; write lines such as "
+                f"{min(names)}:1, as llmtrain data where prints them"
+            )
     return found
 
 
@@ -35,13 +37,21 @@ def marked(work: list[Unit], wanted: Iterable[tuple[str, int]], before: Mapping[
     each: dict[str, tuple[int, ...]] = {}
     for file, record in wanted:
         each[file] = (*each.get(file, ()), record)
-    return [replace(unit, pieces=tuple(
-        replace(piece, excluded=each.get(piece.origin, ()), before=0 if place else before.get(unit.index, 0))
-        for place, piece in enumerate(unit.pieces))) for unit in work]  # fmt: skip
+
+    def with_excluded(unit: Unit) -> Unit:
+        lines = [before.get(unit.index, 0)] + [0] * len(unit.pieces)
+        pieces = zip(unit.pieces, lines, strict=False)
+        return replace(
+            unit, pieces=tuple(replace(piece, excluded=each.get(piece.origin, ()), before=n) for piece, n in pieces)
+        )
+
+    return [with_excluded(unit) for unit in work]
 
 
 def refuse_unmatched(wanted: Mapping[tuple[str, int], str], gone: Collection[tuple[str, int]]) -> None:
     """Raise DataError if a line of LIST has left out no document. `gone`: (file, record) of those left out."""
     for file, number in wanted.keys() - gone:
-        raise DataError(f"{wanted[file, number]}: {file}:{number} is no document of --source; lines count from 1, rows "
-                        "from 0. Correct the line, or remove it")  # fmt: skip
+        raise DataError(
+            f"{wanted[file, number]}: {file}:{number} is no document of --source; lines count from 1, rows "
+            "from 0. Correct the line, or remove it"
+        )

@@ -72,8 +72,10 @@ def parts_of(source: str, option: str) -> list[tuple[str, int, int]]:
     except BaseException as error:
         raise _told(error, f"{option} {source}", "parts") from error
     if not found or not all(isinstance(part, str) for part in found) or len(set(found)) < len(found):
-        raise DataError(f"{option} {source}: parts of {name} returned {str(found)[:80]}; it must return one or more "
-                        "texts, all different")  # fmt: skip
+        raise DataError(
+            f"{option} {source}: parts of {name} returned {str(found)[:80]}; it must return one or more "
+            "texts, all different"
+        )
     made = []
     for part in found:
         stat = os.stat(part) if os.path.isfile(part) else None

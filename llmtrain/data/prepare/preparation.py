@@ -144,8 +144,10 @@ def _manifest(
         for split in SPLITS if settings.kind.has_rows and not settings.kind.never_trains else ():
             if documents[split] and not any(record.chat[split].counted for record in records if record.chat):
                 named = settings.sources if split == "train" else settings.validation_sources or settings.sources
-                raise DataError(f"--source {' '.join(named)}: no token of its {split} rows is counted, so there is "
-                                "nothing to learn or to measure; give records with counted tokens")  # fmt: skip
+                raise DataError(
+                    f"--source {' '.join(named)}: no token of its {split} rows is counted, so there is "
+                    "nothing to learn or to measure; give records with counted tokens"
+                )
     except DataError as error:
         clear(out)
         if left_out := _left_out(records):

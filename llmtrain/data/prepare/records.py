@@ -262,13 +262,13 @@ def _read_jsonl(count: Lines, piece: Piece, field: str | None, max_bytes: int) -
 def _form_of(names: Iterable[str]) -> str:
     """Name the option that reads a record without the text field: --format, or --field."""
     given = set(names)
-    fitting = [(len(columns), kind) for kind in reversed(RowKind.CHOICES.values()) for columns in kind.columns
-               if given.issuperset(columns)]  # fmt: skip
+    columns_of = [(columns, kind) for kind in reversed(RowKind.CHOICES.values()) for columns in kind.columns]
+    fitting = [(len(columns), kind) for columns, kind in columns_of if given.issuperset(columns)]
     if not fitting:
         return "see --field"
     kind = max(fitting, key=lambda each: each[0])[1]
-    template = (", and with --vocab-size --chat-template DIR/launch/templates/turns.jinja, which `llmtrain init DIR` "
-                "writes") if kind.templated else ""  # fmt: skip
+    of_init = "DIR/launch/templates/turns.jinja, which `llmtrain init DIR` writes"
+    template = f", and with --vocab-size --chat-template {of_init}" if kind.templated else ""
     return f"they are no plain text: add --format {kind.selected()}{template}"
 
 

@@ -597,8 +597,16 @@ def _split(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
 
 
 def _piece(file: SourceFile, start: int, stop: int, size: int) -> Piece:
-    return Piece(path=file.path, label=file.label, kind=file.kind, start=start, stop=stop, bytes=size,
-                 origin=file.origin or file.label, version=str(file.version) if is_url(file.path) else "")  # fmt: skip
+    return Piece(
+        path=file.path,
+        label=file.label,
+        kind=file.kind,
+        start=start,
+        stop=stop,
+        bytes=size,
+        origin=file.origin or file.label,
+        version=str(file.version) if is_url(file.path) else "",
+    )
 
 
 def _sizes(file: SourceFile) -> list[int]:

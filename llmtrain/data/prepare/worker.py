@@ -220,8 +220,14 @@ class _ShardWriter:
         places, records = np.array(self._origins, dtype=np.int64).T
         origins = write_origins(self.path, np.array(self._lengths), files, places, records)
         self._partial.replace(self.path)
-        return Shard(file=self.path.name, tokens=self.tokens, documents=self.documents, xxh3=self._digest.hexdigest(),
-                     rows=of_rows, origins=origins)  # fmt: skip
+        return Shard(
+            file=self.path.name,
+            tokens=self.tokens,
+            documents=self.documents,
+            xxh3=self._digest.hexdigest(),
+            rows=of_rows,
+            origins=origins,
+        )
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):  # the disk is full: buffered data cannot be written, and is not needed

@@ -124,7 +124,7 @@ class Course:
         return self.stages.sequences(step, sharing) + self._ahead[sharing[0]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StepBatch:
     """One optimizer step of one rank."""
 
@@ -266,8 +266,7 @@ class TrainLoader:
         for each in rows:
             indices = [reading.index + row for row in each]
             micro_batches.append(_micro_batch(reading.data.kind, read, indices, len(indices), self._pin_memory))
-        return StepBatch(micro_batches=micro_batches, first_index=reading.index, sequences=batch.global_batch,
-                         stage=reading.stage, excluded=excluded)  # fmt: skip
+        return StepBatch(micro_batches, reading.index, batch.global_batch, stage=reading.stage, excluded=excluded)
 
     def _reader(self, step: int, reading: Reading) -> tuple[Callable[[int], Window], int]:
         """The reader of a step's sequences, and how many of these count no token."""

@@ -56,8 +56,9 @@ def numbers(folder: PreparedSet, split: Split) -> int:
     return folder.manifest.documents[split] * (2 if folder.kind.mismatched else 1)
 
 
-def write_reference(folder: PreparedSet, weights: str, precision: str, columns: Mapping[Split, np.ndarray],
-                    model: dict[str, Any]) -> None:  # fmt: skip
+def write_reference(
+    folder: PreparedSet, weights: str, precision: str, columns: Mapping[Split, np.ndarray], model: dict[str, Any]
+) -> None:
     """Write `columns`, fp32 [numbers] per split. Raises DataError when the folder cannot be written."""
     files: dict[str, str] = {}
     try:
@@ -66,8 +67,9 @@ def write_reference(folder: PreparedSet, weights: str, precision: str, columns: 
             data = columns[split].astype("<f4").tobytes()
             replace_file(folder.folder / f"reference-{split}.f32", data)
             files[split] = xxhash.xxh3_64_hexdigest(data)
-        made = Reference(weights=weights, data=folder.manifest.data_fingerprint, precision=precision, files=files,
-                         model=model)  # fmt: skip
+        made = Reference(
+            weights=weights, data=folder.manifest.data_fingerprint, precision=precision, files=files, model=model
+        )
         replace_file(folder.folder / _REFERENCE, json.dumps(asdict(made), indent=1).encode() + b"\n")
     except OSError as error:
         raise DataError(f"{folder.folder}: the column cannot be written ({error.strerror}); make room in it") from error
@@ -184,13 +186,17 @@ class ColumnWriter:
                 path.unlink(missing_ok=True)
             free = shutil.disk_usage(self._folder).free
             if size > free:
-                raise DataError(f"{self._folder}: the teacher's column takes {size:,} bytes, and {free:,} are free; "
-                                "make room, or set objective.top_k lower")  # fmt: skip
+                raise DataError(
+                    f"{self._folder}: the teacher's column takes {size:,} bytes, and {free:,} are free; "
+                    "make room, or set objective.top_k lower"
+                )
             self._arrays = {
-                split: [_made(_partial(path), dtype, (column.places[split], width))
-                        for path, (dtype, width) in files.items()]
+                split: [
+                    _made(_partial(path), dtype, (column.places[split], width))
+                    for path, (dtype, width) in files.items()
+                ]
                 for split, files in self._files.items()
-            }  # fmt: skip
+            }
         except OSError as error:
             raise self._unwritable(error) from error
 

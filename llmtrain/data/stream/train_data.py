@@ -120,15 +120,23 @@ class TrainData:
             hashes.append(made.weights)
         return hashes
 
-    def teacher_columns(self, objective: Distill, vocabulary: int, precision: str, weights: str = "",
-                        model: dict[str, Any] | None = None) -> list[TeacherColumn]:  # fmt: skip
+    def teacher_columns(
+        self,
+        objective: Distill,
+        vocabulary: int,
+        precision: str,
+        weights: str = "",
+        model: dict[str, Any] | None = None,
+    ) -> list[TeacherColumn]:
         """The expected teacher's column of each set, without its files. Raises DataError: k is too large."""
         from llmtrain.data.stream.reference_and_teacher import TeacherColumn
 
         assert objective.top_k is not None
         if objective.top_k > vocabulary:
-            raise DataError(f"objective.top_k {objective.top_k}: the model has {vocabulary} words; lower it, or leave "
-                            "it out for the complete distribution, computed at each step")  # fmt: skip
+            raise DataError(
+                f"objective.top_k {objective.top_k}: the model has {vocabulary} words; lower it, or leave "
+                "it out for the complete distribution, computed at each step"
+            )
         return [
             TeacherColumn(
                 weights=weights,
@@ -275,8 +283,10 @@ class TrainData:
         """Raise DataError if none of the first validation sequences has a counted token, and so none a loss."""
         first = range(0 if self.in_store else min(sequences, self.validation_sequences))
         if first and all((self.validation_sequence(index)[1] == IGNORED).all() for index in first):
-            raise DataError(f"{self.name}: no token of its first {len(first)} validation sequences is counted, so they "
-                            "have no loss; raise train.eval_sequences or eval.sequences, or leave it out")  # fmt: skip
+            raise DataError(
+                f"{self.name}: no token of its first {len(first)} validation sequences is counted, so they "
+                "have no loss; raise train.eval_sequences or eval.sequences, or leave it out"
+            )
 
     def _validation_place(self, index: int) -> tuple[int, int]:
         member, position = self._mixture.locate(index)

@@ -96,9 +96,12 @@ class AnswerLoss:
             measured["log_prob"], measured["tokens"] = answers_of(head, hidden, batch)
             if batch.reference is not None:
                 measured["reference"] = batch.reference
-        answers = Answers(**{name: self._by_record(each) for name, each in measured.items()},
-                          facts={name: self._by_record(each) for name, each in batch.facts.items()},
-                          kl=self.kl, log_sigmoid=F.logsigmoid)  # fmt: skip
+        answers = Answers(
+            **{name: self._by_record(each) for name, each in measured.items()},
+            facts={name: self._by_record(each) for name, each in batch.facts.items()},
+            kl=self.kl,
+            log_sigmoid=F.logsigmoid,
+        )
         return head.once(torch.stack(terms_over(self._objective, answers)).sum(1))
 
     def _by_record(self, each: Tensor) -> Tensor:

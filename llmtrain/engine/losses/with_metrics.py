@@ -46,8 +46,11 @@ class WithMetrics:
     def _of_metrics(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         counts = (micro.labels != IGNORE).flatten()
         nll = head.token_nll(hidden, micro.labels, micro.counted).flatten()
-        sums = [each for name, metric in self._metrics.items()
-                for each in sums_of(name, metric, nll, micro.labels.flatten(), counts)]  # fmt: skip
+        sums = [
+            each
+            for name, metric in self._metrics.items()
+            for each in sums_of(name, metric, nll, micro.labels.flatten(), counts)
+        ]
         return head.once(torch.stack(sums))
 
 

@@ -50,8 +50,8 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        environment = {**os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                       **(variables or {})}  # fmt: skip
+        of_ranks = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **of_ranks, **(variables or {})}
         environment.pop("LOCAL_SIZE", None)
         if cpu:
             environment.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")

@@ -24,6 +24,10 @@ from llmtrain.training.step import Position
 _SHOWN = 15
 """Operators on the page."""
 _PHASES = ("data wait", "forward", "backward", "optimizer", "rest")
+_ON_A_GPU = (
+    " On a GPU these are the host's times: it fills the device's queue and continues, and a phase that waits for the "
+    "device includes the device's work before."
+)
 
 
 class Profile(Part):
@@ -186,12 +190,11 @@ def page_of(steps: range, everyone: list[dict[str, Any]], operators: list[tuple[
         "",
         "Forward: the forward and backward passes without autograd's backward, in a pipeline with the waits for other "
         "stages. Rest: what the host does between these: logging, agreement of the ranks, checkpoints."
-        + (" On a GPU these are the host's times: it fills the device's queue and continues, and a "
-           "phase that waits for the device includes the device's work before." if device == "cuda" else ""),
+        + (_ON_A_GPU if device == "cuda" else ""),
         "",
         f"| rank | step, ms | {', ms | '.join(_PHASES)}, ms | collectives, ms |",
         "|" + "---|" * (len(_PHASES) + 3),
-    ]  # fmt: skip
+    ]
     for rank, figures in enumerate(everyone):
         times = [figures[key] * 1e3 for key in ("step_s", *_PHASES, "collectives")]
         lines.append(f"| {rank} | {' | '.join(f'{ms:.1f}' for ms in times)} |")

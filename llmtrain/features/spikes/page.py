@@ -62,11 +62,15 @@ def _steps(answer: dict[str, Any]) -> list[tuple[str, ...]]:
 def page_of(answer: dict[str, Any]) -> str:
     """The answer as HTML without scripts."""
     rows = [
-        (str(row["step"]), str(row["sequence"]), f"{float(row['loss']):.4f}",
-         *(("", "") if row.get("norm") is None else (f"{row['norm']:.3g}", f"{float(row['share']):.1%}")),
-         "\n".join(row.get("documents", [])))
+        (
+            str(row["step"]),
+            str(row["sequence"]),
+            f"{float(row['loss']):.4f}",
+            *(("", "") if row.get("norm") is None else (f"{row['norm']:.3g}", f"{float(row['share']):.1%}")),
+            "\n".join(row.get("documents", [])),
+        )
         for row in answer["rows"]
-    ]  # fmt: skip
+    ]
     modules = [
         (str(row["step"]), row["module"], row["what"], f"{row['value']:.3g}", f"{row['others']:.3g}")
         for row in answer["modules"]

@@ -24,9 +24,13 @@ _FORMER_HOST = "api.wandb.ai"
 
 
 _MODES: dict[str, Mode] = {
-    "online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline",
+    "online": "online",
+    "run": "online",
+    "shared": "online",
+    "offline": "offline",
+    "dryrun": "offline",
     "disabled": "disabled",
-}  # fmt: skip
+}
 """W&B's own words for WANDB_MODE."""
 _TRUE = ("1", "on", "yes", "true")
 """Values of WANDB_DISABLED that Hugging Face's Trainer takes for true."""

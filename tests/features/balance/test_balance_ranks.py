@@ -96,8 +96,7 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
             done = session.step(batch, shares.request(), around=shares.around_passes)
             found.losses.append(session.figures(done)["loss"])
             found.norms.append(float(done.update.grad_norm))
-            shares.after_step(Done(**vars(done), position=Position(step=step + 1), complete=False,
-                                   data_wait_s=0.0, step_s=0.0, comm_s=0.0))  # fmt: skip
+            shares.after_step(Done(**vars(done), position=Position(step=step + 1)))
     trainer = {"step": steps.stop, **counted(engine), "shares": shares.to_json()}
     save_checkpoint(engine, Path(folder) / "checkpoints", steps.stop, trainer, run, ranks)
     found.parameters = assembled(engine, ranks)

@@ -122,8 +122,21 @@ def test_a_firewall_is_red_where_a_launch_would_fail(
     assert code == refused, report["findings"]
     assert {each["level"] for each in report["findings"]} == {level}, report["findings"]
     assert {each["check"] for each in report["findings"]} == {"fabric"}
-    command = ["llmtrain", "launch", "--hostfile", place.lab.hostfile(), "--max-restarts", "0", place.recipe,
-               "--train.max_steps", "1", "--train.eval", "false", "--fault.start_timeout_s", "20"]  # fmt: skip
+    command = [
+        "llmtrain",
+        "launch",
+        "--hostfile",
+        place.lab.hostfile(),
+        "--max-restarts",
+        "0",
+        place.recipe,
+        "--train.max_steps",
+        "1",
+        "--train.eval",
+        "false",
+        "--fault.start_timeout_s",
+        "20",
+    ]
     env = warm.on_hosts(WANDB_MODE="disabled")
     done = place.hosts[0].run(command, cwd=place.folder, env=env, timeout_s=300)
     assert (done.returncode != 0) == bool(refused), done.stdout + done.stderr

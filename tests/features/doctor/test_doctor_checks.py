@@ -333,10 +333,21 @@ def test_a_narrow_terminal_shows_what_is_not_in_order() -> None:
 def probed(folder: Path, environment: dict[str, str], **asked: Any) -> tuple[dict[str, Any], str]:
     """(the probe's facts, all that it prints), as on a host: through standard input, without our packages."""
     questions = {
-        "packages": [], "folder": str(folder), "package": str(folder), "files": [], "variables": [], "folders": {},
-        "hosts": ["localhost"], "first": "localhost", "host": "localhost", "port": 0, "nonce": "x",
-        "nonce_path": "/nope", "nonce_writer": None, **asked,
-    }  # fmt: skip
+        "packages": [],
+        "folder": str(folder),
+        "package": str(folder),
+        "files": [],
+        "variables": [],
+        "folders": {},
+        "hosts": ["localhost"],
+        "first": "localhost",
+        "host": "localhost",
+        "port": 0,
+        "nonce": "x",
+        "nonce_path": "/nope",
+        "nonce_writer": None,
+        **asked,
+    }
     text = survey.program(Path(probe.__file__), questions, Path(gpus.__file__), Path(op_builds.__file__))
     text = text.replace('INFINIBAND = "/sys/class/infiniband"', f'INFINIBAND = "{folder}/infiniband"')
     done = subprocess.run(

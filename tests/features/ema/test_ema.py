@@ -35,9 +35,21 @@ def test_a_run_with_a_moving_average(small_data: str, tmp_path: Path, capsys: py
     figures = {}
     for run in ("once", "twice"):
         (tmp_path / run).mkdir()
-        words = [str(write_recipe(tmp_path / run, small_data)), "--ema.decay", "0.5", "--schedule.name", "constant",
-                 "--objective.z_loss", "1e-4", "--train.eval_every", "1", "--checkpoint.every_steps", "1",
-                 "--train.export", "false"]  # fmt: skip
+        words = [
+            str(write_recipe(tmp_path / run, small_data)),
+            "--ema.decay",
+            "0.5",
+            "--schedule.name",
+            "constant",
+            "--objective.z_loss",
+            "1e-4",
+            "--train.eval_every",
+            "1",
+            "--checkpoint.every_steps",
+            "1",
+            "--train.export",
+            "false",
+        ]
         first = functools.partial(train_first, words) if run == "twice" else None
         code, output = forked.finish(Path(words[0]), *words[1:], "--train.max_steps", "4", world_size=1, before=first)
         assert code == 0 and "ema: a mean of the parameters" in output, output

@@ -64,9 +64,7 @@ def train_and_save(case: Case, folder: str) -> tuple[list[Tensors], Tensors, tup
     source = batches(case, (place.data, run.mix.degrees.data), case.accumulation)
     for step in range(1, STEPS + 1):
         done = session.step(batch := next(source))
-        ema.after_step(
-            Done(**vars(done), position=Position(step=step), complete=False, data_wait_s=0.0, step_s=0.0, comm_s=0.0)
-        )
+        ema.after_step(Done(**vars(done), position=Position(step=step)))
         masters.append(assembled(engine, ranks))
     source.close()  # type: ignore[attr-defined]
     before = forward_copies(engine)

@@ -85,8 +85,16 @@ def test_a_mirror_that_stands_still_holds_no_run_up(small_data: str, tmp_path: P
 @pytest.mark.slow
 def test_a_killed_process_is_started_again(small_data: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
-    launch = Launch(write_recipe(tmp_path, small_data), *OFTEN, "--train.max_steps", "100000", "--resume", "none",
-                    "--mirror.url", url)  # fmt: skip
+    launch = Launch(
+        write_recipe(tmp_path, small_data),
+        *OFTEN,
+        "--train.max_steps",
+        "100000",
+        "--resume",
+        "none",
+        "--mirror.url",
+        url,
+    )
     killed, before, deadline = 0, 0, time.monotonic() + 120
     while killed < 1 or max(Mirrored(url).complete(), default=0) < before + 4:
         assert time.monotonic() < deadline and launch.alive(), launch.output()[-3000:]

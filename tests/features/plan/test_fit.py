@@ -74,9 +74,21 @@ def by_formula(jobs: Sequence[tuple[Examined, int]], *_: Any, **__: Any) -> Iter
         )
         yield (
             number,
-            Rehearsed(rank=rank, peak=int(states + kept), at="step", phases={"step": {}}, ahead=0, kept=0, highest={},
-                      host=0, saved=layers * MIB // shares, curve=[], step=work, cpu_s=0.0),
-        )  # fmt: skip
+            Rehearsed(
+                rank=rank,
+                peak=int(states + kept),
+                at="step",
+                phases={"step": {}},
+                ahead=0,
+                kept=0,
+                highest={},
+                host=0,
+                saved=layers * MIB // shares,
+                curve=[],
+                step=work,
+                cpu_s=0.0,
+            ),
+        )
 
 
 def resolved(form: Form, values: dict[str, Any], ranks: int = 4, batch: int = 32) -> Run:

@@ -27,8 +27,16 @@ def settings_in(folder: Path) -> WorkerSettings:
     (folder / UNFINISHED).mkdir()
     (folder / UNFINISHED / "plan.json").write_text("{}")
     write_tokenizer(folder / "tokenizer", KINDS["chatml"])
-    return WorkerSettings(out=str(folder), here=str(folder), kind=RowKind.of("text"), dtype="<u2", max_document_bytes=1,
-                          validation_fraction=0.1, cut_bytes=1, reject_limit=1)  # fmt: skip
+    return WorkerSettings(
+        out=str(folder),
+        here=str(folder),
+        kind=RowKind.of("text"),
+        dtype="<u2",
+        max_document_bytes=1,
+        validation_fraction=0.1,
+        cut_bytes=1,
+        reject_limit=1,
+    )
 
 
 def test_this_host_in_a_hostfile_makes_the_bytes_of_its_own_workers(tmp_path: Path) -> None:

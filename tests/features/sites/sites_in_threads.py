@@ -148,10 +148,19 @@ def sends_nothing(server: Server) -> None:
 
 
 SENSE = {
-    "phase": "meet", "common": {}, "round": 9, "checksum": "0", "step": 0, "step_s": 1.0, "batch": 2,
-    "trained": 4, "weight": 16, "was": "b:0", "addresses": ["127.0.0.1:9"],
+    "phase": "meet",
+    "common": {},
+    "round": 9,
+    "checksum": "0",
+    "step": 0,
+    "step_s": 1.0,
+    "batch": 2,
+    "trained": 4,
+    "weight": 16,
+    "was": "b:0",
+    "addresses": ["127.0.0.1:9"],
     "ledger": {"next": 0, "free": [], "dealt": {}},
-}  # fmt: skip
+}
 
 
 def steps(

@@ -236,11 +236,20 @@ def test_a_site_that_trains_something_else_does_not_get_in(joined) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"round": -1}, {"round": "1e9"}, {"weight": 1 << 80}, {"step_s": float("nan")}, {"batch": 0}, {"batch": 1 << 60},
-     {"addresses": 5},
-     {"common": 1}, {"ledger": {}}, {"ledger": {"next": 0, "free": [1], "dealt": {}}}],
+    [
+        {"round": -1},
+        {"round": "1e9"},
+        {"weight": 1 << 80},
+        {"step_s": float("nan")},
+        {"batch": 0},
+        {"batch": 1 << 60},
+        {"addresses": 5},
+        {"common": 1},
+        {"ledger": {}},
+        {"ledger": {"next": 0, "free": [1], "dealt": {}}},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_nonsense_is_no_status(wrong) -> None:
     assert peer_status(Member(id="b:0", message={**SENSE, "run": "run"})) is not None
     assert peer_status(Member(id="b:0", message={**SENSE, "run": "run", **wrong})) is None

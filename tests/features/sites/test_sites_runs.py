@@ -303,8 +303,18 @@ def test_a_slow_site_trains_fewer_steps_and_holds_nobody_up(coordinator, small_d
     With as many steps each the fast site would stand for two thirds of the time. It may stand for half a step of the
     slow one, by rounding, and for the synchronisation itself.
     """
-    more = ("--sites.start_sites", "2", "--sites.method", "local_sgd", "--sites.pace", "measured",
-            "--sites.sync_every", "16", "--train.max_steps", "64")  # fmt: skip
+    more = (
+        "--sites.start_sites",
+        "2",
+        "--sites.method",
+        "local_sgd",
+        "--sites.pace",
+        "measured",
+        "--sites.sync_every",
+        "16",
+        "--train.max_steps",
+        "64",
+    )
     a = start(recipe(tmp_path / "A", small_data), coordinator, *more, before=fast)
     b = start(recipe(tmp_path / "B", small_data), coordinator, *more, before=slow)
     assert a.wait(90) == [0] and b.wait(30) == [0], a.output() + b.output()
@@ -322,8 +332,20 @@ def test_a_slow_site_trains_fewer_steps_and_holds_nobody_up(coordinator, small_d
 def test_a_site_is_killed_and_comes_back_late_and_300_steps_end_with_one_good_model(coordinator, small_data, tmp_path):
     """It takes the others' parameters and step. The loss is at most 1.02 times that of local SGD by its definition, in
     plain PyTorch, of two sites that nothing happens to; that of one site alone would be 1.05 times."""
-    steps = ("--train.max_steps", "300", "--train.log_every", "10", "--sites.sync_every", "10",
-             "--sites.method", "local_sgd", "--checkpoint.every_steps", "40", "--sites.pace", "measured")  # fmt: skip
+    steps = (
+        "--train.max_steps",
+        "300",
+        "--train.log_every",
+        "10",
+        "--sites.sync_every",
+        "10",
+        "--sites.method",
+        "local_sgd",
+        "--checkpoint.every_steps",
+        "40",
+        "--sites.pace",
+        "measured",
+    )
     a = start(recipe(tmp_path / "A", small_data), coordinator, *steps, "--sites.start_sites", "2", before=steady)
     b = start(recipe(tmp_path / "B", small_data), coordinator, *steps, "--sites.start_sites", "2", before=steady)
     wait_for_step(b, tmp_path / "B/run", 60)

@@ -38,9 +38,18 @@ def test_an_answer_without_equal_steps_says_where_they_part() -> None:
     steps = [{**step, "step": 4, "equal": True, "apart": 0.0}, {**step, "step": 5, "equal": False, "apart": 1e-3}]
     row = {"step": 5, "sequence": 40, "loss": 9.0, "norm": 3.0, "share": 0.9, "documents": ['a:1, 9 tokens: "<b>&"']}
     answer: dict[str, Any] = {
-        "run": "runs/mine", "first": 4, "last": 5, "exact": True, "why": "", "bound": 0.0, "equal": False,
-        "steps": steps, "checkpoints": [], "modules": [], "rows": [row],
-    }  # fmt: skip
+        "run": "runs/mine",
+        "first": 4,
+        "last": 5,
+        "exact": True,
+        "why": "",
+        "bound": 0.0,
+        "equal": False,
+        "steps": steps,
+        "checkpoints": [],
+        "modules": [],
+        "rows": [row],
+    }
     lines = list(lines_for(answer))
     assert lines[0] == (
         "the steps are not equal to the run's record to the bit: first at step 5, largest relative difference 1.0e-03"

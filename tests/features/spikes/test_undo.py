@@ -175,8 +175,22 @@ def test_data_that_is_gone_or_changed_is_refused(
     words = words_of(folder, row[0], "--without", str(row[1]), "--out", str(folder / "x"))
     data.rename(folder / "away")
     assert cli.main(words) == 2 and str(data) in capsys.readouterr().err
-    assert cli.main(["prepare", "--source", str(folder / "a.jsonl"), "--tokenizer", str(folder / "away/tokenizer"),
-                     "--out", str(data), "--validation-fraction", "0.1"]) == 0  # fmt: skip
+    assert (
+        cli.main(
+            [
+                "prepare",
+                "--source",
+                str(folder / "a.jsonl"),
+                "--tokenizer",
+                str(folder / "away/tokenizer"),
+                "--out",
+                str(data),
+                "--validation-fraction",
+                "0.1",
+            ]
+        )
+        == 0
+    )
     assert cli.main(words) == 2 and "it is not the data that the run has read" in capsys.readouterr().err
     data.rename(folder / "other")
     (folder / "away").rename(data)

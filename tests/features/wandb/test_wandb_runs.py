@@ -144,8 +144,16 @@ def test_an_offline_file_holds_the_configuration(small_data, tmp_path):
 
 
 def test_both_launches_of_a_run_have_its_group_and_its_job_type(small_data, tmp_path):
-    two_launches(tmp_path, small_data, "--tracking.wandb", "offline", "--tracking.group", "sweep",
-                 "--tracking.job_type", "pretrain")  # fmt: skip
+    two_launches(
+        tmp_path,
+        small_data,
+        "--tracking.wandb",
+        "offline",
+        "--tracking.group",
+        "sweep",
+        "--tracking.job_type",
+        "pretrain",
+    )
     launches = [read_back(folder) for folder in (tmp_path / "run/wandb").glob("offline-run-*")]
     assert [(sent["group"], sent["job_type"]) for sent in launches] == [("sweep", "pretrain")] * 2
 

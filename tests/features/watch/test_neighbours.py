@@ -245,8 +245,18 @@ def test_a_log_out_with_remove_ipc_is_survived(small_data: str, tmp_path: Path, 
     env = environment(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
     own_shm = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
     (tmp_path / "rests.py").write_text(RESTS)
-    words = ("--train.max_steps", "1000000", "--schedule.name", "constant", "--fault.stall_timeout_s", str(STALL_S),
-             "--plugin", str(tmp_path / "rests.py"), "--parts.rests.seconds", "0.1")  # fmt: skip
+    words = (
+        "--train.max_steps",
+        "1000000",
+        "--schedule.name",
+        "constant",
+        "--fault.stall_timeout_s",
+        str(STALL_S),
+        "--plugin",
+        str(tmp_path / "rests.py"),
+        "--parts.rests.seconds",
+        "0.1",
+    )
     train = (str(warm.hosts / "python"), str(REPO / "launch/train.py"), "--config", str(recipe), *words)
     log = tmp_path / "output"
     with open(log, "wb") as output:

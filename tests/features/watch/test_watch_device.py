@@ -174,13 +174,21 @@ WITHOUT_RECORDER = [on_nccl(rank, begun=0, done=0, recorded=()) for rank in rang
 CONNECTS = {"phase": "connect", "inside": False, "cpu_busy": True, "on_device": True, "step": 0}
 STALLS = [
     ("slow_data", [1], [on_nccl(0, 120, 119), on_nccl(1, 119, 119, phase="data"), on_nccl(2, 120, 119)], "in data"),
-    ("communication", [], [on_nccl(rank, 120, 119) for rank in range(3)],
-     "All ranks wait in the same collective (all_reduce of group 0 #120)"),
+    (
+        "communication",
+        [],
+        [on_nccl(rank, 120, 119) for rank in range(3)],
+        "All ranks wait in the same collective (all_reduce of group 0 #120)",
+    ),
     ("communication", [], WITHOUT_RECORDER, "wait for their devices for 31 s"),
-    ("device_waits", [0], [replace(WITHOUT_RECORDER[0], given=41, done=40)],
-     "it waits there for its device; it has done 40 of 41 micro-batches, or computes in an endless loop"),
+    (
+        "device_waits",
+        [0],
+        [replace(WITHOUT_RECORDER[0], given=41, done=40)],
+        "it waits there for its device; it has done 40 of 41 micro-batches, or computes in an endless loop",
+    ),
     ("not_connected", [0, 1], [waiting(rank, **CONNECTS) for rank in (0, 1)], "NCCL has no timeout of its own"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("cause", "odd", "ranks", "words"), STALLS)

@@ -100,9 +100,18 @@ def pdsh_runner(script: str, words: list[str], variables: dict[str, str], world_
     """DeepSpeed's own, as its runner.main makes it."""
     from deepspeed.launcher.multinode_runner import PDSHRunner
 
-    usual = {"launcher_args": "", "master_addr": "a", "master_port": 1, "ssh_port": None, "venv_script": None,
-             "no_python": False, "module": False, "no_local_rank": False, "save_pid": False,
-             "enable_each_rank_log": None}  # fmt: skip
+    usual = {
+        "launcher_args": "",
+        "master_addr": "a",
+        "master_port": 1,
+        "ssh_port": None,
+        "venv_script": None,
+        "no_python": False,
+        "module": False,
+        "no_local_rank": False,
+        "save_pid": False,
+        "enable_each_rank_log": None,
+    }
     given = [for_pdsh(word) for word in words]
     pdsh = PDSHRunner(argparse.Namespace(user_args=given, user_script=script, **{**usual, **other}), world_info)
     for line in io.StringIO(deepspeed_env(variables)):

@@ -361,9 +361,21 @@ def test_any_text_survives_a_dump(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3e-4", 3e-4), ("1_000", 1000), ("off", "off"), ("1:30", "1:30"), ("0x10", "0x10"), ("~", None), ("'1'", "1"),
-     ("True", True), ("2024-01-01", "2024-01-01"), ("-.5", -0.5), ("null", None), ("1.", 1.0)],
-)  # fmt: skip
+    [
+        ("3e-4", 3e-4),
+        ("1_000", 1000),
+        ("off", "off"),
+        ("1:30", "1:30"),
+        ("0x10", "0x10"),
+        ("~", None),
+        ("'1'", "1"),
+        ("True", True),
+        ("2024-01-01", "2024-01-01"),
+        ("-.5", -0.5),
+        ("null", None),
+        ("1.", 1.0),
+    ],
+)
 def test_plain_scalars(text: str, value: Any) -> None:
     tree = strict_yaml.parse(f"key: {text}", "t").tree
     assert tree == {"key": value}
@@ -436,17 +448,41 @@ _EARLIER_LLAMA = {  # what config.json files of published models hold
         _EARLIER_LLAMA,
         {"model_type": "qwen2", "head_dim": 16, "use_sliding_window": False, "max_window_layers": 1},
         {"model_type": "gpt2", "hidden_size": ..., "n_embd": 64, "num_hidden_layers": 1, "n_inner": None, "n_head": 4},
-        {"model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
-         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
-                             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-        {"model_type": "phi3", "num_attention_heads": 4, "pad_token_id": 0, "original_max_position_embeddings": 4096,
-         "embd_pdrop": 0.0, "rope_scaling": None},
-        {"model_type": "dbrx", "hidden_size": ..., "intermediate_size": ..., "d_model": 64,
-         "attn_config": {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8.0}},
+        {
+            "model_type": "gemma3_text",
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {
+            "model_type": "phi3",
+            "num_attention_heads": 4,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 4096,
+            "embd_pdrop": 0.0,
+            "rope_scaling": None,
+        },
+        {
+            "model_type": "dbrx",
+            "hidden_size": ...,
+            "intermediate_size": ...,
+            "d_model": 64,
+            "attn_config": {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8.0},
+        },
     ],
-    ids=["llama of 2024", "asked for by the model alone", "own names", "one rope for each kind of layer", "phi3",
-         "read from a section"],
-)  # fmt: skip
+    ids=[
+        "llama of 2024",
+        "asked for by the model alone",
+        "own names",
+        "one rope for each kind of layer",
+        "phi3",
+        "read from a section",
+    ],
+)
 def test_a_familys_own_fields_are_taken(fields: dict[str, Any], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here, {"model": {"config": fields}})
     assert cli.main(["config", "check", "run.yaml"]) == 0, capsys.readouterr().err

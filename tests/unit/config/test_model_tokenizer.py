@@ -130,10 +130,22 @@ def test_what_changes_no_id_and_added_tokens_pass(here: Path, trained: tuple[str
 
 
 def test_words_without_an_unknown_one_are_compared_by_the_vocabulary(here: Path) -> None:
-    words = [json.dumps({"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
-                         "post_processor": None, "decoder": None, "truncation": None, "padding": None,
-                         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "none"}})
-             for vocabulary in ({"a": 0, "b": 1}, {"b": 0, "a": 1})]  # fmt: skip
+    words = [
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [],
+                "normalizer": None,
+                "pre_tokenizer": None,
+                "post_processor": None,
+                "decoder": None,
+                "truncation": None,
+                "padding": None,
+                "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "none"},
+            }
+        )
+        for vocabulary in ({"a": 0, "b": 1}, {"b": 0, "a": 1})
+    ]
     placed(here, words[0], words[1])
     assert check("model.pretrained") == 2
     (here / "m/tokenizer.json").write_text(words[0] + "\n")

@@ -62,8 +62,18 @@ def forgotten() -> object:
 
 
 def test_a_plugins_classes_are_fields_of_the_run(here: Path) -> None:
-    config = parse(["run.yaml", "--plugin", "mine.py", "--schedule.name=steep", "--schedule.power", "3",
-                 "--parts.count.every", "4"]).config  # fmt: skip
+    config = parse(
+        [
+            "run.yaml",
+            "--plugin",
+            "mine.py",
+            "--schedule.name=steep",
+            "--schedule.power",
+            "3",
+            "--parts.count.every",
+            "4",
+        ]
+    ).config
     assert config.schedule.factor(1, None) == 2.0**-3 and config.parts["count"].every == 4
     (here / "dumped.yaml").write_text(dump(config))
     again = parse(["--plugin=mine.py", "--config", "dumped.yaml"]).config

@@ -143,19 +143,33 @@ def test_each_kind_of_type_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "key"),
     [
-        ({"size": 1.5}, "size"), ({"size": True}, "size"), ({"size": None}, "size"), ({"size": 0}, "size"),
-        ({"mode": "c"}, "mode"), ({"either": "some"}, "either"), ({"either": 1.5}, "either"),
-        ({"shares": [1]}, "shares"), ({"shares": {"x": "much"}}, "shares.x"), ({"shares": {"x": 0}}, "shares.x"),
-        ({"shares": {"x": float("nan")}}, "shares.x"), ({"inner": 3}, "inner"),
+        ({"size": 1.5}, "size"),
+        ({"size": True}, "size"),
+        ({"size": None}, "size"),
+        ({"size": 0}, "size"),
+        ({"mode": "c"}, "mode"),
+        ({"either": "some"}, "either"),
+        ({"either": 1.5}, "either"),
+        ({"shares": [1]}, "shares"),
+        ({"shares": {"x": "much"}}, "shares.x"),
+        ({"shares": {"x": 0}}, "shares.x"),
+        ({"shares": {"x": float("nan")}}, "shares.x"),
+        ({"inner": 3}, "inner"),
         ({"inner": {"names": "n"}}, "inner.names"),
-        ({"inner": {"names": [{}]}}, "inner.names"), ({"inner": {"pair": [1]}}, "inner.pair"),
-        ({"inner": {"pair": [1, 2, 3]}}, "inner.pair"), ({"several": {}}, "several"),
-        ({"several": [{}, {"name": 1}]}, "several[1].name"), ({"folder": 3}, "folder"), ({"folder": ""}, "folder"),
-        ({"folder": "$NOT_SET_AT_ALL/x"}, "folder"), ({"folder": "a\x1b"}, "folder"),
-        ({"rest": {"auto_map": 1}}, "rest.auto_map"), ({"rest": {"a": [{"_b": 1}]}}, "rest.a._b"),
+        ({"inner": {"names": [{}]}}, "inner.names"),
+        ({"inner": {"pair": [1]}}, "inner.pair"),
+        ({"inner": {"pair": [1, 2, 3]}}, "inner.pair"),
+        ({"several": {}}, "several"),
+        ({"several": [{}, {"name": 1}]}, "several[1].name"),
+        ({"folder": 3}, "folder"),
+        ({"folder": ""}, "folder"),
+        ({"folder": "$NOT_SET_AT_ALL/x"}, "folder"),
+        ({"folder": "a\x1b"}, "folder"),
+        ({"rest": {"auto_map": 1}}, "rest.auto_map"),
+        ({"rest": {"a": [{"_b": 1}]}}, "rest.a._b"),
         ({"sizes": 3}, "sizes"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_one_mistake_at_its_key(given: dict[str, Any], key: str) -> None:
     made = read(_Outer, given, "", problems := Problems())
     assert key in problems and len(problems) == 1

@@ -42,8 +42,17 @@ def loaded(here: Path, stages: Any, *argv: str, **sections: Any) -> Run:
 
 def test_a_stage_changes_what_it_names_and_keeps_the_rest(here: Path) -> None:
     stages = loaded(here, STAGES).stages
-    told = [(s.first_step, s.data.path, s.batch.sequence_length, s.batch.global_batch, s.batch.micro_batch,
-             s.batch.accumulation) for s in stages]  # fmt: skip
+    told = [
+        (
+            s.first_step,
+            s.data.path,
+            s.batch.sequence_length,
+            s.batch.global_batch,
+            s.batch.micro_batch,
+            s.batch.accumulation,
+        )
+        for s in stages
+    ]
     assert told == [
         (0, "data/x", 128, 8, 2, 2),
         (40, "data/y", 128, 8, 2, 2),

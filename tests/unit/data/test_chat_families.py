@@ -268,12 +268,21 @@ def test_what_transformers_renders_is_taken_and_nothing_is_lost(tmp_path: Path, 
 
 
 STOPS = {
-    "cohere": "<|END_OF_TURN_TOKEN|>", "deepseek": "<｜end▁of▁sentence｜>", "gemma4": "<turn|> <|tool_response>",
-    "diffusion": "<turn|> <|tool_response>", "gemma": "<end_of_turn>", "glm": "<|endoftext|> <|user|> <|observation|>",
-    "gptoss": "<|return|> <|call|>", "idefics": "<end_of_utterance>", "smolvlm": "<end_of_utterance>",
-    "llama3": "<|eot_id|> <|eom_id|>", "llava": "</s>", "muse": "<|end|> <|return|> <|call|>", "phi": "<|end|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "deepseek": "<｜end▁of▁sentence｜>",
+    "gemma4": "<turn|> <|tool_response>",
+    "diffusion": "<turn|> <|tool_response>",
+    "gemma": "<end_of_turn>",
+    "glm": "<|endoftext|> <|user|> <|observation|>",
+    "gptoss": "<|return|> <|call|>",
+    "idefics": "<end_of_utterance>",
+    "smolvlm": "<end_of_utterance>",
+    "llama3": "<|eot_id|> <|eom_id|>",
+    "llava": "</s>",
+    "muse": "<|end|> <|return|> <|call|>",
+    "phi": "<|end|>",
     "": "<|im_end|>",
-}  # fmt: skip
+}
 """Stop tokens, by the beginning of a template's name in TRL."""
 BEGINS = {
     "deepseek": "<｜begin▁of▁sentence｜>",

@@ -25,8 +25,19 @@ CONFIG = DataConfig(
         StageConfig(from_step=9, sequence_length=8),
     ],
 )
-READS = [("a", 0), ("a", 4), ("a", 8), ("b", 0), ("b", 4), ("b", 8), ("a", 12), ("a", 20), ("long", 0), ("a", 28),
-         ("a", 36)]  # fmt: skip
+READS = [
+    ("a", 0),
+    ("a", 4),
+    ("a", 8),
+    ("b", 0),
+    ("b", 4),
+    ("b", 8),
+    ("a", 12),
+    ("a", 20),
+    ("long", 0),
+    ("a", 28),
+    ("a", 36),
+]
 """Of each step: data and first sequence; 4 sequences a step, 8 from step 5 on."""
 
 

@@ -53,8 +53,16 @@ def test_rows_of_csv_files_become_documents_however_many_processes_there_are(tmp
     words = ["--plugin", CSV, "--source", "csv:t*.csv", "--csv.delimiter", ";", "--field", "body"]
     words += ["--vocab-size", "300", "--shard-bytes", "5000"]
     assert main(["prepare", *words, "--out", "a", "--processes", "1"]) == 0
-    made = llmtrain.prepare("csv:t*.csv", "b", plugin=CSV, fields={"csv": {"delimiter": ";"}}, field="body",
-                            vocab_size=300, shard_bytes=5000, processes=2)  # fmt: skip
+    made = llmtrain.prepare(
+        "csv:t*.csv",
+        "b",
+        plugin=CSV,
+        fields={"csv": {"delimiter": ";"}},
+        field="body",
+        vocab_size=300,
+        shard_bytes=5000,
+        processes=2,
+    )
     manifests = [json.loads(Path(out, "manifest.json").read_text()) for out in ("a", "b")]
     assert manifests[0] == manifests[1] and len(list(Path("a").glob("train-*.bin"))) > 1
     for shard in Path("a").glob("*.bin"):

@@ -83,10 +83,19 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def test_maps_that_16_does_not_divide_and_those_of_a_mixture_stay() -> None:
-    fields = {"model_type": "qwen2_moe", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2,
-              "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40,
-              "num_experts": 16, "num_experts_per_tok": 2, "num_attention_heads": 4,
-              "num_key_value_heads": 4}  # fmt: skip
+    fields = {
+        "model_type": "qwen2_moe",
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     hf = skeleton(load_config(ModelConfig(config=fields)))
     chosen, others = maps_of(decoder_layers(hf)[0])
     assert sorted(chosen) == [f"self_attn.{name}_proj" for name in "koqv"]

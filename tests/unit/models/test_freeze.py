@@ -84,9 +84,17 @@ QWEN_05B = (493_961_216, 24, 896)
 
 
 def published(weights: int, layers: int, width: int) -> ModelFacts:
-    return ModelFacts(parameters=weights, matmul_parameters=weights, frozen_matmul_parameters=0, trained=weights,
-                      forward_matmul_parameters=0, layers=layers, forward_layers=0, attention_width=width,
-                      vocab_size=1)  # fmt: skip
+    return ModelFacts(
+        parameters=weights,
+        matmul_parameters=weights,
+        frozen_matmul_parameters=0,
+        trained=weights,
+        forward_matmul_parameters=0,
+        layers=layers,
+        forward_layers=0,
+        attention_width=width,
+        vocab_size=1,
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,14 +66,24 @@ def test_an_adapter_has_the_rate_of_its_layer() -> None:
 @pytest.mark.parametrize(
     ("family", "model", "optim", "words"),
     [
-        ("llama", {}, {"weight_decay_of": {"*.nrom.*": 0.0}}, r"optim.weight_decay_of.\*.nrom.\* = 0.0.*matches no "
-         "parameter that trains.*one of them is model"),
+        (
+            "llama",
+            {},
+            {"weight_decay_of": {"*.nrom.*": 0.0}},
+            r"optim.weight_decay_of.\*.nrom.\* = 0.0.*matches no "
+            "parameter that trains.*one of them is model",
+        ),
         ("llama", {"freeze": ["lm_head.*"]}, {"lr_factor_of": {"lm_head.*": 2.0}}, "matches no parameter that trains"),
-        ("llama", {}, {"lr_factor_of": {"*norm*": 2.0, "model.norm.*": 3.0}}, r"model.norm.\* = 3.0.*\*norm\* gives "
-         "model.norm.weight another value, 2"),
+        (
+            "llama",
+            {},
+            {"lr_factor_of": {"*norm*": 2.0, "model.norm.*": 3.0}},
+            r"model.norm.\* = 3.0.*\*norm\* gives "
+            "model.norm.weight another value, 2",
+        ),
         ("gpt2", {}, {"lr_factor_of": {"*.wte.*": 2.0, "lm_head.*": 3.0}}, "gives transformer.wte.weight ano"),
     ],
-)  # fmt: skip
+)
 def test_a_pattern_for_nothing_and_two_for_one_parameter_are_refused(
     family: str, model: dict[str, Any], optim: dict[str, Any], words: str
 ) -> None:

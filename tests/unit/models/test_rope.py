@@ -11,8 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.models.rope import refuse, set_rope
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 32}  # fmt: skip
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 32,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 

@@ -52,10 +52,18 @@ def test_values_come_in_the_order_of_the_step() -> None:
     block(torch.ones(1, 2), attention_mask=torch.zeros(1))["hidden"].sum().backward()
     names = [(kind, name) for kind, name, number in kept if number == 0]
     assert names == [
-        ("input", ""), ("input", "first"), ("output", "first"), ("input", "second"), ("output", "second"),
-        ("output", ""), ("gradient of output", "second"), ("gradient of output", ""), ("gradient", "second.weight"),
-        ("gradient of output", "first"), *names[-2:],
-    ]  # fmt: skip
+        ("input", ""),
+        ("input", "first"),
+        ("output", "first"),
+        ("input", "second"),
+        ("output", "second"),
+        ("output", ""),
+        ("gradient of output", "second"),
+        ("gradient of output", ""),
+        ("gradient", "second.weight"),
+        ("gradient of output", "first"),
+        *names[-2:],
+    ]
     assert {*names[-2:]} == {("gradient", "first.weight"), ("gradient", "first.bias")}
     assert len(kept) == 2 * len(names), "both micro-batches, and none after the context"
     assert kept["input", "second", 0][0].startswith("_Block of"), "what a module gets is computed by the one above it"

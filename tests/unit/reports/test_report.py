@@ -24,8 +24,16 @@ from tests.helpers.pages import Page
 def test_a_run_over_pairs_is_shown_with_its_own_units(tmp_path: Path) -> None:
     metrics = JsonLines(tmp_path / "metrics.jsonl")
     for step in (1, 2):
-        metrics.write({"step": step, "loss": 0.69, "pairs/accuracy": 0.5, "pairs/margin": 0.1 * step,
-                       "pairs/chosen_log_prob": -4.0, "pairs/rejected_log_prob": -5.0})  # fmt: skip
+        metrics.write(
+            {
+                "step": step,
+                "loss": 0.69,
+                "pairs/accuracy": 0.5,
+                "pairs/margin": 0.1 * step,
+                "pairs/chosen_log_prob": -4.0,
+                "pairs/rejected_log_prob": -5.0,
+            }
+        )
     metrics.write({"step": 2, "eval/loss": 0.625, "eval/pairs/accuracy": 0.75})
     metrics.close()
     run = load(tmp_path)
@@ -159,9 +167,20 @@ def test_report_of_a_run(tmp_path, capsys):
     text = (out / "index.html").read_text()
     assert "<script>alert" not in text and "https://" not in text and "prefers-color-scheme: dark" in text
     page = Page(out / "index.html")
-    for words in ("my <run>", "2.5000 nats/token (perplexity 12.18)", "MFU 40.0%", "torch 9.9", "1 (cpu)", "& co",
-                  "5.5000 nats/token (first 999 validation tokens)", "984,320", "launch/train.py --config 'a b.yaml'",
-                  "optim.name\nmuon", "ZeRO stage\n2", "precision\nbf16"):  # fmt: skip
+    for words in (
+        "my <run>",
+        "2.5000 nats/token (perplexity 12.18)",
+        "MFU 40.0%",
+        "torch 9.9",
+        "1 (cpu)",
+        "& co",
+        "5.5000 nats/token (first 999 validation tokens)",
+        "984,320",
+        "launch/train.py --config 'a b.yaml'",
+        "optim.name\nmuon",
+        "ZeRO stage\n2",
+        "precision\nbf16",
+    ):
         assert words in page.text, words
     for words in (
         "training, smoothed",
@@ -239,9 +258,19 @@ def test_multiple_choice_and_later_scores_are_told(tmp_path: Path) -> None:
 
 
 def test_what_runs_name_has_charts(tmp_path: Path) -> None:
-    figures = {"eval/arc/accuracy": 0.25, "eval/arc/accuracy_norm": 0.5, "eval/arc/bits_per_byte": 2.0, "loss": 3.0,
-               "rare": 0.1, "eval/rare": 0.2, "eval/code/rare": 0.3, "norms/layer_0": 1.0, "norms/layer_1": 2.0,
-               "eval/pairs/accuracy": 0.75, "../../up/x": 1.0}  # fmt: skip
+    figures = {
+        "eval/arc/accuracy": 0.25,
+        "eval/arc/accuracy_norm": 0.5,
+        "eval/arc/bits_per_byte": 2.0,
+        "loss": 3.0,
+        "rare": 0.1,
+        "eval/rare": 0.2,
+        "eval/code/rare": 0.3,
+        "norms/layer_0": 1.0,
+        "norms/layer_1": 2.0,
+        "eval/pairs/accuracy": 0.75,
+        "../../up/x": 1.0,
+    }
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **figures}) + "\n" for step in (4, 8)))
     found = charts_of([load(tmp_path)])
     assert {"named_rare", "named_norms", "named_Multiple_choice_accuracy"} <= {chart["file"] for chart in found}

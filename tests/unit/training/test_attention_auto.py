@@ -27,9 +27,17 @@ BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 
 
 def run_of(
-    folder: Path, json_keys: dict[str, Any], model: ModelConfig, *, isolate: bool = True, ranks: int = 1,
-    length: int = 64, micro_batch: int = 2, accumulation: int = 1, **sections: Any,
-) -> Run:  # fmt: skip
+    folder: Path,
+    json_keys: dict[str, Any],
+    model: ModelConfig,
+    *,
+    isolate: bool = True,
+    ranks: int = 1,
+    length: int = 64,
+    micro_batch: int = 2,
+    accumulation: int = 1,
+    **sections: Any,
+) -> Run:
     """A resolved run without data."""
     (folder / "ds.json").write_text(json.dumps(json_keys))
     config = RunConfig(
@@ -111,8 +119,17 @@ def test_both_tables_of_post_training_have_no_mask_on_a_gpu(tmp_path, how, at_on
     model_folder(tmp_path / "model", new_model("llama", vocab_size=512))
     (tmp_path / "deepspeed.json").write_text(json.dumps(BF16))
     write_prepared(tmp_path / "data", [[[1, 2, 3] * 200]], [[[1, 2, 3] * 200]], vocab_size=512)
-    task = tuners.Tuning(folder=str(tmp_path), sequence=64, global_batch=2, contestants=(), threads=1,
-                         steps_per_round=1, rounds=2, bf16=True, at_once=at_once)  # fmt: skip
+    task = tuners.Tuning(
+        folder=str(tmp_path),
+        sequence=64,
+        global_batch=2,
+        contestants=(),
+        threads=1,
+        steps_per_round=1,
+        rounds=2,
+        bf16=True,
+        at_once=at_once,
+    )
     run = load(["--config", str(tuners.write_yaml(task, how))], 1, "a test")
     run = replace(run, config=replace(run.config, adapter=replace(run.config.adapter, start=None)))
     assert chosen(run, GPU)[0] == "varlen" and run.config.data.isolate_documents
