@@ -27,7 +27,7 @@ from llmtrain.checkpoint.format import (
     step_folder,
 )
 from llmtrain.checkpoint.meaning import other_meaning, other_scale
-from llmtrain.checkpoint.output import build_checkpoint
+from llmtrain.checkpoint.output import Contents, build_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.checkpoint.verify import wrong_frozen
@@ -156,17 +156,15 @@ def average(sources: list[Path], out: Path) -> list[str]:
     entries = {k: v for k, v in trainers[newest].entries.items() if k not in others}
     entries |= {"weights_only": True, "averaged": [str(path) for path in sources]}
     with Progress("averaging", total) as progress:
-        written = build_checkpoint(
-            step_folder(out / "checkpoints", step),
+        contents = Contents(
             step=step,
             shapes=shapes,
-            moments={},
             read=mean.read,
             trainer=replace(trainers[newest], entries=entries).to_json(),
             layout={"made_by": "average", "precision": readers[newest].manifest.layout.get("precision")},
-            plan={"average": [hash_file(path / MANIFEST) for path in sources]},
-            advance=progress.advance,
         )
+        plan = {"average": [hash_file(path / MANIFEST) for path in sources]}
+        written = build_checkpoint(step_folder(out / "checkpoints", step), contents, plan, advance=progress.advance)
     for reader in readers:
         reader.close()
     return [

@@ -9,6 +9,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -182,25 +183,32 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Name in the file -> (dtype, shape)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a checkpoint that no run saves will hold: complete fp32 tensors."""
+
+    step: int
+    shapes: Mapping[str, tuple[int, ...]]
+    """By Hugging Face name."""
+    moments: Mapping[str, set[str]] = field(default_factory=dict)
+    """Kind of optimizer moments -> the names that have it. Empty for weights alone."""
+    read: Callable[[str, str, int, int], Tensor]
+    """(kind, name, start, stop) -> the flat fp32 elements; called from several threads."""
+    trainer: dict[str, Any]
+    layout: dict[str, Any]
+
+
 def build_checkpoint(
     out: Path,
-    *,
-    step: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    moments: Mapping[str, set[str]],
-    read: Callable[[str, str, int, int], Tensor],
-    trainer: dict[str, Any],
-    layout: dict[str, Any],
+    contents: Contents,
     plan: dict[str, Any],
+    *,
     advance: Callable[[int], None] = lambda count: None,
     read_again: bool = True,
 ) -> Path:
-    """Write the checkpoint folder `out` (for example step-00000500) with complete fp32 tensors.
+    """Write the checkpoint folder `out` (for example step-00000500).
 
     Args:
-        shapes: by Hugging Face name.
-        moments: optimizer moments: kind -> the names that have it. Empty for weights alone.
-        read: (kind, name, start, stop) -> the flat fp32 elements; called from several threads.
         plan: identifies the conversion, so that a restart continues the same one.
         advance: gets the bytes written.
         read_again: read every byte back before it gets its name, unless the caller does so itself.
@@ -208,6 +216,7 @@ def build_checkpoint(
     Raises:
         CheckpointError: see OutputFolder; or the file differs from its source.
     """
+    shapes, moments = contents.shapes, contents.moments
     keys = {f"{kind}/{name}": (kind, name) for kind, names in {PARAM: set(shapes), **moments}.items() for name in names}
     groups = _files(keys, shapes)
 
@@ -215,7 +224,7 @@ def build_checkpoint(
         sums: dict[str, dict[int, int]] = {key: {} for key in group}  # by chunk: several threads add chunks
 
         def chunk(key: str, start: int, stop: int) -> Tensor:
-            values = read(*keys[key], start, stop).float()
+            values = contents.read(*keys[key], start, stop).float()
             sums[key][start] = checksum(values, start)
             return values
 
@@ -230,11 +239,10 @@ def build_checkpoint(
             info = folder.file(name, lambda path, group=group: write(path, group))  # type: ignore[misc]
             pieces = [Piece(*keys[key], whole(shape), info["sums"][key]) for key, (_, shape) in group.items()]
             files[name] = FileEntry(bytes=info["bytes"], xxh3=info["xxh3"], pieces=pieces)
-        size, xxh3 = write_durably(folder.partial / TRAINER, json.dumps(trainer, indent=1))
+        size, xxh3 = write_durably(folder.partial / TRAINER, json.dumps(contents.trainer, indent=1))
         files[TRAINER] = FileEntry(bytes=size, xxh3=xxh3)
-        manifest = Manifest(
-            step=step, tensors={name: list(s) for name, s in shapes.items()}, files=files, layout=layout
-        )
+        tensors = {name: list(shape) for name, shape in shapes.items()}
+        manifest = Manifest(step=contents.step, tensors=tensors, files=files, layout=contents.layout)
         write_durably(folder.partial / MANIFEST, manifest.to_json())
         if read_again:
             from llmtrain.checkpoint.verify import verify

@@ -59,30 +59,19 @@ def as_fp32(image: memoryview, offset: int, first: int, count: int, dtype: str) 
     return (raw.astype(np.uint32) << 16).view(np.float32)
 
 
-def commit(
-    partial: Path,
-    final: Path,
-    *,
-    step: int,
-    tensors: dict[str, list[int]],
-    layout: dict[str, Any],
-    frozen: dict[str, Any],
-    pieces: dict[str, list[list[Any]]],
-    written: dict[str, dict[str, Any]],
-    trainer: str,
-    keep: int | None,
-    best: dict[str, Any] | None = None,
-) -> None:
+def commit(partial: Path, final: Path, message: dict[str, Any], table: dict[str, Any]) -> None:
     """Complete a checkpoint whose files are durable, give it its name, and delete the checkpoints that `keep` (unless
     None) and `best` (fields of a `Best`) do not cover.
 
     Args:
-        frozen: `FrozenSource.to_json` of parameters that no file holds.
-        pieces: by file: `Piece.to_json` of each; these checksums are ignored.
-        written: by file: the answer of `write_image`.
+        message: step, layout, trainer (the text of trainer.json), keep, best if there is one, and "written": by file
+            the answer of `write_image`.
+        table: "tensors" (shapes), "frozen" (`FrozenSource.to_json` of parameters that no file holds), and "pieces": by
+            file `Piece.to_json` of each; these checksums are ignored.
 
     Raises OSError.
     """
+    written, best = message["written"], message.get("best")
     files = {
         name: FileEntry(
             bytes=written[name]["bytes"],
@@ -92,12 +81,17 @@ def commit(
                 for piece, total in zip(file_pieces, written[name]["checksums"], strict=True)
             ],
         )
-        for name, file_pieces in pieces.items()
+        for name, file_pieces in table["pieces"].items()
     }
-    size, xxh3 = write_durably(partial / TRAINER, trainer)
+    size, xxh3 = write_durably(partial / TRAINER, message["trainer"])
     files[TRAINER] = FileEntry(bytes=size, xxh3=xxh3)
-    source = FrozenSource.from_json(frozen)
-    manifest = Manifest(step=step, tensors=tensors, files=files, layout=layout, frozen=source)
+    manifest = Manifest(
+        step=message["step"],
+        tensors=table["tensors"],
+        files=files,
+        layout=message["layout"],
+        frozen=FrozenSource.from_json(table["frozen"]),
+    )
     write_durably(partial / MANIFEST, manifest.to_json())
     sync(partial)
     if final.exists():  # saved before at this step, by this run or by one that was resumed from an earlier step
@@ -105,8 +99,8 @@ def commit(
     partial.rename(final)
     sync(final.parent)
     tidy(final.parent)  # a read-only disk, or a file server that was away, may have kept files of a failed save
-    if keep is not None:
-        keep_newest(final.parent, keep, best=None if best is None else Best(**best))
+    if message["keep"] is not None:
+        keep_newest(final.parent, message["keep"], best=None if best is None else Best(**best))
 
 
 def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | None) -> dict[str, Any]:
@@ -125,8 +119,7 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
         if what == "commit":
             partial, final = Path(message.pop("partial")), Path(message.pop("final"))
             try:
-                facts = {key: table[key] for key in ("tensors", "pieces", "frozen")}
-                commit(partial, final, **facts, **message)
+                commit(partial, final, message, table)
             except OSError:
                 remove_tree(partial)
                 raise

@@ -240,25 +240,15 @@ def matrices(part: nn.Module) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
 
 
 def varlen_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    bounds: Tensor,
-    longest: int,
-    *,
-    scale: float | None,
-    window: tuple[int, int],
+    tensors: tuple[Tensor, ...], bounds: Tensor, longest: int, *, scale: float | None, window: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """torch.ops.torch_attn._varlen_attn_backward: the gradients of torch.nn.attention.varlen.varlen_attn, which has a
-    public forward pass only. Its arguments are the same from torch 2.11 to 2.14."""
-    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random numbers of a dropout
+    public forward pass only. `tensors`: the output's gradient, query, key, value, the output and its logsumexp. The
+    arguments are the same from torch 2.11 to 2.14."""
+    unused = torch.zeros(2, dtype=torch.uint64, device=bounds.device)  # the random numbers of a dropout
     causal = window == (-1, 0)
-    tensors = (gradient, query, key, value, out, logsumexp, bounds, bounds)
     backward = torch.ops.torch_attn._varlen_attn_backward
-    of_q, of_k, of_v = backward(*tensors, longest, longest, causal, unused, scale, list(window))
+    of_q, of_k, of_v = backward(*tensors, bounds, bounds, longest, longest, causal, unused, scale, list(window))
     return of_q, of_k, of_v
 
 

@@ -11,7 +11,7 @@ import inspect
 import itertools
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,15 @@ from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
 from llmtrain.models.transformers_private import VARLEN, varlen_backward
+
+
+class _Seen(NamedTuple):
+    """Which keys a query sees, and what their scores are multiplied by."""
+
+    bounds: Tensor
+    longest: int
+    scale: float | None
+    window: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +157,7 @@ def within_documents(
         the output for the queries, and the backward pass's sums of each head and token.
     """
     forward, _ = _kernels(query.device)
-    out, sums = forward(query, key, value, *_bounds(bounds, sizes), scale, window)
+    out, sums = forward(query, key, value, _seen_by(bounds, sizes, scale, window))
     return out.contiguous(), sums
 
 
@@ -172,7 +181,7 @@ def _within_documents_backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _, backward = _kernels(query.device)
-    of_q, of_k, of_v = backward(gradient, query, key, value, out, sums, *_bounds(bounds, sizes), scale, window)
+    of_q, of_k, of_v = backward((gradient, query, key, value, out, sums), _seen_by(bounds, sizes, scale, window))
     return of_q.contiguous(), of_k.contiguous(), of_v.contiguous()
 
 
@@ -196,10 +205,10 @@ def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 within_documents.register_autograd(_gradients, setup_context=_keep)
 
 
-def _bounds(bounds: Tensor, sizes: Tensor) -> tuple[Tensor, int]:
-    """[documents + 1] bounds, without the empty ones at the end; the tokens of the longest document."""
+def _seen_by(bounds: Tensor, sizes: Tensor, scale: float | None, window: int | None) -> _Seen:
+    """[documents + 1] bounds, without the empty ones at the end, and the tokens of the longest document."""
     documents, longest = sizes.tolist()
-    return bounds[: documents + 1], longest
+    return _Seen(bounds[: documents + 1], longest, scale, window)
 
 
 def _kernels(device: torch.device) -> tuple[Any, Any]:
@@ -219,9 +228,7 @@ def _shares_heads() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _flash(query: Tensor, key: Tensor, value: Tensor, seen: _Seen) -> tuple[Tensor, Tensor]:
     """Flash attention, in bf16 and fp16; torch raises an error for other precisions."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -231,39 +238,29 @@ def _flash(
             more["enable_gqa"] = True
         else:
             key, value = (heads.repeat_interleave(shared, 1) for heads in (key, value))
-    more |= {"return_aux": AuxRequest(lse=True), "scale": scale, "window_size": _window(window)}
-    out, sums = varlen_attn(query, key, value, bounds, bounds, longest, longest, **more)
+    more |= {"return_aux": AuxRequest(lse=True), "scale": seen.scale, "window_size": _window(seen.window)}
+    out, sums = varlen_attn(query, key, value, seen.bounds, seen.bounds, seen.longest, seen.longest, **more)
     return out, sums
 
 
-def _flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scale: float | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(tensors: tuple[Tensor, ...], seen: _Seen) -> tuple[Tensor, Tensor, Tensor]:
+    gradient, query, key, value, out, sums = tensors
     shared = query.shape[1] // key.shape[1]
     repeated = shared > 1 and not _shares_heads()
     if repeated:
         key, value = (heads.repeat_interleave(shared, 1) for heads in (key, value))
+    tensors = (gradient, query, key, value, out, sums)
     of_q, of_k, of_v = varlen_backward(
-        gradient, query, key, value, out, sums, bounds, longest, scale=scale, window=_window(window)
+        tensors, seen.bounds, seen.longest, scale=seen.scale, window=_window(seen.window)
     )
     if repeated:
         of_k, of_v = (gradient_of.unflatten(1, (-1, shared)).sum(2) for gradient_of in (of_k, of_v))
     return of_q, of_k, of_v
 
 
-def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, seen: _Seen) -> tuple[Tensor, Tensor]:
     """Attention within documents for a device without a kernel for it."""
+    bounds, _, scale, window = seen
     out, grouped = torch.empty_like(query), query.shape[1] != key.shape[1]
     for at in _slices(bounds):
         q, k, v = (tensor[at].transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
@@ -273,19 +270,10 @@ def _one_by_one(
     return out, query.new_zeros((query.shape[1], len(query)), dtype=torch.float32)
 
 
-def _one_by_one_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scale: float | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _one_by_one_backward(tensors: tuple[Tensor, ...], seen: _Seen) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by definition, in fp32: no autograd reaches into an operator. [shared heads, T, T] at a time."""
+    gradient, query, key, value, out, _ = tensors
+    bounds, _, scale, window = seen
     of_q, of_k, of_v = (torch.empty_like(tensor) for tensor in (query, key, value))
     shared, scale = query.shape[1] // key.shape[1], query.shape[2] ** -0.5 if scale is None else scale
     for at in _slices(bounds):

@@ -25,7 +25,7 @@ from llmtrain.config.resolve import resolve
 from llmtrain.config.run import Run, RunConfig
 from llmtrain.data.batches import AnswerBatch, MicroBatch
 from llmtrain.data.stream.epoch import sequences_of_epoch
-from llmtrain.data.stream.loader import Course, batches_of
+from llmtrain.data.stream.loader import Course, Dealt, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.parity.plain import rate_of_step
 from llmtrain.training.examine import rate_of
@@ -261,7 +261,7 @@ def differences(config: RunConfig, precision: str) -> tuple[str, list[str]]:
         raise DataError(f"{', '.join(map(str, folders))}: not a prepared folder of this version ({error})") from error
     total = min(_SEQUENCES, data.sequences_per_epoch)
     found, documents = [], 0
-    for micro in batches_of(data.kind, data.window_at, total, _TOGETHER, 0, 1, False):
+    for micro in batches_of(data.kind, data.window_at, total, _TOGETHER, Dealt()):
         for row in range(len(micro.sequences)):
             documents += len(list(_documents(micro, row)))
             wrong = [_sequence(plain, micro, row, config) for plain in plains]

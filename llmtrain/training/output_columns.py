@@ -29,7 +29,7 @@ from llmtrain.config.stages import Stages
 from llmtrain.data.batches import MicroBatch
 from llmtrain.data.manifest import SPLITS, Split, read_manifest
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.loader import batches_of
+from llmtrain.data.stream.loader import Dealt, batches_of
 from llmtrain.data.stream.reference_and_teacher import ColumnWriter, TeacherColumn, numbers, write_reference
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.deepspeed.build import join_process_group
@@ -183,9 +183,8 @@ def _read(setup: Setup, data: TrainData, split: Split, micro_batch: int, at_once
     ranks, data_parallel, train = setup.ranks, setup.mesh.degrees.data, split == "train"
     read = data.window_at if train else data.validation_window_at
     rows = data.sequences_per_epoch if train else data.validation_sequences
-    batches = batches_of(
-        data.kind, read, rows, micro_batch, setup.mesh.place.data, data_parallel, ranks.device.type == "cuda"
-    )
+    dealt = Dealt(setup.mesh.place.data, data_parallel, ranks.device.type == "cuda")
+    batches = batches_of(data.kind, read, rows, micro_batch, dealt)
     done = 0
     with log.Progress(f"{split}:", rows, unit="row") if ranks.rank == 0 else contextlib.nullcontext() as progress:
         while some := list(itertools.islice(batches, at_once)):

@@ -24,7 +24,7 @@ from llmtrain.config.topology import Place
 from llmtrain.data.batches import MicroBatch
 from llmtrain.data.kinds import RowKind
 from llmtrain.data.manifest import NEW_COLUMN
-from llmtrain.data.stream.loader import batches_of
+from llmtrain.data.stream.loader import Dealt, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.windows import IGNORED, AnswerWindow, Window
 from llmtrain.engine.api import Engine
@@ -241,31 +241,34 @@ def prove_sharding(spec: ModelSpec, degree: int, ranks: Ranks) -> None:
         )
 
 
-def prove_start(
-    engine: Engine,
-    run: Run,
-    objective: LossFunction,
-    reference: Callable[[LossFunction], LossFunction],
-    of: tuple[Stage, TrainData],
-    place: Place,
-    ranks: Ranks,
-    *,
-    own_teacher: bool,
-) -> None:
-    """Prove on a few sequences the figures that are known without training. `reference`: adds the run's reference to an
-    objective. `of`: the data and its first stage. `own_teacher`: the teacher has the initial weights. Raises
-    AgreedError."""
-    config, (stage, data) = run.config, of
-    batch, key = stage.batch, stage_key(stage)
-    dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")
-    few, one = batch.micro_batch, 1
-    with ranks.together():  # a damaged shard is met by one rank
-        first = list(batches_of(data.kind, data.window_at, few * batch.data_parallel, few, *dealt))
-        equal: list[MicroBatch] = []
-        if isinstance(config.objective, OverAnswers):
-            window = alike(data.kind, data.window_at(0))
-            equal = list(batches_of(data.kind, lambda _: window, batch.data_parallel, one, *dealt))
-    known = Known(config, run.mix.precision, engine.evaluate, objective, reference, first, equal, own_teacher)
-    with compiler.uncompiled():
-        for error in known.broken(engine.module):  # of numbers that all ranks have
-            raise AgreedError(f"{key}: {error}" if key else str(error), error.exit_code)
+@dataclass(frozen=True, kw_only=True)
+class StartProof:
+    """Proves, on a few sequences, the figures of a run's first step that are known without training."""
+
+    engine: Engine
+    run: Run
+    place: Place
+    ranks: Ranks
+    objective: LossFunction
+    with_reference: Callable[[LossFunction], LossFunction]
+    """Adds the run's reference to an objective."""
+    own_teacher: bool = False
+    """The teacher has the initial weights."""
+
+    def prove(self, stage: Stage, data: TrainData) -> None:
+        """`stage`: the first one with this data. Raises AgreedError."""
+        config, batch, key = self.run.config, stage.batch, stage_key(stage)
+        dealt = Dealt(self.place.data, batch.data_parallel, self.ranks.device.type == "cuda")
+        few, one = batch.micro_batch, 1
+        with self.ranks.together():  # a damaged shard is met by one rank
+            first = list(batches_of(data.kind, data.window_at, few * batch.data_parallel, few, dealt))
+            equal: list[MicroBatch] = []
+            if isinstance(config.objective, OverAnswers):
+                window = alike(data.kind, data.window_at(0))
+                equal = list(batches_of(data.kind, lambda _: window, batch.data_parallel, one, dealt))
+        objectives = (self.objective, self.with_reference)
+        precision, evaluate = self.run.mix.precision, self.engine.evaluate
+        known = Known(config, precision, evaluate, *objectives, first, equal, self.own_teacher)
+        with compiler.uncompiled():
+            for error in known.broken(self.engine.module):  # of numbers that all ranks have
+                raise AgreedError(f"{key}: {error}" if key else str(error), error.exit_code)

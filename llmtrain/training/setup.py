@@ -186,19 +186,19 @@ class Setup:
         of_tokens = isinstance(self.objective, NextTokenLoss)
         if self.initial_weights is None or (of_tokens and self.run.config.adapter.r is None):
             return
-        from llmtrain.training.proofs import prove_start
+        from llmtrain.training.proofs import StartProof
 
+        proof = StartProof(
+            engine=self.engine,
+            run=self.run,
+            place=self.mesh.place,
+            ranks=self.ranks,
+            objective=self.objective,
+            with_reference=self._with_reference,
+            own_teacher=self.teacher == self.initial_weights,
+        )
         for stage, data in in_stages(self.course.stages, self.course.data):
-            prove_start(
-                self.engine,
-                self.run,
-                self.objective,
-                self._with_reference,
-                (stage, data),
-                self.mesh.place,
-                self.ranks,
-                own_teacher=self.teacher == self.initial_weights,
-            )
+            proof.prove(stage, data)
 
     def session(self, step: int = 0) -> Session:
         """`step`: optimizer steps done before, skipped ones included."""

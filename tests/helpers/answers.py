@@ -47,13 +47,13 @@ def prove_first(
 ) -> None:
     """Prove the identities of the initial weights as a run does. `base`: that of a reference computed at each step."""
     from llmtrain.engine.losses.named import loss_of, with_reference
-    from llmtrain.training.proofs import prove_start
+    from llmtrain.training.proofs import StartProof
 
     run = resolved_run(case, ranks.world_size)
     run = replace(run, config=replace(run.config, objective=config))
     wrap = functools.partial(with_reference, objective=config, base=base)
-    objective = wrap(loss_of(config))
-    prove_start(engine, run, objective, wrap, (run.stages[0], data), engine.mesh.place, ranks, own_teacher=False)
+    about: Any = {"engine": engine, "run": run, "place": engine.mesh.place, "ranks": ranks}
+    StartProof(**about, objective=wrap(loss_of(config)), with_reference=wrap).prove(run.stages[0], data)
 
 
 def spoil(engine: ZeroEngine) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmtrain.checkpoint.output import build_checkpoint
+from llmtrain.checkpoint.output import Contents, build_checkpoint
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {"intermediate_size": 48, "num_key_value_heads": 2, **SMALL}
@@ -48,11 +48,9 @@ def checkpoint_of(model: Any, run: Path, /, precision: str = "bf16", step: int =
     """A checkpoint of the model's parameters, as a run leaves it. `trainer`: other values of trainer.json."""
     values = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
     config = json.loads(json.dumps({**model.config.to_dict(), "use_cache": False}))
-    return build_checkpoint(
-        run / "checkpoints" / f"step-{step:08d}",
+    contents = Contents(
         step=step,
         shapes={name: tuple(value.shape) for name, value in values.items()},
-        moments={},
         read=lambda _, name, start, stop: values[name].reshape(-1)[start:stop],
         trainer={
             "step": step,
@@ -64,5 +62,5 @@ def checkpoint_of(model: Any, run: Path, /, precision: str = "bf16", step: int =
             **trainer,
         },
         layout={"world_size": 1, "zero_stage": 0, "precision": precision},
-        plan={},
     )
+    return build_checkpoint(run / "checkpoints" / f"step-{step:08d}", contents, plan={})

@@ -14,7 +14,7 @@ import torch
 
 from llmtrain.base.errors import CheckpointError, UserError
 from llmtrain.checkpoint.format import TRAINER, Manifest, step_folder
-from llmtrain.checkpoint.output import build_checkpoint
+from llmtrain.checkpoint.output import Contents, build_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.optim.optimizers import PARAM
@@ -246,9 +246,8 @@ def rebuilt(source: Path, out: Path, moments: dict[str, set[str]], **trainer: An
     state = {**json.loads((source / TRAINER).read_text()), **trainer}
     layout = {"world_size": 1, "zero_stage": 0, "precision": "fp32"}
     out.parent.mkdir(parents=True)
-    build_checkpoint(
-        out, step=1, shapes=shapes, moments=moments, read=reader.read_kind, trainer=state, layout=layout, plan={}
-    )
+    contents = Contents(step=1, shapes=shapes, moments=moments, read=reader.read_kind, trainer=state, layout=layout)
+    build_checkpoint(out, contents, plan={})
     return str(out)
 
 

@@ -41,6 +41,7 @@ from llmtrain.checkpoint.hf.folder_files import (
 from llmtrain.checkpoint.hf.proofs import (
     CHUNK,
     Check,
+    OtherModel,
     ProofError,
     Report,
     check_extents,
@@ -163,11 +164,13 @@ def prove_merge(made: Export, merge: Merge, hf: nn.Module, file: Mapping[str, Te
     compare_logits(
         made,
         merge.value,
-        lambda tokens: logits_of(hf, value, tokens),
-        title="adapter",
-        what="peft's layers on the model's own weights",
-        resident=4 * sum(tensor.numel() for tensor in tensors.values()),
-        rounding=_ROUNDING,
+        OtherModel(
+            logits=lambda tokens: logits_of(hf, value, tokens),
+            title="adapter",
+            name="peft's layers on the model's own weights",
+            bytes=4 * sum(tensor.numel() for tensor in tensors.values()),
+            rounding=_ROUNDING,
+        ),
     )
 
 

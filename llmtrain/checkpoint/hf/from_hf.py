@@ -19,7 +19,7 @@ from llmtrain.checkpoint.format import MANIFEST, step_folder
 from llmtrain.checkpoint.hf.exporting import layout_of
 from llmtrain.checkpoint.hf.folder_files import DTYPES, SOURCE, beside_weights, copy_into, describe
 from llmtrain.checkpoint.hf.proofs import Check, Conversion, Report, check_extents, prove_logits, read_back
-from llmtrain.checkpoint.output import build_checkpoint, claim
+from llmtrain.checkpoint.output import Contents, build_checkpoint, claim
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import ModelConfig
@@ -146,18 +146,16 @@ def _write(
     else:
         remove_tree(step)
         with log.Progress("writing", 4 * sum(map(numel, layout.shapes.values()))) as progress:
-            build_checkpoint(
-                step,
+            contents = Contents(
                 step=0,
                 shapes={name: layout.shapes[name] for name in source.order()},
-                moments={},
                 read=lambda _, name, start, stop: source.read(name, start, stop).float(),
                 trainer=trainer,
                 layout={"made_by": _ASKED_BY, "precision": described["precision"]},
-                plan={_ASKED_BY: described["identity"]},
-                advance=progress.advance,
-                read_again=False,  # `_prove` does, unless the check is off
             )
+            plan = {_ASKED_BY: described["identity"]}
+            # `_prove` reads it again, unless the check is off
+            build_checkpoint(step, contents, plan, advance=progress.advance, read_again=False)
     twins = source.placement.twins
     if twins:
         report.add("ties", f"{', '.join(sorted(twins))} repeats a tied weight; to-hf writes it once")

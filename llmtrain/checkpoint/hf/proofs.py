@@ -139,31 +139,38 @@ def prove_logits(
     compare_logits(
         made,
         values,
-        lambda tokens: _folder_logits(folder, made, tokens, loads_as),
-        title="logits",
-        what=f"{folder}, loaded by transformers,",
-        resident=loads_as.itemsize * sum(map(numel, made.layout.shapes.values())),
+        OtherModel(
+            logits=lambda tokens: _folder_logits(folder, made, tokens, loads_as),
+            title="logits",
+            name=f"{folder}, loaded by transformers,",
+            bytes=loads_as.itemsize * sum(map(numel, made.layout.shapes.values())),
+        ),
     )
 
 
-def compare_logits(
-    made: Conversion,
-    values: Callable[[str, int, int], Tensor],
-    other: Callable[[Tensor], Tensor],
-    *,
-    title: str,
-    what: str,
-    resident: int,
-    rounding: float = _ROUNDING,
-) -> None:
-    """Compare the logits of a model filled from `values` with those that `other` computes from tokens [1, T].
-    `resident`: bytes that `other` needs in addition to a layer in fp32. `rounding`: allowed difference as a share of
-    the largest logit. Raises ProofError."""
-    layout, report = made.layout, made.report
+@dataclass(frozen=True, kw_only=True)
+class OtherModel:
+    """A model whose logits must be those of the source."""
+
+    logits: Callable[[Tensor], Tensor]
+    """Of tokens [1, T]."""
+    title: str
+    """Of the line in the report."""
+    name: str
+    """In a message."""
+    bytes: int
+    """Memory that it needs in addition to a layer in fp32."""
+    rounding: float = _ROUNDING
+    """Allowed difference as a share of the largest logit."""
+
+
+def compare_logits(made: Conversion, values: Callable[[str, int, int], Tensor], other: OtherModel) -> None:
+    """Compare the logits of a model filled from `values` with those of the other model. Raises ProofError."""
+    layout, report, title = made.layout, made.report, other.title
     rest, layers = _parts(layout.skeleton)
     largest = max(map(numel, layout.shapes.values()))
     at_once = 4 * (_elements(rest) + max((_elements(layer.modules()) for layer in layers), default=0))
-    need = resident + at_once + 12 * largest + (256 << 20)
+    need = other.bytes + at_once + 12 * largest + (256 << 20)
     free = memory_available()
     if made.check == "auto" and need > 0.9 * free:
         report.add(title, f"not compared: {units.size(need)} of memory needed, {units.size(free)} free")
@@ -172,11 +179,11 @@ def compare_logits(
     length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     return_freed_memory()  # else glibc keeps a layer's memory: 1.0 GB instead of 0.7 for 0.1 B parameters
-    want, got = logits_of(layout.skeleton, values, tokens), other(tokens)
+    want, got = logits_of(layout.skeleton, values, tokens), other.logits(tokens)
     worst, scale = float((got - want).abs().max()), float(want.abs().max())
-    if not worst <= rounding * scale:
+    if not worst <= other.rounding * scale:
         raise ProofError(
-            f"the logits of {what} differ from those of the source by {worst:.3g} (largest logit {scale:.3g}): a "
+            f"the logits of {other.name} differ from those of the source by {worst:.3g} (largest logit {scale:.3g}): a "
             "tensor has the wrong name, or is used differently. Nothing was kept; this is a fault of "
             "the conversion, report it with the model's config.json."
         )

@@ -102,7 +102,7 @@ def _compare(folder: Path, data: Path) -> _Compared:
         compared.conversations += 1
         for talk, turn in _turns(sample.record, prepared):
             compared.turns += 1
-            wrong = _turn(tokenizer, template, talk, turn, rows, stops, compared)
+            wrong = _fault_of_turn(tokenizer, template, (talk, turn), rows, stops, compared)
             if wrong is not None:
                 raise ProofError(
                     f"{folder} would not be served as it was trained: of message {turn} of line {number + 1} of "
@@ -124,18 +124,21 @@ def _turns(record: str, prepared: PreparedSet) -> Iterator[tuple[Conversation, i
             yield talk, turn
 
 
-def _turn(
+def _fault_of_turn(
     tokenizer: Any,
     template: Template,
-    talk: Conversation,
-    turn: int,
+    message: tuple[Conversation, int],
     rows: list[Any],
     stops: set[int],
     compared: _Compared,
 ) -> str | None:
-    """The fault of a turn; None: a row has its prompt's ids, then the answer's as far as they can be known."""
+    """Return why the server would see other ids for this message of a conversation than training did.
+
+    None: a row has the ids of the prompt, then those of the answer as far as they can be known.
+    """
     from llmtrain.data.chat.rendering import RenderError
 
+    talk, turn = message
     try:
         talk = template.fitted(talk)
         prompt, with_answer = template.ids(talk, turn, prompt=True), template.ids(talk, turn + 1, prompt=False)

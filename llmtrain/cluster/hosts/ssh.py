@@ -202,18 +202,30 @@ class Answer:
     the host print on standard output, which breaks programs that read ssh's output (DeepSpeed does)."""
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What every host is asked."""
+
+    program: str
+    """Path of ssh; empty: the command runs on this machine."""
+    command: Sequence[str]
+    text: str
+    """Its standard input."""
+    timeout_s: float
+    port: int | None
+
+
 def on_hosts(
     hosts: Sequence[str],
     command: Sequence[str],
     *,
     input: str = "",  # the word that subprocess uses
     timeout_s: float,
-    fan_out: int = FAN_OUT,
     port: int | None = None,
     here: bool = False,
 ) -> dict[str, Answer]:
     """Run `command` on each host, or without ssh on this machine (`here`: hostfile.is_alone), with `input` as standard
-    input. No shell expands a word. A host is stopped after `timeout_s`; the total is ceil(hosts / fan_out) * (timeout_s
+    input. No shell expands a word. A host is stopped after `timeout_s`; the total is ceil(hosts / FAN_OUT) * (timeout_s
     + 1). Raises ConfigError: there is no ssh program."""
     program = "" if here else shutil.which("ssh")
     if program is None:
@@ -221,9 +233,10 @@ def on_hosts(
     names = list(dict.fromkeys(hosts))
     wake, stop = os.pipe()  # closing `stop` wakes every thread that waits for its ssh
     try:
-        with ThreadPoolExecutor(max(1, min(fan_out, len(names))), "ssh") as pool:
+        with ThreadPoolExecutor(max(1, min(FAN_OUT, len(names))), "ssh") as pool:
             try:
-                asked = [pool.submit(_ask, program, name, command, input, timeout_s, port, wake) for name in names]
+                request = _Request(program, command, input, timeout_s, port)
+                asked = [pool.submit(_ask, request, name, wake) for name in names]
                 # A Ctrl-C just before an endless wait begins would not end it: Python looks for signals between waits.
                 while wait(asked, timeout=_GRACE_S).not_done:
                     pass
@@ -239,16 +252,17 @@ def on_hosts(
         os.close(wake)
 
 
-def _ask(
-    program: str, host: str, command: Sequence[str], text: str, timeout_s: float, port: int | None, wake: int
-) -> Answer:
+def _ask(request: _Request, host: str, wake: int) -> Answer:
     """Ask one host; never raises for a fault of the host or network."""
+    timeout_s, port = request.timeout_s, request.port
     mark = f"llmtrain-{secrets.token_hex(8)}"
     started = time.monotonic()
-    line = remote_line(command, mark, timeout_s)
-    argv = [program, *options(timeout_s, port), "--", host, line] if program else ["/bin/sh", "-c", line]
+    line = remote_line(request.command, mark, timeout_s)
+    argv = ["/bin/sh", "-c", line]
+    if request.program:
+        argv = [request.program, *options(timeout_s, port), "--", host, line]
     talk = _Talk(mark)
-    with _standard_input(text) as source, _process(argv, source) as process:
+    with _standard_input(request.text) as source, _process(argv, source) as process:
         talk.listen(process, started + timeout_s, wake)
         code = process.poll()
     elapsed_s = time.monotonic() - started

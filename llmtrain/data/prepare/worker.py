@@ -422,9 +422,10 @@ def _write_tokens(written: _Written, place: int, encoder: Any) -> None:
         as_it_is = not any(each in written.held_out for each in hashes)
     if as_it_is:
         held = int((borders[:-1] >= len(file.ids) * (1 - settings.validation_fraction)).sum())
-        begin = (file.begin or 0) + int(borders[0]) * ids.dtype.itemsize
-        link = not is_url(piece.path) and not is_url(settings.out)
-        written.in_place = _as_they_lie(unit, ids, borders, held, begin, writers["train"].path.parent, link=link)
+        begin = None
+        if not is_url(piece.path) and not is_url(settings.out):
+            begin = (file.begin or 0) + int(borders[0]) * ids.dtype.itemsize
+        written.in_place = _as_they_lie(unit, ids, borders, held, begin, writers["train"].path.parent)
         return
     for first, start, end in zip(borders[:-1].tolist(), starts.tolist(), ends.tolist(), strict=True):
         if first in piece.excluded:
@@ -441,12 +442,14 @@ def _write_tokens(written: _Written, place: int, encoder: Any) -> None:
 
 
 def _as_they_lie(
-    unit: Unit, ids: np.ndarray, borders: np.ndarray, held: int, begin: int, out: Path, *, link: bool
+    unit: Unit, ids: np.ndarray, borders: np.ndarray, held: int, begin: int | None, out: Path
 ) -> dict[Split, Shard | None]:
-    """A one-piece unit's manifest entries, each with a link to the piece's file, or a copy if `link` is False.
+    """Write a unit of one piece without tokenizing it, and return the entries of its shards in the manifest.
 
-    `borders`: of the documents, in tokens of the file, where `ids` begin at the first. `held`: number of documents for
-    validation, the last ones. `begin`: bytes of the file before the first id.
+    Args:
+        borders: of the documents, in tokens of the file; `ids` begin at the first.
+        held: number of documents for validation; they are the last ones.
+        begin: bytes of the file before the first id: the shards are links to the file. None: they are copies.
     """
     piece, documents = unit.pieces[0], len(borders) - 1
     parts: dict[Split, tuple[int, int]] = {"train": (0, documents - held), "validation": (documents - held, documents)}
@@ -460,7 +463,7 @@ def _as_they_lie(
             nothing = np.zeros(high - low, np.int64)
             origins = write_origins(path, np.diff(borders[low : high + 1]), [piece.origin], nothing, borders[low:high])
             size = None
-            if not link:
+            if begin is None:
                 with open(path, "wb") as stream:
                     ids[first:last].tofile(stream)
                     os.fsync(stream.fileno())
@@ -473,7 +476,7 @@ def _as_they_lie(
                 documents=high - low,
                 xxh3=xxhash.xxh3_64_hexdigest(ids[first:last].data),
                 origins=origins,
-                begin=begin + first * ids.dtype.itemsize if link else 0,
+                begin=0 if begin is None else begin + first * ids.dtype.itemsize,
                 bytes=size,
             )
     return entries

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
@@ -324,7 +324,15 @@ def validation_batches(
     check_validation(data)
     total = min(sequences, data.validation_sequences)
     read, fetch = data.validation_window_at, data.fetch_validation
-    return batches_of(data.kind, read, total, micro_batch, rank, data_parallel, pin_memory, fetch)
+    return batches_of(data.kind, read, total, micro_batch, Dealt(rank, data_parallel, pin_memory), fetch)
+
+
+class Dealt(NamedTuple):
+    """Which of all micro-batches go to this rank, and where they lie."""
+
+    rank: int = 0
+    data_parallel: int = 1
+    pin_memory: bool = False
 
 
 def batches_of(
@@ -332,19 +340,17 @@ def batches_of(
     read: Callable[[int], Window],
     total: int,
     micro_batch: int,
-    rank: int,
-    data_parallel: int,
-    pin_memory: bool,
+    to: Dealt,
     fetch: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Iterator[MicroBatch]:
-    """Sequences 0 to `total` - 1 once, distributed as in `validation_batches`.
+    """Yield the sequences 0 to `total` - 1 once, distributed as in `validation_batches`.
 
     `fetch`: called with the sequences of the next micro-batches before they are read.
     """
-    firsts = [start + rank * micro_batch for start in range(0, total, micro_batch * data_parallel)]
+    firsts = [start + to.rank * micro_batch for start in range(0, total, micro_batch * to.data_parallel)]
     dealt = [list(range(first, min(first + micro_batch, total))) for first in firsts]
     each = max(1, _FETCHED // micro_batch)
     for number, indices in enumerate(dealt):
         if number % each == 0:
             fetch([index for own in dealt[number : number + each] for index in own])
-        yield _micro_batch(kind, read, indices, micro_batch, pin_memory)
+        yield _micro_batch(kind, read, indices, micro_batch, to.pin_memory)

@@ -18,7 +18,7 @@ from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.base.log import Progress
 from llmtrain.checkpoint.format import read_file, step_folder
 from llmtrain.checkpoint.meaning import other_meaning
-from llmtrain.checkpoint.output import build_checkpoint
+from llmtrain.checkpoint.output import Contents, build_checkpoint
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.run import ModelConfig
 from llmtrain.features.deepspeed_checkpoints.pickles import Record, shown
@@ -340,21 +340,20 @@ def import_deepspeed(
     moments = {} if weights_only else source.moments()
     total = 4 * sum(numel(shape) for shape in target.shapes.values()) * (1 + len(moments))
     with Progress(f"writing {out}", total) as bar:
-        path = build_checkpoint(
-            step_folder(out / "checkpoints", step),
+        contents = Contents(
             step=step,
             shapes=target.shapes,
             moments=moments,
             read=reader.read,
             trainer=trainer.to_json(),
             layout=layout,
-            plan={
-                "from": [[str(file.path), file.bytes, file.path.stat().st_mtime_ns] for file in files.all()],
-                "weights_only": weights_only,
-                "names": source.names,
-            },
-            advance=bar.advance,
         )
+        plan = {
+            "from": [[str(file.path), file.bytes, file.path.stat().st_mtime_ns] for file in files.all()],
+            "weights_only": weights_only,
+            "names": source.names,
+        }
+        path = build_checkpoint(step_folder(out / "checkpoints", step), contents, plan, advance=bar.advance)
     return _report(reader, path, layout, trainer, optimizer)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmtrain.base.errors import DataError
 from llmtrain.data.batches import MicroBatch
 from llmtrain.data.kinds import RowKind
-from llmtrain.data.stream.loader import batches_of
+from llmtrain.data.stream.loader import Dealt, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import Encoder
 from llmtrain.data.windows import IGNORED, Window
@@ -108,9 +108,10 @@ def continuations(setup: Setup, prompts: Prompts) -> list[str]:
             isolated = setup.run.config.data.isolate_documents
             return Window(inputs=inputs, labels=labels, positions=np.arange(length) if isolated else None)
 
-        dealt = (batch.micro_batch, setup.mesh.place.data, batch.data_parallel, setup.ranks.device.type == "cuda")
+        dealt = Dealt(setup.mesh.place.data, batch.data_parallel, setup.ranks.device.type == "cuda")
+        micros = batches_of(RowKind.of("text"), read, len(rows), batch.micro_batch, dealt)
         with compiler.uncompiled():
-            figures = setup.engine.evaluate(batches_of(RowKind.of("text"), read, len(rows), *dealt), objective)
+            figures = setup.engine.evaluate(micros, objective)
             next_ids = objective.ids(*figures)
         going -= {row for row in going if next_ids[row] in prompts.ends}
         for row in going:

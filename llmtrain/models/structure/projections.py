@@ -401,7 +401,7 @@ def _of_layer(
 ) -> _OfLayer:
     graph = LayerGraph(layer, call, kv_heads, attended, mlps_of(layer, call) if reason else None)
     maps, norms = _maps(graph), _norms(graph)
-    divided = rehearse(layer, call, maps, norms, graph.attention, heads=heads, kv_heads=kv_heads)
+    divided = rehearse(layer, call, maps, norms, graph.attention, heads=(heads, kv_heads))
     entries = [node.path for node in graph.nodes if node.role == "entry"]
     return _OfLayer(maps, norms, entries, graph.attention, divided, reason)
 

@@ -94,14 +94,21 @@ def _shard(tensor: Tensor, dim: int, sections: tuple[int, ...] | None, rank: int
 
 
 def rehearse(
-    layer: nn.Module, call: Call, maps: list[Map], norms: list[InnerNorm], attention: str, *, heads: int, kv_heads: int
+    layer: nn.Module, call: Call, maps: list[Map], norms: list[InnerNorm], attention: str, *, heads: tuple[int, int]
 ) -> tuple[str, ...]:
-    """The fewest attributes of the attention module that must be divided by the number of ranks. `attention`: its path;
-    empty if it is not sharded. Raises ModelError: no division gives the layer's output; TooSlow."""
+    """Return the fewest attributes of the attention module that must be divided by the number of ranks.
+
+    Args:
+        attention: path of the module; empty if it is not sharded.
+        heads: numbers of its query heads and of its key heads.
+
+    Raises ModelError: no division gives the layer's output; TooSlow.
+    """
+    _, kv_heads = heads
     degree = next((d for d in range(2, kv_heads + 1) if kv_heads % d == 0), 1) if attention else 2
     module = layer.get_submodule(attention)
     size = getattr(module, "head_dim", None) or 0
-    counts = {heads, kv_heads, heads * size, kv_heads * size}
+    counts = {number for count in heads for number in (count, count * size)}
     for entry in maps:  # GPT-2's split_size is the output of one of three fused maps
         weight: Any = layer.get_submodule(entry.path).weight
         counts |= {*weight.shape, *(entry.sections or ())}

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.cluster.hosts import ssh
 from llmtrain.cluster.hosts.ssh import MAX_BYTES, Answer, Trouble, on_hosts
 
 FAKE = r"""#!/bin/bash
@@ -189,7 +190,7 @@ def test_a_background_process_of_the_command_does_not_hold_the_answer(tmp_path):
     assert not late.exists()
 
 
-def test_hosts_are_asked_together_but_not_all_at_once(fake_ssh):
+def test_hosts_are_asked_together_but_not_all_at_once(fake_ssh, monkeypatch):
     hosts = [f"slow-{i}" for i in range(24)]
     peak = 0
     finished = threading.Event()
@@ -202,7 +203,8 @@ def test_hosts_are_asked_together_but_not_all_at_once(fake_ssh):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    answers = on_hosts([*hosts, hosts[0]], ["true"], timeout_s=20, fan_out=8)
+    monkeypatch.setattr(ssh, "FAN_OUT", 8)
+    answers = on_hosts([*hosts, hosts[0]], ["true"], timeout_s=20)
     finished.set()
     watcher.join()
     assert list(answers) == hosts and all(a.code == 0 for a in answers.values())
@@ -213,7 +215,7 @@ def test_ctrl_c_ends_every_ssh():
     program = (
         "from llmtrain.cluster.hosts.ssh import on_hosts\n"
         "on_hosts(['asleep', *(f'h{i}' for i in range(5))],"
-        " ['sleep', '300'], timeout_s=300, fan_out=4)"
+        " ['sleep', '300'], timeout_s=300)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stderr=subprocess.PIPE)
     family = psutil.Process(process.pid)

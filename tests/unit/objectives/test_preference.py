@@ -22,7 +22,7 @@ from llmtrain.data.kinds.judged import Judged, partners
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.row import RefusedError
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.loader import batches_of, validation_batches
+from llmtrain.data.stream.loader import Dealt, batches_of, validation_batches
 from llmtrain.data.stream.reference_and_teacher import read_reference, write_reference
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenizer_folder import stop_tokens
@@ -263,7 +263,7 @@ def test_the_windows_of_unpaired_answers(tmp_path: Path, capsys: pytest.CaptureF
     stream, partner, seen = prepared.split("train"), partners(judged["prompt"]), Counter[int]()
     assert partner is not None
     whole = np.split(stream.read(0, stream.tokens), np.cumsum(stream.row_lengths())[:-1])
-    for micro in batches_of(data.kind, data.window_at, data.sequences_per_epoch, 2, 0, 1, False):
+    for micro in batches_of(data.kind, data.window_at, data.sequences_per_epoch, 2, Dealt()):
         assert isinstance(micro, AnswerBatch) and micro.reference is not None
         mine, other = micro.rows.tolist(), micro.mismatched
         assert (

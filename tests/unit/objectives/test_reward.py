@@ -14,7 +14,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.run import DataConfig, ModelConfig
 from llmtrain.data.batches import AnswerBatch
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.loader import batches_of
+from llmtrain.data.stream.loader import Dealt, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.losses.answers import last_tokens
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
@@ -31,9 +31,7 @@ def test_the_score_is_read_at_the_last_token_of_each_row(tmp_path: Path) -> None
     stream = PreparedSet(folder).split("train")
     ends = stream.row_lengths().cumsum()
     read = 0
-    for batch in batches_of(
-        data.kind, data.window_at, 5, 3, 0, 1, False
-    ):  # the last micro-batch has a row that only pads
+    for batch in batches_of(data.kind, data.window_at, 5, 3, Dealt()):  # the last micro-batch has a row that only pads
         assert isinstance(batch, AnswerBatch)
         places, tokens = last_tokens(batch), batch.inputs.flatten()
         stops = [int(stream.read(int(ends[row]) - 1, 1)[0]) for row in batch.rows]

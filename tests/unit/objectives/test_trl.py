@@ -19,7 +19,7 @@ from llmtrain.data.batches import AnswerBatch, MicroBatch
 from llmtrain.data.kinds.judged import Judged, partners
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.loader import batches_of
+from llmtrain.data.stream.loader import Dealt, batches_of
 from llmtrain.data.stream.reference_and_teacher import write_reference
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
@@ -65,7 +65,7 @@ def batch_of(folder: str, models: tuple[Any, Any]) -> tuple[AnswerBatch, dict[in
     write_reference(prepared, "w", "fp32", columns, {})
     data = TrainData(DataConfig(path=folder, sequence_length=LENGTH, isolate_documents=True))
     data.take_reference("fp32")
-    micro = next(batches_of(data.kind, data.window_at, MICRO, MICRO, 0, 1, False))
+    micro = next(batches_of(data.kind, data.window_at, MICRO, MICRO, Dealt()))
     assert isinstance(micro, AnswerBatch)
     return micro, dict(enumerate(values.tolist())), plain
 
@@ -179,7 +179,7 @@ def test_a_reward_models_loss_is_that_of_trl(tmp_path: Path, centering: float) -
     torch.nn.init.normal_(made.score.weight, std=0.5)
     folder = prepared_preferences(tmp_path, 60)
     stream = TrainData(DataConfig(path=folder, sequence_length=LENGTH, isolate_documents=True))
-    micro = next(batches_of(stream.kind, stream.window_at, MICRO, MICRO, 0, 1, False))
+    micro = next(batches_of(stream.kind, stream.window_at, MICRO, MICRO, Dealt()))
     assert isinstance(micro, AnswerBatch)
     rows = Plain(None, folder).rows
     peer = trainer("Reward", (made,), folder, center_rewards_coefficient=centering or None)
