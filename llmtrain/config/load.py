@@ -104,7 +104,7 @@ def _from_step_0(config: RunConfig, problems: Problems) -> RunConfig:
     first, *later = config.data.stages
     at, places = "data.stages[0]", problems.places
     if first.rope is not None:
-        rule = "from step 0 on the model's own fields count"
+        rule = "a stage from step 0 cannot change the model's rope_parameters"
         problems.add(f"{at}.rope", first.rope, rule, "write them in model.config")
     staged = {"data": STAGED, "train": ("global_batch", "micro_batch", "accumulation")}
     for section, names in staged.items():
@@ -115,13 +115,13 @@ def _from_step_0(config: RunConfig, problems: Problems) -> RunConfig:
             if value is None:
                 continue
             if key in places and before not in (None, value):
-                rule = f"from step 0 on the run has {key} = {show(before)} ({places[key]})"
+                rule = f"contradicts {key} = {show(before)} ({places[key]}), which also holds from step 0 on"
                 problems.add(inner, value, rule, "remove one of the two")
             config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
             places[key] = places.get(inner, places.get("data.stages", ""))
     if first.schedule is not None:
         if config.schedule != first.schedule and any(key.startswith("schedule.") for key in places):
-            rule = f"from step 0 on the run has schedule.name = {show(config.schedule.name)}"
+            rule = f"contradicts schedule.name = {show(config.schedule.name)}, which also holds from step 0 on"
             problems.add(f"{at}.schedule", first.schedule.name, rule, "remove one of the two")
         config = replace(config, schedule=first.schedule)
     moved = {key: places.pop(key) for key in [key for key in places if key.startswith("data.stages[")]}
@@ -187,7 +187,7 @@ def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
     flags = set(re.findall(r"--[a-z][\w-]*", parser.format_help()))
     for word in argv[cut + 1 :]:
         if word.partition("=")[0] in flags and word != "--config":
-            rule = f"is a flag of `{parser.prog}`, and behind -- are words of the run"
+            rule = f"is a flag of `{parser.prog}`, but all words after -- go to the run"
             raise stop("command line", word, rule, f"write {word} before the --", COMMAND_LINE)
     top_keys = {key.partition(".")[0] for key in schema()}
     for word in words:
@@ -203,7 +203,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     pairs = [(key, value) for key, value, _ in _pairs(argv)]
     configs = [value for key, value in pairs if key == "config"]
     if not configs:
-        rule = "names the run's YAML"
+        rule = "the run's YAML is missing"
         raise stop("--config", None, rule, "write RUN.yaml, or --config RUN.yaml", COMMAND_LINE)
     return configs, [(key, value) for key, value in pairs if key not in _NO_FIELDS]
 
@@ -222,7 +222,7 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
         flag, has_value, value = word.partition("=")
         if not word.startswith("--"):
             if Path(word).is_dir():
-                rule = "is a folder, and a run is its YAML"
+                rule = "is a folder, but a run is given by its YAML file"
                 raise stop("--config", word, rule, "give the path of a run's YAML", COMMAND_LINE)
             if not word.endswith((".yaml", ".yml")) and not Path(word).is_file():
                 raise stop("command line", word, "is not a flag", "write --SECTION.FIELD VALUE", COMMAND_LINE)
@@ -286,7 +286,7 @@ def _merge(
             places.pop(key, None)  # the value below stays, and the reader reports it
             if key == "model.config" and isinstance(under, str):
                 remedy = "write all fields below model.config in a YAML"
-                problems.add(key, under, "is a path, and a flag gives one of its fields", remedy)
+                problems.add(key, under, "is a path to a file, and a flag cannot change a field in it", remedy)
         elif not (isinstance(under, dict) and value is None and key in maps):
             below[name] = value
             for inner in [place_key for place_key in problems.places if place_key.startswith(f"{key}.")]:

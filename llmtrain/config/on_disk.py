@@ -93,9 +93,9 @@ def check_tokenizer(config: RunConfig, key: str, given: str, folder: Path, probl
         return
     if reason:
         remedy = f"prepare the data with --tokenizer {given}, or name a model of the data's tokenizer"
-        problems.add(key, given, f"its tokenizer is another than that of {redact_text(data)}: {reason}", remedy)
+        problems.add(key, given, f"its tokenizer differs from that of {redact_text(data)}: {reason}", remedy)
     elif texts and first != (begin := manifest.get("first_tokens", [])):
-        how = "begin with other tokens than those of" if begin else "lack what goes before a text of"
+        how = "begin with other tokens than those of" if begin else "lack the tokens that begin a text in"
         problems.notes.append(
             f"{key}: the texts of {redact_text(data)} {how} its tokenizer; prepare them again with "
             f"--tokenizer {given}, unless the model was trained so"
@@ -119,8 +119,8 @@ def refuse_if_preempted(config: RunConfig, places: Places) -> None:
     """
     if (file := config.fault.preempt_file) and os.path.exists(file):
         key = "fault.preempt_file"
-        rule = "is there already: the run would save and leave before its first step"
-        raise stop(key, file, rule, "delete it, or name a file that is yet to appear", places.get(key))
+        rule = "exists already: the run would save and stop before its first step"
+        raise stop(key, file, rule, "delete it, or name a file that does not exist yet", places.get(key))
 
 
 def _check_length(key: str, path: str, manifest: dict[str, Any], config: RunConfig, problems: Problems) -> None:
@@ -149,12 +149,12 @@ def _check_kind(config: RunConfig, key: str, path: str, manifest: dict[str, Any]
     format, name, wants = _format_of(manifest), config.objective.name, config.objective.data
     comparing = [each for each, chosen in Objective.CHOICES.items() if chosen.data == format]
     if format == _QUESTIONS:
-        rule, remedy = "multiple-choice questions, which measure a model and train none", "name it in eval.choices"
+        rule, remedy = "multiple-choice questions, which are for evaluation only", "name it in eval.choices"
     elif wants != "text" and format != wants:
-        rule = f"no answers of --format {wants}, which objective.name {name} compares"
+        rule = f"no data of --format {wants}, which objective.name {name} needs"
         remedy = f"prepare them with --format {wants}, or remove objective.name"
     elif wants == "text" and format != "text" and comparing:
-        rule = f"answers to compare (--format {format}), and objective.name {name} would learn each of them"
+        rule = f"answers to compare (--format {format}), and objective.name {name} would train on the worse ones too"
         remedy = f"set objective.name to one of {', '.join(comparing)}"
     else:
         return
@@ -240,14 +240,14 @@ def _check_run_dir(config: RunConfig, problems: Problems) -> None:
         elif not os.path.isdir(nearest):
             rule = f"{nearest} is a file, so no folder can be there"
         elif os.path.realpath(nearest).split("/")[1] in ("proc", "sys"):
-            rule = f"{os.path.realpath(nearest)} belongs to the kernel, and no folder can be made there"
+            rule = f"{os.path.realpath(nearest)} belongs to the kernel, which allows no new folder there"
         elif os.path.realpath(path) == "/":
             rule = "is the root of the file system, and a run writes files of its own there"
         elif source := next((s for s in sources if _within(path, s)), None):
             rule = f"is in the data folder {source}, which a run only reads"
         elif other := _of_others(path, _RUN if key == "train.run_dir" else _CHECKPOINTS):
             kind = "a run" if key == "train.run_dir" else "checkpoints"
-            rule = f"is no folder of {kind}: {other}; a run writes, replaces and deletes files in its own"
+            rule = f"does not look like a folder of {kind}: {other}; a run would replace and delete files there"
         if rule:
             problems.add(key, path, rule, "give the path of a folder, which may be new")
 
@@ -267,7 +267,10 @@ def _of_others(path: str, own: re.Pattern[str]) -> str | None:
         names = sorted(os.listdir(path))
     except OSError:
         return None
-    shared = {os.path.realpath(os.path.expanduser("~")): "it is your home", os.path.realpath("/tmp"): "all use it"}
+    shared = {
+        os.path.realpath(os.path.expanduser("~")): "it is your home",
+        os.path.realpath("/tmp"): "all users share it",
+    }
     if sign := shared.get(os.path.realpath(path)):
         return sign
     if any(map(own.fullmatch, names)):
@@ -421,7 +424,7 @@ def check_teacher_folder(config: RunConfig, problems: Problems) -> None:
 
 def _check_revision(key: str, revision: str | None, folder: str, problems: Problems) -> None:
     if revision is not None:
-        reason = f"goes with a name on the Hub, and {folder} is a folder here"
+        reason = f"is for a name on the Hub, but {folder} is a folder on this machine"
         problems.add(key, revision, reason, "remove it, or write ORG/NAME of a repository")
 
 

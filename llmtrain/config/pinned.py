@@ -80,8 +80,10 @@ def _commit(config: RunConfig, keys: _Keys, places: Places, notes: list[str], *,
     snapshot = fetch_model(name, recorded or asked, choices, wrong)
     if not (snapshot.folder / "config.json").is_file():
         raise wrong("it has no config.json, so it is no model of transformers. Name another one")
-    which = "with which the run began" if recorded else "as asked" if asked == snapshot.commit else asked or "main"
-    where = f"is no folder here, so it is that of {endpoint()}: commit {snapshot.commit} ({which})"
+    which = (
+        "the one that the run began with" if recorded else "as asked" if asked == snapshot.commit else asked or "main"
+    )
+    where = f"is not a folder here, so it is taken from {endpoint()}: commit {snapshot.commit} ({which})"
     notes.append(f"{section}.{key}: {name} {f'is in {snapshot.folder}' if is_url(name) else where}")
     return snapshot.commit
 

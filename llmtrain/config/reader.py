@@ -25,7 +25,7 @@ WRONG: Any = object()
 _CODE = {
     "auto_map": "it names Python code to import",
     "class_path": "it names Python code to import",
-    "init_args": "it belongs to a class_path",
+    "init_args": "it goes with a class_path, which names Python code to import",
     "custom_pipelines": "it names Python code to import",
     "trust_remote_code": "no code is loaded from model folders",
     "quantization_config": "training of quantized models is not supported",
@@ -196,7 +196,7 @@ def _map(kind: Any, names: Any, given: dict[str, Any], key: str, problems: Probl
         if HOST_PATH in getattr(names, "__metadata__", ()):
             meant = host_path(f"{key}.{name}", name, problems)
             if meant != name and meant in given:
-                problems.add(f"{key}.{name}", name, f"is {meant}, which is there, too", "keep one of them")
+                problems.add(f"{key}.{name}", name, f"is the same as {meant}, which is given too", "keep one of them")
             problems.places.setdefault(f"{key}.{meant}", problems.places.get(f"{key}.{name}", "the YAML"))
         made[meant] = read(kind, value, f"{key}.{name}", problems)
     return WRONG if any(value is WRONG for value in made.values()) else made
@@ -323,11 +323,13 @@ def _check_text(value: str, key: str, problems: Problems) -> None:
         return
     section, name, *_ = *key.split("."), ""
     if value == "~":
-        problems.add(key, value, "is YAML's other word for null, in quotes", "write null")
+        problems.add(
+            key, value, "is a text because of its quotes; without them ~ is YAML's other word for null", "write null"
+        )
     elif not value.strip():
         problems.add(key, value, "is empty", remedy_of(key))
     elif not value.isprintable():
-        problems.add(key, value, "has control characters, which a terminal obeys", "leave them out")
+        problems.add(key, value, "has control characters, which can change the terminal", "leave them out")
     elif section in Entry.SECTIONS and holds_secret(value):
         entry = Entry.SECTIONS[section].get(name, Entry)
         reason = "has a secret, which config.yaml and each checkpoint would keep"
@@ -338,7 +340,10 @@ def host_path(key: str, path: str, problems: Problems) -> str:
     """Expand `~` and `$NAME` in a path as a shell does. A path that exists as it is written stays."""
     if re.match(r"[“”‘’„]|[A-Za-z]:\\", path) and not problems.saved and not os.path.exists(path):
         problems.unexpanded, straight = True, path.strip("“”‘’„")
-        quotes = "is in typographic quotes, which are a part of it", f'write "{straight}", in straight quotes'
+        quotes = (
+            "is in typographic quotes, which YAML takes as a part of the path",
+            f'write "{straight}", in straight quotes',
+        )
         other = "is a path of Windows", "write a path of this machine, with slashes"
         problems.add(key, path, *(quotes if straight != path else other))
         return path

@@ -196,8 +196,8 @@ def _notes_of_stages(run: Run) -> list[str]:
         stays = metric is None or metric.split("/")[1] in {*config.eval.sets, *config.eval.choices, "mean"}
         if other is not None and not stays:
             notes.append(
-                f"{key}: {metric} is of other data from step {other} on, and compared with that before; name "
-                "a figure of eval.sets, which stay as they are"
+                f"{key}: from step {other} on {metric} is measured on other data, and compared with values from "
+                "before; name a figure of eval.sets, whose data stay the same"
             )
     for number, stage in enumerate(stages):
         first = stage.first_step
@@ -218,7 +218,7 @@ def _unread(config: RunConfig, given: Iterable[str]) -> list[str]:
     unread = {
         **{f"{feature.key}.": not feature.asked(config) and feature.idle for feature in features.features().values()},
         "train.eval_every": not config.evaluates and "train.eval is off, and nothing else is measured",
-        "checkpoint.when_busy": config.checkpoint.mode == "sync" and "no save is late in checkpoint.mode sync",
+        "checkpoint.when_busy": config.checkpoint.mode == "sync" and "in checkpoint.mode sync no save can be late",
     }
     idle = {start: sorted(key for key in given if key.startswith(start)) for start, why in unread.items() if why}
     return [f"{', '.join(keys)}: no effect: {unread[start]}" for start, keys in idle.items() if keys]
@@ -228,13 +228,17 @@ def _undecided(config: RunConfig) -> list[str]:
     """Return notes on values that a feature would decide."""
     least = {"train.micro_batch": "1", "model.recompute.layers": "all"}
     asked = [key for key in least if rules.value_of(key, config) == "auto" and key not in features.decides()]
-    return [f"{key} auto: nothing here decides it by the device's memory, and it is {least[key]}" for key in asked]
+    return [
+        f"{key} auto: no feature chooses a value that fits the device's memory, so it is {least[key]}" for key in asked
+    ]
 
 
 def _odd_values(run: Run) -> list[str]:
     config, max_steps, train, notes = run.config, run.max_steps, run.config.train, []
     if max_steps is not None and (train.eval_every or 0) > max_steps and config.evaluates:
-        notes.append(f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so only its end is measured")
+        notes.append(
+            f"train.eval_every {train.eval_every}: the run has {max_steps} steps, so it is evaluated only at its end"
+        )
     lengths = {key: getattr(train, key) for key in ("max_steps", "max_tokens", "epochs")}
     ends = [f"train.{key} {show(value)}" for key, value in lengths.items() if value is not None]
     if len(ends) > 1:

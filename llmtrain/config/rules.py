@@ -209,15 +209,15 @@ def _deciding(section: str, chosen: Callable[[RunConfig], KeepBest | StopEarly])
     # fmt: off
     return (
         Rule((key,), lambda r: chosen(r).metric is None and chosen(r) != type(chosen(r))(),
-             "other keys of the section are given, and without a metric it does nothing",
+             "is missing, and without it the other keys of the section do nothing",
              "write one, such as eval/loss, or remove the section", {f"{section}.mode": "min"}),
         Rule((key,), lambda r: chosen(r).metric is not None and not known(r),
-             "is no figure of this run's evaluations", remedy, {key: "eval/los", **every}),
+             "is not a figure of this run's evaluations", remedy, {key: "eval/los", **every}),
         Rule((f"{section}.mode",), lambda r: known(r) and not directed(r),
              lambda r, _: f"{chosen(r).metric} does not say whether less is better", "write min or max",
              {"objective.name": "distill", "objective.top_k": 7, key: "eval/distill/teacher_entropy", **every}),
         Rule((key,), lambda r: known(r) and directed(r) and r.train.eval_every is None,
-             "is measured at the end of the run only", "set train.eval_every", {key: "eval/loss"}),
+             "is only measured at the end of the run", "set train.eval_every", {key: "eval/loss"}),
     )
     # fmt: on
 
@@ -231,7 +231,8 @@ _OF_EVALUATION: tuple[Rule, ...] = (
          lambda _, key: f"{_figure(key)} is the name of other figures", "give the set another name",
          {"eval.sets.pairs": "data/x"}, each=True),
     Rule(("eval.sets.a/b",), _sets(lambda name: name not in _taken_names() and not _NAME.fullmatch(name)),
-         "a name of a set has letters, digits, - and _ alone: eval/NAME/loss is a figure", "give the set another name",
+         "the name of a set has only letters, digits, - and _, because it is in keys such as "
+         "eval/NAME/loss", "give the set another name",
          {"eval.sets.a/b": "data/x"}, each=True),
     Rule(("eval.choices",), lambda r: r.eval.choices and r.objective.scores,
          lambda r, _: f"a model of objective.name {r.objective.name} gives scores, and choices are measured by their "
@@ -274,8 +275,8 @@ _OF_DATA_STAGES: tuple[Rule, ...] = (
          "changes nothing", "give path, mixture, sequence_length, train or schedule, or remove it",
          {"data.stages": [{"from_step": 5}]}, each=True),
     Rule(("data.stages[0].rope",), _in_stages("rope", lambda r, s: r.objective.reference == "column" and s.rope),
-         lambda r, _: f"objective.name {r.objective.name} reads what its reference says with the positions that it "
-                      "began with",
+         lambda r, _: f"objective.name {r.objective.name} compares with log-probabilities of the reference that were "
+                      "computed with the rope_parameters of the run's beginning",
          "remove it, or ask the reference at each step: objective.reference online, with an adapter",
          {"objective.name": "dpo", "data.stages": [{"from_step": 5, "rope": {"rope_theta": 5.0}}]}, each=True),
 )
@@ -300,11 +301,11 @@ RULES: tuple[Rule, ...] = (
     Rule(("schedule.name",),
          lambda r: r.schedule.needs_length and r.train.max_minutes is not None and not _has_length(r)
                    and all(stage.schedule is None for stage in r.data.stages),
-         "this shape needs the number of steps in advance",
+         "this schedule needs to know the number of steps in advance",
          "set train.max_steps, train.max_tokens or train.epochs, or schedule.name: constant",
          {"train.max_steps": None, "train.max_minutes": 5}),
     Rule(("train.export_to",), lambda r: r.train.export_to is not None and not r.train.export,
-         "is where the export goes, and train.export is off", "remove one of them",
+         "is the place of the export, but train.export is false", "remove one of them",
          {"train.export_to": "s3://store/run", "train.export": False}),
     # the model
     Rule(("model.config.model_type",),
@@ -313,41 +314,43 @@ RULES: tuple[Rule, ...] = (
          "write `model_type: llama` under model.config",
          {"model.config.model_type": None}),
     Rule(("model.vocabulary",), lambda r: r.model.vocabulary is not None and r.model.config is not None,
-         "is for the weights of a folder (model.pretrained)", "write model.config.vocab_size",
+         "is only for models with weights (model.pretrained)", "write model.config.vocab_size",
          {"model.vocabulary": 600}),
     *_revision("model.revision", "model.pretrained", {}),
     Rule(("data.isolate_documents",), lambda r: r.data.isolate_documents and r.model.attention.startswith("flash"),
-         lambda r, _: f"model.attention {r.model.attention} takes no mask", "set model.attention to varlen or sdpa",
+         lambda r, _: f"model.attention {r.model.attention} cannot keep documents apart: it takes no "
+                      "mask", "set model.attention to varlen or sdpa",
          {"data.isolate_documents": True, "model.attention": "flash_attention_2"}),
     Rule(("model.attention",), lambda r: r.model.attention == "varlen" and not r.data.isolate_documents,
-         "keeps attention within documents", "set data.isolate_documents to true, or model.attention to sdpa",
+         "is for isolated documents, and data.isolate_documents is false", "set data.isolate_documents to true, or "
+                                                                           "model.attention to sdpa",
          {"model.attention": "varlen"}),
     Rule(("model.recompute.keep",),
          lambda r: r.model.recompute.keep is not None and r.model.attention not in ("auto", "sdpa", "varlen"),
-         lambda r, _: f"model.attention {r.model.attention} is no operator of torch's, so its output cannot be "
-                      "kept by itself",
+         lambda r, _: f"model.attention {r.model.attention} is not a single operator of torch, so recomputation "
+                      "cannot keep its output",
          "set model.attention to sdpa, or remove it",
          {"model.attention": "eager", "model.recompute.layers": "all", "model.recompute.keep": "attention"}),
     Rule(("model.train_only",), lambda r: r.model.freeze and r.model.train_only,
-         "says the opposite of model.freeze, which is given, too", "keep one of them",
+         "cannot be combined with model.freeze: one names what is trained, the other what is not", "keep one of them",
          {"model.freeze": ["model.*"], "model.train_only": ["lm_head.*"]}),
     Rule(("model.mlp_tile_tokens",), lambda r: r.model.fp8 and (r.model.mlp_tile_tokens or 0) % _FP8_TOKENS,
-         lambda r, _: f"model.fp8 {r.model.fp8}: its products take multiples of {_FP8_TOKENS} tokens",
+         lambda r, _: f"matrix products in fp8 (model.fp8 {r.model.fp8}) need multiples of {_FP8_TOKENS} tokens",
          lambda r, _: f"set it to {_up(r.model.mlp_tile_tokens, _FP8_TOKENS)}, or model.fp8 to null",
          {**_FP8, "model.mlp_tile_tokens": 100}),
     Rule(("model.fp8",), lambda r: r.model.fp8 and r.adapter.quantize,
-         "the maps with an adapter are packed into 4 bits (adapter.quantize), and multiply in their own way",
+         "adapter.quantize packs the maps with an adapter into 4 bits, and such maps cannot multiply in fp8",
          "remove one of them", {**_FP8, **_NF4}),
     Rule(("model.fp8",), lambda r: r.model.fp8 and r.adapter.dora,
-         "DoRA takes the lengths of a map's exact rows (adapter.dora), and the map would compute with others",
+         "DoRA (adapter.dora) uses the lengths of a map's exact rows, but in fp8 the map computes with rounded ones",
          "remove one of them", {**_FP8, **_LORA, "adapter.dora": True}),
     Rule(("model.fp8",), lambda r: r.model.fp8 and (r.objective.data, r.objective.top_k, r.objective.teacher) != (
              "text", None, None),
-         lambda r, _: f"objective.name {r.objective.name} compares models, and has not been tried in fp8",
+         lambda r, _: f"objective.name {r.objective.name} compares models, which has not been tested in fp8",
          "set it to null, or objective.name to next_token", {**_FP8, "objective.name": "dpo"}),
     # the adapter
     Rule(("adapter.r",), lambda r: r.adapter.r is None and r.adapter != AdapterConfig(),
-         "other keys of the section are given, and without a rank there is no adapter",
+         "is missing, and without it there is no adapter, whatever the other keys of the section are",
          "write a rank, 16 is common, or remove the section", {"adapter.alpha": 8.0}),
     *(Rule((key,), lambda r, key=key: r.adapter.r is not None and value_of(key, r),  # type: ignore[misc]
            "with an adapter (adapter.r) all parameters of the model are frozen", "remove it",
@@ -356,49 +359,54 @@ RULES: tuple[Rule, ...] = (
     Rule(("adapter.targets",), lambda r: r.adapter.r is not None and not r.adapter.targets,
          "names no module", 'write ["all-linear"]', {**_LORA, "adapter.targets": []}),
     Rule(("adapter.quantize",), lambda r: _packed(r) and r.adapter.dora,
-         "the lengths that DoRA begins with are those of the folder's rows (adapter.dora), not of packed ones",
+         "DoRA (adapter.dora) starts with the lengths of the folder's rows, and packed rows have other lengths",
          "remove one of them", {**_NF4, "adapter.dora": True}),
     Rule(("adapter.quantize",), lambda r: _packed(r) and r.model.compile_layers,
-         "bitsandbytes' maps are not compiled here (model.compile_layers)", "remove one of them",
+         "model.compile_layers cannot compile the maps of bitsandbytes", "remove one of them",
          {**_NF4, "model.compile_layers": True}),
     Rule(("adapter.quantize",), lambda r: _packed(r) and r.objective.reference == "column",
-         "the log-probabilities of `llmtrain reference` are of weights that are not packed",
-         "set objective.reference to online: the packed base", {**_NF4, "objective.name": "dpo"}),
+         "`llmtrain reference` computes log-probabilities with weights that are not packed",
+         "set objective.reference to online, which uses the packed model without the "
+         "adapter", {**_NF4, "objective.name": "dpo"}),
     # the objective
     Rule(("metrics.NAME",), lambda r: [f"metrics.{name}" for name in sorted(r.metrics)] if r.objective.scores else [],
-         lambda r, _: f"are made of likelihoods of tokens, and objective.name {r.objective.name} gives scores",
+         lambda r, _: f"are computed from likelihoods of tokens, but objective.name {r.objective.name} trains a "
+                      "model that gives scores",
          "remove them", {"objective.name": "reward", "metrics.NAME": {}}, each=True),
     Rule(("train.sample_prompt",), lambda r: r.objective.scores and r.train.sample_prompt,
-         lambda r, _: f"a model of objective.name {r.objective.name} gives scores and no text", "remove it",
+         lambda r, _: f"objective.name {r.objective.name} trains a model that gives scores and cannot write "
+                      "text", "remove it",
          {"objective.name": "reward", "train.sample_prompt": "a"}),
     Rule(("objective.reference",), lambda r: r.objective.reference == "online" and r.adapter.r is None,
-         "is the model with its adapter switched off, and the run has none",
+         "takes the model without its adapter as the reference, but the run has no adapter",
          "set adapter.r; or leave it out and run `llmtrain reference RUN.yaml`",
          {"objective.name": "dpo", "objective.reference": "online"}),
     Rule(("objective.reference",),
          lambda r: r.objective.reference == "online" and r.adapter.r is not None and r.adapter.start,
-         "would be the base without the adapter of adapter.start, from which training starts",
+         "would take the base model as the reference, but training starts from the adapter of adapter.start",
          "leave it out and run `llmtrain reference RUN.yaml`",
          {"objective.name": "dpo", "objective.reference": "online", **_LORA, "adapter.start": "data"}),
     Rule(("objective.teacher",),
          lambda r: isinstance(r.objective, Distill) and r.objective.teacher is None and r.objective.top_k is None,
-         lambda r, _: f"objective.name {r.objective.name} learns from a teacher",
-         "name the Hugging Face folder of one", {"objective.name": "distill"}),
+         lambda r, _: f"objective.name {r.objective.name} learns from a teacher, and none is given",
+         "name the Hugging Face folder of a model", {"objective.name": "distill"}),
     *_revision("objective.teacher_revision", "objective.teacher", {"objective.name": "distill", "objective.top_k": 7}),
     Rule(("resume_weights_only",), lambda r: r.objective.reference is not None and r.resume_weights_only,
-         lambda r, _: f"{_compares(r)}, and `llmtrain reference` reads model.pretrained",
+         lambda r, _: f"{_compares(r)}, but `llmtrain reference` reads model.pretrained and not the checkpoint",
          "export the checkpoint (llmtrain checkpoint to-hf) and name the folder in model.pretrained",
          {"objective.name": "dpo", "resume_weights_only": True, "resume": "runs/other"}),
     # a run that continues from another one's checkpoint
     Rule(("resume_data",), lambda r: r.resume_data == "new" and _starts_here(r),
-         "continues from one checkpoint with other data", "name it: resume: PATH", {"resume_data": "new"}),
+         "resumes a checkpoint with other data, and no checkpoint is "
+         "named", "name it: resume: PATH", {"resume_data": "new"}),
     Rule(("resume_data",), lambda r: r.resume_data == "new" and not _starts_here(r) and r.resume_weights_only,
          "with resume_weights_only the data starts again anyway", "remove one of the two",
          {"resume_data": "new", "resume_weights_only": True, "resume": "runs/other"}),
     Rule(("resume_model",), lambda r: r.resume_model == "new" and _starts_here(r),
-         "gives another model the parameters of one checkpoint", "name it: resume: PATH", {"resume_model": "new"}),
+         "gives another model the parameters of a checkpoint, and no checkpoint is "
+         "named", "name it: resume: PATH", {"resume_model": "new"}),
     Rule(("resume_weights_only",), lambda r: r.resume_weights_only and _starts_here(r),
-         "begins a new run from the parameters of one checkpoint", "name it: resume: PATH",
+         "begins a new run from the parameters of a checkpoint, and no checkpoint is named", "name it: resume: PATH",
          {"resume_weights_only": True}),
     *_OF_EVALUATION, *_OF_DATA_STAGES,
 )
@@ -406,10 +414,10 @@ RULES: tuple[Rule, ...] = (
 
 OF_STARTS: tuple[Rule, ...] = (
     Rule(("objective.name",), lambda r: r.objective.reference is not None and r.model.config is not None,
-         lambda r, _: f"{_compares(r)}, and that of model.config has learnt nothing",
+         lambda r, _: f"{_compares(r)}, but a model of model.config is untrained",
          "name a trained model: model.pretrained: FOLDER", {"objective.name": "dpo"}),
     Rule(("adapter.r",), lambda r: r.adapter.r is not None and r.model.pretrained is None,
-         "an adapter needs the trained weights of a model, and those of model.config are random",
+         "an adapter needs a trained model, but the weights of a model.config are random",
          "name a folder with weights: model.pretrained", _LORA),
 )
 # fmt: on
@@ -494,7 +502,8 @@ OF_STAGES: tuple[Rule, ...] = (
          {"data.sequence_length": 129, _SEQUENCE: 2}),
     Rule(("data.sequence_length",),
          lambda r: r.config.model.fp8 and operator.mod(*_shared_length(r, _FP8_TOKENS)),
-         lambda r, _: f"model.fp8 {r.config.model.fp8}: its products take multiples of {_FP8_TOKENS} tokens" + (
+         lambda r, _: f"matrix products in fp8 (model.fp8 {r.config.model.fp8}) need multiples of {_FP8_TOKENS} "
+                      "tokens" + (
              f" on each of the {r.mix.degrees.sequence} ranks that share a sequence" * (r.mix.degrees.sequence > 1)),
          lambda r, _: f"set it to {_up(*_shared_length(r, _FP8_TOKENS))}, or model.fp8 to null",
          {**_FP8, "data.sequence_length": 120}),
@@ -503,20 +512,21 @@ OF_STAGES: tuple[Rule, ...] = (
 
 OF_FORMS: tuple[Rule, ...] = (
     Rule((_SEQUENCE,), lambda r: r.mix.degrees.sequence > 1 and _local_heads(r) % r.mix.degrees.sequence,
-         lambda r, _: f"within attention the ranks share the heads, equally many each; "
-                      f"{_local_heads(r) * r.mix.degrees.tensor} heads"
+         lambda r, _: f"in attention each rank computes the same number of heads, and the model has "
+                      f"{_local_heads(r) * r.mix.degrees.tensor}"
                       + f" on {r.mix.degrees.tensor} tensor-parallel ranks" * (r.mix.degrees.tensor > 1),
          lambda r, _: f"set it to one of {divisors(_local_heads(r))}",
          {"model.config.num_attention_heads": 3, "data.sequence_length": 128, _SEQUENCE: 2}),
     Rule((_TENSOR,), lambda r: r.mix.degrees.tensor > 1 and math.gcd(*_heads(r).values()) % r.mix.degrees.tensor,
-         lambda r, _: "the ranks share the model's heads, equally many each, and "
+         lambda r, _: "in attention each rank computes the same number of heads, and "
                       + next(f"{key} is {count}" for key, count in _heads(r).items() if count % r.mix.degrees.tensor),
          lambda r, _: f"set it to one of {divisors(math.gcd(*_heads(r).values()))}; other ranks can work "
                       "data-parallel, with ZeRO 3, or in a pipeline",
          {"model.config.num_attention_heads": 6, "model.config.num_key_value_heads": 3, _TENSOR: 2}),
     *(Rule(("adapter.quantize", key), lambda r, wrong=wrong: _packed(r.config) and wrong(r.mix),  # type: ignore[misc]
-           "blocks of 4 bits are of whole maps that each rank has",
-           "remove one of them: sharded over the ranks, weights in bf16 may take as little", {**_NF4, key: degree})
+           "adapter.quantize needs whole maps on each rank",
+           "remove one of them: bf16 weights that are divided over the ranks may need as little "
+           "memory", {**_NF4, key: degree})
       for key, degree, wrong in ((_ZERO, 3, lambda m: m.zero_stage == 3),
                                  (_TENSOR, 2, lambda m: m.degrees.tensor > 1),
                                  (_PIPELINE, 2, lambda m: m.degrees.pipeline > 1))),
@@ -529,7 +539,8 @@ OF_FORMS: tuple[Rule, ...] = (
       for key, value in (("adapter.dora", True), ("adapter.dropout", 0.1))),
     *(Rule((key, "zero_optimization.zero_hpz_partition_size"),
            lambda r, key=key: r.mix.hpz and value_of(key, r.config),  # type: ignore[misc]
-           "ZeRO 3 keeps second copies of frozen parameters with other values: it never renews them",
+           "ZeRO 3 never updates its second copies (zero_hpz_partition_size) of frozen parameters, and they would be "
+           "wrong",
            "remove zero_hpz_partition_size",
            {key: value, _ZERO: 3, "zero_optimization.zero_hpz_partition_size": 2})
       for key, value in (("adapter.r", 8), ("model.train_only", ["lm_head.*"]), ("model.freeze", ["lm_head.*"]))),
@@ -538,7 +549,7 @@ OF_FORMS: tuple[Rule, ...] = (
 
 OF_MASKS: tuple[Rule, ...] = (
     Rule(("model.attention",), lambda r: r.config.model.attention == "varlen" and _split(r),
-         lambda r, _: f"needs whole rows and all layers in each rank, not {_split(r)}",
+         lambda r, _: f"needs whole sequences and all layers on each rank, which excludes {_split(r)}",
          "set model.attention to sdpa, or use ZeRO or tensor parallelism instead",
          {"data.isolate_documents": True, "model.attention": "varlen", _SEQUENCE: 2}),
     # Where auto becomes sdpa, the start asks again (training/setup.py with_attention).

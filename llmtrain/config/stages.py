@@ -190,7 +190,7 @@ class Stages:
         if max_tokens is not None:
             limits.append(self.step_of_tokens(max_tokens))
         if epochs is not None:
-            assert epoch is not None, "who resolves a run with its data counts them"
+            assert epoch is not None, "pass `epoch`, the sequences of an epoch, for a run with train.epochs"
             limits.append(self.step_of_epochs(epochs, epoch, self.sharing(len(self) - 1)))
         return min(limits, default=None)
 
@@ -232,7 +232,7 @@ class Stages:
             if stage.first_step + steps <= ends:
                 return int(stage.first_step + max(0, steps))
             goal -= int(ends - stage.first_step) * each[number]
-        raise AssertionError("the last stage counts")
+        raise AssertionError("the last stage has no end")
 
 
 def _identity(data: DataConfig) -> tuple[object, ...]:

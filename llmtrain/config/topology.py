@@ -144,33 +144,35 @@ _ON_HOST = "activation_checkpointing.cpu_checkpointing"
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule(("fp16.enabled", "bf16.enabled"), lambda m: m.fp16 and m.bf16, "fp16 and bf16 are two answers to one question",
+    Rule(("fp16.enabled", "bf16.enabled"), lambda m: m.fp16 and m.bf16, "only one of fp16 and bf16 can be enabled",
          "set one of them to false (bf16 on Ampere and later: it needs no loss scaling)",
          {"fp16.enabled": True, "bf16.enabled": True}),
     Rule(("zero_optimization.offload_param.device", _ZERO), lambda m: m.offload_param and m.zero_stage != 3,
          "only ZeRO 3 partitions parameters, so only it can offload them",
          "set zero_optimization.stage to 3, or remove offload_param",
          {"zero_optimization.offload_param.device": "cpu", _ZERO: 2}),
-    Rule((_OFFLOAD, _ZERO), lambda m: m.offload_optimizer and m.zero_stage < 1, "the optimizer that offloads is ZeRO's",
+    Rule((_OFFLOAD, _ZERO), lambda m: m.offload_optimizer and m.zero_stage < 1, "only ZeRO can offload the optimizer",
          "set zero_optimization.stage to 1, 2 or 3, or remove offload_optimizer", {_OFFLOAD: "cpu", _ZERO: 0}),
     Rule((_MOMENTS, _OFFLOAD), lambda m: m.bf16_moments and m.offload_optimizer,
-         "DeepSpeed's optimizers for the host have moments in bf16 only with masters in bf16", "remove one of them",
+         "DeepSpeed's CPU optimizers keep moments in bf16 only if master weights are bf16 too", "remove one of them",
          {_MOMENTS: True, _OFFLOAD: "cpu"}),
     Rule((_MOMENTS, "optim.betas"), lambda m: m.bf16_moments and m.beta > 1 - 2**-8,
-         "bf16 has 8 bits: what a step takes off a moment would be rounded away, and it would never fall",
+         "bf16 has 8 significant bits: with larger betas the decrease of a moment in a step is rounded away, so it "
+         "never falls",
          "use betas of at most 0.996, such as [0.9, 0.95], or remove bf16_optimizer_states",
          {_MOMENTS: True, "optim.betas": [0.9, 0.999]}),
     Rule(("model.mlp_tile_tokens", "model.compile_layers"), lambda m: m.mlp_tiles and m.compile_layers,
-         "the slices of an MLP run through a backward pass of their own, which torch.compile does not see into",
+         "MLPs in slices (model.mlp_tile_tokens) have a backward pass of their own, which torch.compile cannot trace",
          "set one of them to null or false", {"model.mlp_tile_tokens": 64, "model.compile_layers": True}),
     Rule((_ON_HOST, "model.compile_layers"), lambda m: m.layer_inputs_on_host and m.compile_layers,
          "the layers' inputs go to the host in hooks that torch.compile cannot trace: nothing would be compiled",
          "set one of them to false", {_ON_HOST: True, "model.compile_layers": True}),
-    Rule(("model.fp8", "fp16.enabled"), lambda m: m.fp8 and m.fp16, "products of rows in fp8 come out in bf16 alone",
+    Rule(("model.fp8", "fp16.enabled"), lambda m: m.fp8 and m.fp16, "fp8 products with a scale for each row have "
+                                                                    "bf16 results only",
          "use the bf16 section, or set model.fp8 to null",
          {"model.fp8": "rowwise", "fp16.enabled": True, "bf16.enabled": False}),
     Rule(("model.fp8", _TENSOR), lambda m: m.fp8 and m.degrees.tensor > 1,
-         "the maps that tensor-parallel ranks share are llmtrain's own, and multiply in the run's precision",
+         "maps that tensor-parallel ranks share cannot multiply in fp8",
          "set model.fp8 to null, or use ZeRO 3 instead of tensor_parallel", {"model.fp8": "rowwise", _TENSOR: 2}),
     Rule(("model.recompute.keep", "model.recompute.layers"), lambda m: m.keep_attention and not m.recomputes,
          "it says what a recomputed layer keeps, and no layer is recomputed",
@@ -179,8 +181,8 @@ RULES: tuple[Rule, ...] = (
     # Tried on 4 ranks, tensor 2: groups of 2 gave a second forward pass another loss (6.2316, then 6.2069), groups
     # of 4 an error in its all-gather; without tensor parallelism losses are plain PyTorch's within 1e-6.
     Rule((_COPIES, _TENSOR), lambda m: m.hpz and m.zero_stage == 3 and m.degrees.tensor > 1,
-         "DeepSpeed makes the groups of its second copies of neighbouring ranks, and those hold other parts of each "
-         "matrix under tensor parallelism: its second forward pass would read wrong weights", "remove one of them",
+         "DeepSpeed keeps second copies on neighbouring ranks, but tensor-parallel neighbours hold other parts of each "
+         "matrix: the second forward pass would read wrong weights", "remove one of them",
          {_COPIES: 2, _ZERO: 3, _TENSOR: 2}),
     Rule(("pipeline.stages", _ZERO), lambda m: m.degrees.pipeline > 1 and m.zero_stage >= 2,
          "a pipeline accumulates whole gradients over its micro-batches; ZeRO 2 and 3 partition them",
@@ -191,9 +193,10 @@ RULES: tuple[Rule, ...] = (
          "remove them with a pipeline; `llmtrain report` draws what a step spends its time on",
          {"pipeline.stages": 2, "wall_clock_breakdown": True}),
     Rule(("pipeline.stages", _OFFLOAD), lambda m: m.degrees.pipeline > 1 and m.offload_optimizer and m.own_settings,
-         "DeepSpeed's gradient norm of an offloaded optimizer needs equally many groups of parameters on all stages, "
-         "and optim.layer_decay, lr_factor_of and weight_decay_of make other groups on each",
-         "remove offload_optimizer, or those of optim",
+         "to compute the gradient norm of an offloaded optimizer, DeepSpeed needs as many groups of parameters on "
+         "each pipeline stage, "
+         "but optim.layer_decay, lr_factor_of and weight_decay_of make different groups on each",
+         "remove offload_optimizer, or these keys of optim",
          {"pipeline.stages": 2, _OFFLOAD: "cpu", "optim.layer_decay": 0.9}),
     Rule(("sequence_parallel_size", "pipeline.stages"), lambda m: m.degrees.sequence > 1 and m.degrees.pipeline > 1,
          "DeepSpeed's pipeline numbers its ranks by stage, data and tensor only: gradients would be averaged over the "
@@ -201,18 +204,19 @@ RULES: tuple[Rule, ...] = (
          "set one of them to 1 or remove it; ZeRO 3 with sequence_parallel_size holds long rows and large models",
          {"sequence_parallel_size": 2, "pipeline.stages": 2}),
     Rule((_EXPERT, _TENSOR), lambda m: m.degrees.expert > 1 and m.degrees.tensor > 1,
-         "DeepSpeed 0.19 shares experts under its own cutting of the matrices only, not under an mpu's "
+         "DeepSpeed 0.19 can share experts only with its own tensor parallelism, not with llmtrain's "
          "(runtime/engine.py _configure_expert_parallel)",
          "set one of them to 1 or remove it; ZeRO 3 partitions what is not an expert", {_EXPERT: 2, _TENSOR: 2}),
     Rule((_EXPERT, "model.compile_layers"), lambda m: m.degrees.expert > 1 and m.compile_layers,
-         "tokens travel in numbers that the host reads in the middle of a layer, where torch.compile breaks it",
+         "in the middle of a layer the host reads how many tokens each expert gets, and torch.compile cannot trace "
+         "that",
          "set model.compile_layers to false", {_EXPERT: 2, "model.compile_layers": True}),
     # DeepSpeed asserts against these while it builds the optimizer, but for one: ZeRO 1 without contiguous gradients
     # sums an expert's gradient with those of other experts.
     *(Rule((f"zero_optimization.{name}", _EXPERT, _ZERO),
            lambda m, name=name: m.degrees.expert > 1  # type: ignore[misc]
                                 and m.zero_stage in (1, 2) and getattr(m, name) is False,
-           "ZeRO 1 and 2 sum the gradients of experts that ranks share in contiguous buffers, by reduce-scatter",
+           "ZeRO 1 and 2 need contiguous buffers and reduce-scatter to sum the gradients of experts that ranks share",
            "remove the key, or expert_parallel", {f"zero_optimization.{name}": False, _EXPERT: 2, _ZERO: 1})
       for name in ("reduce_scatter", "contiguous_gradients")),
     Rule((_COPIES, _EXPERT, _ZERO), lambda m: m.degrees.expert > 1 and m.zero_stage == 3 and m.hpz,

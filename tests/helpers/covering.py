@@ -56,21 +56,21 @@ _REFUSED: dict[Pair, str] = {
     **{
         (("objective", objective), ("adapter", "nf4")): "of weights that are not packed" for objective in ("dpo", "kto")
     },
-    (("adapter", "nf4"), ("stage", 3)): "blocks of 4 bits",
-    (("adapter", "nf4"), ("pipeline", 2)): "blocks of 4 bits",
-    (("adapter", "nf4"), ("tensor", 2)): "blocks of 4 bits",
-    (("adapter", "nf4"), ("offload", "all")): "blocks of 4 bits|only ZeRO 3 partitions parameters",
+    (("adapter", "nf4"), ("stage", 3)): "needs whole maps",
+    (("adapter", "nf4"), ("pipeline", 2)): "needs whole maps",
+    (("adapter", "nf4"), ("tensor", 2)): "needs whole maps",
+    (("adapter", "nf4"), ("offload", "all")): "needs whole maps|only ZeRO 3 partitions parameters",
     (("adapter", "dora"), ("tensor", 2)): "needs whole maps on each rank",
-    (("stage", 0), ("offload", "optimizer")): "the optimizer that offloads is ZeRO's",
+    (("stage", 0), ("offload", "optimizer")): "only ZeRO can offload the optimizer",
     **{(("stage", stage), ("offload", "all")): "only ZeRO 3 partitions parameters" for stage in (0, 1, 2)},
     **{(("stage", stage), ("pipeline", 2)): "a pipeline accumulates whole gradients" for stage in (2, 3)},
     (("offload", "all"), ("pipeline", 2)): "only ZeRO 3 partitions parameters|a pipeline accumulates whole",
-    **{(("precision", "bf16 moments"), ("offload", d)): "optimizers for the host" for d in ("optimizer", "all")},
+    **{(("precision", "bf16 moments"), ("offload", d)): "CPU optimizers keep moments" for d in ("optimizer", "all")},
     (("precision", "bf16 moments"), ("optimizer", "muon")): "Muon's momentum is kept by DeepSpeed",
     **{(("offload", device), ("optimizer", "muon")): "the device's work" for device in ("optimizer", "all")},
     (("optimizer", "muon"), ("tensor", 2)): "Muon orthogonalises full matrices",
     (("experts", "shared"), ("optimizer", "muon")): "optim.name",
-    (("experts", "shared"), ("tensor", 2)): "DeepSpeed 0.19 shares experts under its own cutting",
+    (("experts", "shared"), ("tensor", 2)): "DeepSpeed 0.19 can share experts only",
     (("pipeline", 2), ("sequence", 2)): "DeepSpeed's pipeline numbers its ranks",
 }
 REFUSED = {_in_order(pair): words for pair, words in _REFUSED.items()}

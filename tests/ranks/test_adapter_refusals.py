@@ -93,7 +93,7 @@ def test_an_adapter_to_begin_with_as_peft_writes_it_for_a_longer_vocabulary(tmp_
         (
             {"extra": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}},
             {"r": 4},
-            "keeps second copies of frozen parameters",
+            "never updates its second copies",
         ),
     ],
 )

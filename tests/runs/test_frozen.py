@@ -181,7 +181,7 @@ def test_a_base_on_the_hub_is_fetched_once_a_host_and_stays_at_its_commit(small_
         commit = hub.add("models/org/base", tmp_path / "hf")
         one_host = partial(on_own_hosts, hub.url, [str(home)])
         code, output = forked.finish(path, "--train.max_steps", "2", before=one_host)
-        assert code == 0 and f"it is that of {hub.url}: commit {commit} (main)" in output, output
+        assert code == 0 and f"it is taken from {hub.url}: commit {commit} (main)" in output, output
         assert hub.count("GET /api/models/org/base") == 2, "the commit of main, then its files"
         assert yaml.safe_load((run / "config.yaml").read_text())["model"]["revision"] == commit
 

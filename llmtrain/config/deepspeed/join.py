@@ -148,9 +148,9 @@ def _check_optimizer_params(config: RunConfig, tree: dict[str, Any], problems: P
 
 
 _SCHEDULERS = {
-    "WarmupLR": ("a constant rate", "constant", None),
-    "WarmupDecayLR": ("a line to 0", "linear", 0),
-    "WarmupCosineLR": ("half a cosine to 0.0001 of the rate", "cosine", 1e-4),
+    "WarmupLR": ("keeps the rate constant", "constant", None),
+    "WarmupDecayLR": ("decays linearly to 0", "linear", 0),
+    "WarmupCosineLR": ("decays by half a cosine to 0.0001 of the rate", "cosine", 1e-4),
 }
 """`scheduler.type` -> its shape after the warm-up by DeepSpeed's own values, schedule.name and schedule.min_ratio."""
 _OF_SCHEDULERS = {
@@ -178,14 +178,14 @@ def check_scheduler(config: RunConfig, tree: dict[str, Any], problems: Problems)
             _OF_SCHEDULERS[key]: value for key, value in params.items() if key in _OF_SCHEDULERS and value != "auto"
         }
         same = f"write {_listed(here)}" if name else "set `schedule`"
-        rule = "the YAML's `schedule` alone decides the learning rate; its warm-up is a line"
+        rule = "the YAML's `schedule` alone decides the learning rate; its warm-up is linear"
         problems.add("scheduler", section, rule, f"remove the section, and {same} in the YAML", path)
         return []
     note = f"{path}: scheduler {kind} is all auto; the YAML's schedule ({config.schedule.name}) decides"
     if (config.schedule.name, getattr(config.schedule, "min_ratio", None)) != (name, least):
         note += (
-            f". With it Hugging Face's Trainer trains a warm-up and then {course}, whatever its "
-            f"lr_scheduler_type is; here that is {_listed(here)}"
+            f". With this section Hugging Face's Trainer warms up and then {course}, whatever its lr_scheduler_type "
+            f"is; to do the same here, write {_listed(here)}"
         )
     return [note]
 
@@ -217,8 +217,9 @@ def read_run(config: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
                 break
     if mix.bf16_moments:
         notes.append(
-            f"{path}: bf16.bf16_optimizer_states: moments are kept in bf16, and those of a checkpoint rounded to it; "
-            "masters are fp32, where DeepSpeed by itself asks for bf16"
+            f"{path}: bf16.bf16_optimizer_states: moments are kept in bf16, and the moments of a checkpoint are "
+            "rounded "
+            "to bf16 when it is loaded; master weights stay fp32, where DeepSpeed alone would ask for bf16"
         )
     if zero:
         tree["zero_optimization"] = zero
@@ -302,7 +303,7 @@ def _degrees(tree: dict[str, Any], path: str, problems: Problems) -> Degrees:
     if lookup(tree, "expert_parallel.enabled") is False:
         tree["expert_parallel"]["autoep_size"] = 1
     elif lookup(tree, "expert_parallel.enabled") and lookup(tree, "expert_parallel.autoep_size") is None:
-        rule = "without autoep_size, the number of ranks that share the experts of a layer, no rank shares any"
+        rule = "autoep_size, the number of ranks that share the experts of a layer, is missing"
         problems.add("expert_parallel.enabled", True, rule, "write autoep_size, or remove the section", path)
     return Degrees(**{name: max(1, int(lookup(tree, key) or 1)) for name, key in DEGREE_KEYS.items()})
 
@@ -358,11 +359,11 @@ def _partition(tree: dict[str, Any], path: str, stages: int, problems: Problems)
     if stages == 1 or asked in (None, usual, "uniform"):
         return asked if stages > 1 and asked else usual
     if not isinstance(asked, list):
-        rule = "stages are balanced by parameters or uniform, or given as a list of layer counts"
+        rule = 'must be "parameters", "uniform" or a list with the number of layers of each pipeline stage'
         problems.add(key, asked, rule, 'write "parameters", or remove it', path)
         return usual
     if len(asked) != stages or not all(type(count) is int and count >= 1 for count in asked):
-        rule = f"a list has the number of layers, 1 or more, of each of the {stages} stages (pipeline.stages)"
+        rule = f"must have a number of layers, 1 or more, for each of the {stages} pipeline stages (pipeline.stages)"
         problems.add(key, asked, rule, f"write {stages} numbers whose sum is the model's layers", path)
     return tuple(asked)
 
@@ -408,7 +409,7 @@ def _switched_off(tree: dict[str, Any], path: str) -> list[str]:
             case "str" if value in (None, "none"):
                 idle[f"{switch} is none"] = (part,)
     if scale := lookup(tree, "fp16.enabled") and lookup(tree, "fp16.loss_scale"):
-        why = f"fp16.loss_scale {show(scale)} stays as it is; 0 is the one that adapts"
+        why = f"fp16.loss_scale {show(scale)} is a fixed scale; with 0 DeepSpeed adapts it"
         idle[why] = tuple(f"fp16.{name}" for name in table.DYNAMIC_SCALE)
     notes = []
     for why, parts in idle.items():
@@ -445,7 +446,7 @@ def with_exact_dict(run: Run) -> tuple[Run, list[str]]:
     """Return the run with the dict for the engine, and notes about overruled keys."""
     tree, batch = run.deepspeed, run.batch
     notes = [
-        f"{run.config.deepspeed}: {key} = {show(tree[key])} is overruled with {show(value)}: llmtrain needs it"
+        f"{run.config.deepspeed}: {key} = {show(tree[key])} is replaced by {show(value)}, which llmtrain needs"
         for key, value in _FORCED.items()
         if key in tree and tree[key] != value
     ]

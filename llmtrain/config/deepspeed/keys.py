@@ -128,19 +128,19 @@ _DEVICES = ("cpu", "none")
 _NVME = Why("the optimizer's state alone can lie on a disk, and only at ZeRO 3", 'use "cpu" or "none"')
 _FOR_NVME = "only an offload to NVMe reads it"
 _DEEPSPEED_READS_IT_NOT = "DeepSpeed 0.19 does not read it"
-_OWN_CHECKPOINTS = "it is of DeepSpeed's checkpoints, and llmtrain writes its own"
+_OWN_CHECKPOINTS = "it is for DeepSpeed's checkpoints, and llmtrain writes its own format"
 _OFF = "the section is off"
 _OFFLOADED = {0: _mix("zero_optimization.offload_optimizer.device", "zero_optimization.stage")}
 _PARAMETERS_OFFLOADED = dict.fromkeys(
     (0, 1, 2), _mix("zero_optimization.offload_param.device", "zero_optimization.stage")
 )
 _LEAVES = (
-    "llmtrain makes each block of experts a leaf module itself; with others DeepSpeed 0.19 ended in an error in the "
-    "first backward pass"
+    "llmtrain itself makes each block of experts a leaf module; with other leaf modules DeepSpeed 0.19 ended in an "
+    "error in the first backward pass"
 )
 _QUANTIZED = Why(
-    "ZeRO++'s quantized messages have never run here: DeepSpeed compiles CUDA kernels for them as the model is built, "
-    "and has none for a CPU",
+    "ZeRO++'s quantized communication is untested: it needs CUDA kernels, which DeepSpeed compiles when the model is "
+    "built",
     "remove it; communication_data_type bf16 halves the bytes of gradients summed in fp32",
 )
 
@@ -174,23 +174,24 @@ _ZERO: Section = {
             "only ZeRO 3 offloads a part of the optimizer", "set zero_optimization.stage to 3, or remove ratio"))),
         "super_offload": _no(False, "SuperOffload brings its own optimizer and is not built yet",
                              "remove super_offload; plain CPU offload works"),
-        "cpuadam_cores_perc": _key(0.8, most=1, unread="only SuperOffload reads it, which is not built yet"),
+        "cpuadam_cores_perc": _key(0.8, most=1, unread="only SuperOffload, which is not built yet, reads it"),
         **_all({"nvme_path": str, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False,
                 "fast_init": False}, unread=_FOR_NVME),
     },
     "cpu_offload_param": _proved(bool, same=(False,), at=_PARAMETERS_OFFLOADED),
-    "cpu_offload_use_pin_memory": _key(bool, unread=f"{_DEEPSPEED_READS_IT_NOT}: pin_memory says it"),
+    "cpu_offload_use_pin_memory": _key(bool, unread=f"{_DEEPSPEED_READS_IT_NOT}, but reads pin_memory instead"),
     "cpu_offload": _proved(bool, same=(False,), at=_OFFLOADED),
     "allgather_partitions": _key(True, unread=_DEEPSPEED_READS_IT_NOT),
     **_all({"elastic_checkpoint": False, "stage3_gather_16bit_weights_on_model_save": False,
             "stage3_gather_fp16_weights_on_model_save": False, "pipeline_loading_checkpoint": False},
            unread=_OWN_CHECKPOINTS),
-    "compute_grad_norm": _no(True, "the gradient norm clips the step, shows values that are not finite, and is logged"),
-    "load_from_fp32_weights": _no(True, "checkpoints hold fp32 masters, and llmtrain continues from those"),
+    "compute_grad_norm": _no(True, "llmtrain needs the gradient norm: for clipping, to find values that are not "
+                                   "finite, and for the log"),
+    "load_from_fp32_weights": _no(True, "checkpoints hold fp32 master weights, and llmtrain resumes from them"),
     "zenflow": _no(dict, "ZenFlow brings its own optimizer and is not built yet", "remove the section"),
-    "ignore_unused_parameters": _no(True, "DeepSpeed would end the run within a backward pass in which a parameter has "
-                                    "no gradient, as an expert without tokens"),
-    "legacy_stage1": _no(False, "the old ZeRO 1 has other internals"),
+    "ignore_unused_parameters": _no(True, "DeepSpeed would end the run when a parameter has no gradient, as in an "
+                                    "expert without tokens"),
+    "legacy_stage1": _no(False, "llmtrain cannot work with the internals of DeepSpeed's old ZeRO 1"),
     **_all({"zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False,
             "zero_quantized_gradients": False}, at=_everywhere(_QUANTIZED)),
     "save_muon_momentum_buffer_in_memory": _no(False, "without offload to NVMe, Muon's momentum is in memory anyway"),
@@ -208,8 +209,10 @@ _ZERO: Section = {
 
 _BF16: Section = {
     "enabled": _proved(False),
-    "immediate_grad_update": _no(False, "only DeepSpeed's BF16_Optimizer reads it, whose work ZeRO 1 does here"),
-    "check_grad_overflow": _no(True, "a step whose gradient is not finite would be taken, and ruin the weights"),
+    "immediate_grad_update": _no(False, "only DeepSpeed's BF16_Optimizer reads it, and llmtrain uses ZeRO 1 instead"),
+    "check_grad_overflow": _no(
+        True, "DeepSpeed would also apply gradients that are not finite, which ruins the weights"
+    ),
     "bf16_master_weights_and_grads": _no(
         False,
         "master weights are fp32: in bf16 they lose every update of less than 2^-9 of a weight",
@@ -239,14 +242,15 @@ _FP16: Section = {
     "fp16_master_weights_and_grads": _no(False, "checkpoints and exact resume need fp32 master weights"),
 }
 
-_NO_RECOMPUTED = "llmtrain recomputes decoder layers by torch's checkpoint function, which has no such thing"
+_NO_RECOMPUTED = "llmtrain recomputes decoder layers by torch's checkpoint function, which has no such option"
 
 _RECOMPUTATION: Section = {
     "partition_activations": _no(
         False, _NO_RECOMPUTED, "remove it or set it to false; cpu_checkpointing lets the layers' inputs wait on the "
         "host, sequence_parallel_size shares them"),
     "number_checkpoints": _no(
-        int, "it sizes a buffer of DeepSpeed's own recomputation, and llmtrain's is torch's checkpoint function",
+        int, "it is the size of a buffer of DeepSpeed's recomputation, and llmtrain recomputes with torch's "
+             "checkpoint function",
         "remove it; model.recompute.layers in the YAML is the number of layers that are recomputed"),
     "contiguous_memory_optimization": _no(False, _NO_RECOMPUTED, "remove it or set it to false"),
     "cpu_checkpointing": _key(False),
@@ -256,7 +260,7 @@ _RECOMPUTATION: Section = {
 }  # fmt: skip
 
 _STAGES_BELOW_2 = dict.fromkeys((2, 3), _mix("pipeline.stages", "zero_optimization.stage"))
-_OWN_STAGES = "llmtrain makes the stages itself, and DeepSpeed's own are not called"
+_OWN_STAGES = "llmtrain builds the pipeline stages itself, and does not call DeepSpeed's code for them"
 
 _PIPELINE: Section = {
     "stages": Key("int", "auto", effect="proved", same=(1,), at=_STAGES_BELOW_2, least=1),
@@ -264,7 +268,7 @@ _PIPELINE: Section = {
     "seed_layers": _no(False, _OWN_STAGES),
     "activation_checkpoint_interval": _no(
         0,
-        "activation checkpointing is asked for in one place, and by decoder layers",
+        "activation checkpointing is configured in one place, and counts decoder layers",
         'remove it, and write "activation_checkpointing": {} at the top of the file, or model.recompute.layers in the '
         "YAML: that number of layers of each stage",
     ),
@@ -274,7 +278,7 @@ _PIPELINE: Section = {
 }
 
 _CUTS = Why(
-    "the shares of tensor-parallel ranks are found in the model itself, and DeepSpeed's own cutting is not called",
+    "llmtrain itself finds out how tensor-parallel ranks share the model, and does not call DeepSpeed's code for it",
     "remove it; autotp_size alone decides",
 )
 
@@ -289,24 +293,25 @@ _TENSOR_PARALLEL: Section = {
 }  # fmt: skip
 
 _ROUTED = Why(
-    "the model's own configuration routes tokens to experts; another routing would train another function in silence",
+    "the model's configuration decides which experts get a token; DeepSpeed's key would silently change the function",
     "remove it, or change the model's configuration",
 )
 _NAMED = Why(
-    "the parts of a block of experts are those that DeepSpeed's preset of the family names; no other is proved",
+    "llmtrain finds the parts of a block of experts by DeepSpeed's preset of the family, and has tested nothing else",
     "remove it; preset_model names another preset",
 )
 _ON_CUDA = Why(
-    "it needs CUDA kernels that have never run here",
-    "remove it: tokens travel by torch's collectives, and each expert multiplies by torch",
+    "it needs CUDA kernels that llmtrain has not been tested with",
+    "remove it: torch's collectives send the tokens, and torch multiplies for each expert",
 )
 
 _EXPERT_PARALLEL: Section = {
     "enabled": _proved(False),
     "autoep_size": _proved(1, least=1),
-    "expert_tensor_parallel_size": _no(1, "the ranks share complete experts: within one, no matrix is cut"),
+    "expert_tensor_parallel_size": _no(1, "each rank has complete experts: llmtrain does not divide the matrices of "
+                                          "an expert"),
     "validate_folding_routing": _no(
-        False, "it checks experts under DeepSpeed's own tensor parallelism, which do not go together"),
+        False, "it is a check for experts with DeepSpeed's tensor parallelism, and llmtrain does not combine the two"),
     "async_split_plan": _no(False, *_ON_CUDA),
     "preset_model": _proved(str),
     "use_grouped_mm": _key(True),
@@ -332,13 +337,13 @@ _DEEPCOMPILE = Why(
     "remove it; model.compile_layers in the YAML compiles the layers",
 )
 _TRACKING = Why(
-    "llmtrain does the tracking (metrics.jsonl, trackers, `llmtrain report`): two records would appear",
+    "llmtrain does the tracking (metrics.jsonl, trackers, `llmtrain report`): everything would be logged twice",
     "remove the section or set enabled to false; the YAML's `trackers` decide",
 )
 _MONITOR = {"enabled": _no(False, *_TRACKING), **_all({"output_path": "", "job_name": "DeepSpeedJobName"}, unread=_OFF)}
 _NOT_SCALED = Why(
-    "DeepSpeed scales gradients before their sum at ZeRO 0 and 1 only: its reduce-scatter asserts against it",
-    "remove it (the mean is then made of the sum), or use ZeRO 0 or 1",
+    "DeepSpeed scales gradients before their sum at ZeRO 0 and 1 only: its reduce-scatter refuses it",
+    "remove it (gradients are then divided after their sum), or use ZeRO 0 or 1",
 )
 _SCALED_BEFORE = dict.fromkeys((2, 3), _NOT_SCALED)
 _MIXED = "remove it: mixed precision is an enabled bf16 or fp16 section here"
@@ -364,7 +369,7 @@ KEYS: Section = {
     "data_types": {
         "grad_accum_dtype": _proved(str),
         "param_dtype": _key(str),
-        "buffer_dtype": _no(str, "rotary frequencies and the like stay fp32: rounded, they move far positions",
+        "buffer_dtype": _no(str, "buffers such as rotary frequencies stay fp32: rounded ones would shift far positions",
                             same=("fp32", "float32", "float", "torch.float32")),
         "keep_in_fp32_modules": Key("any", "auto"),
     },
@@ -451,19 +456,20 @@ KEYS: Section = {
     # factor beyond that turns gradients of 0.06 into 0 or those of 0.07 into infinity, on any number of ranks.
     "gradient_predivide_factor": _key(1.0, at=_SCALED_BEFORE, stages=(0, 1), least=1e-6, most=10**6),
     "gradient_allreduce_op": _no(
-        "mean", "the loss is the mean over the global batch on any number of ranks; a sum would scale with them",
+        "mean", "the loss is the mean over the global batch on any number of ranks; a sum would grow with the number "
+                "of ranks",
         'remove it or write "mean"'),
     "disable_allgather": _key(False, unread=_DEEPSPEED_READS_IT_NOT),
     "disable_python_gc": _key(False),
     "dump_state": _key(False),
     "dataloader_drop_last": _no(
-        False, "llmtrain loads the data, and its batches cross the end of an epoch: none is short"),
+        False, "llmtrain loads the data, and its batches continue into the next epoch, so that none is short"),
     "log_level": _key(str),
     "memory_breakdown": _key(False),
     "wall_clock_breakdown": _key(False),
     "steps_per_print": _key(int),
     "use_data_before_expert_parallelism": _no(False, "the experts of a layer are shared by neighbouring ranks"),
-    "vocabulary_size": _key(int, unread="DeepSpeed warns of sizes by it, and no more"),
+    "vocabulary_size": _key(int, unread="DeepSpeed uses it only for warnings"),
     "zero_allow_untested_optimizer": _key(False),
     "zero_force_ds_cpu_optimizer": _key(True),
 }  # fmt: skip

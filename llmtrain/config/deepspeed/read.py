@@ -144,7 +144,7 @@ def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, .
     tree = check.section(given, table.KEYS, "")
     power, least = (lookup(tree, f"fp16.{name}") for name in ("initial_scale_power", "min_loss_scale"))
     if type(power) is type(least) is int and "fp16.initial_scale_power" not in problems and least > 2**power:
-        rule = f"the loss scale begins at 2^{power} (fp16.initial_scale_power), which is less"
+        rule = f"must be at most 2^{power}, at which the loss scale begins (fp16.initial_scale_power)"
         problems.add("fp16.min_loss_scale", least, rule, f"set it to {2**power} or less; 1 is the default", path)
     problems.raise_if_any()
     unread = check.unread
@@ -153,7 +153,7 @@ def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, .
         if printing:
             unread['DeepSpeed prints it at log level info: write "log_level": "info" as well'] = printing
     if lookup(tree, "comms_logger.enabled") is True and not lookup(tree, "comms_logger.verbose"):
-        why = 'nothing asks for its summary: write "verbose": true for a line a message'
+        why = 'it only collects figures: write "verbose": true for a log line for each message'
         unread[why] = ["comms_logger.enabled"]
     notes = [f"{path}: {key} has no effect: DeepSpeed does not read it" for key in check.ignored]
     return tree, (*notes, *(f"{path}: {', '.join(keys)}: no effect: {why}" for why, keys in unread.items()))

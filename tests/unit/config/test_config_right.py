@@ -147,7 +147,7 @@ def test_a_public_file_for_nvme_that_offloads_to_the_host_is_taken(here: Path) -
         ),
         (
             {"bf16": {"enabled": False}, "fp16": {"enabled": True, "loss_scale": 128, "initial_scale_power": 8}},
-            "fp16.initial_scale_power: no effect: fp16.loss_scale 128 stays as it is; 0 is the one that adapts",
+            "fp16.initial_scale_power: no effect: fp16.loss_scale 128 is a fixed scale; with 0 DeepSpeed adapts it",
         ),
         ({"bf16": {"enabled": False}, "fp16": {"enabled": True, "loss_scale_window": 10}}, None),
         ({"flops_profiler": {"top_modules": 3}}, "flops_profiler.top_modules: no effect: flops_profiler.enabled is "),
@@ -290,13 +290,14 @@ def test_wsd_decays_over_a_tenth(here: Path) -> None:
         (
             "WarmupLR",
             {},
-            "then a constant rate, whatever its lr_scheduler_type is; here that is schedule.name: constant",
+            "then keeps the rate constant, whatever its lr_scheduler_type is; to do the same here, write schedule.name: constant",
         ),
         ("WarmupLR", {"name": "constant"}, ""),
         (
             "WarmupDecayLR",
             {"name": "linear"},
-            "a line to 0, whatever its lr_scheduler_type is; here that is schedule.name: linear, schedule.min_ratio: 0",
+            "decays linearly to 0, whatever its lr_scheduler_type is; to do the same here, write schedule.name: linear, "
+            "schedule.min_ratio: 0",
         ),
         ("WarmupDecayLR", {"name": "linear", "min_ratio": 0}, ""),
         ("WarmupCosineLR", {"name": "linear"}, "schedule.name: cosine, schedule.min_ratio: 0.0001"),
@@ -522,8 +523,8 @@ def test_auto_that_no_feature_decides_takes_least_memory(
     write(here, {"model": {"recompute": {"layers": "auto"}}, "train": {"micro_batch": "auto", "global_batch": 8}})
     assert cli.main(["config", "check", "run.yaml"]) == 0
     told = capsys.readouterr().out
-    assert "train.micro_batch auto: nothing here decides it by the device's memory, and it is 1\n" in told
-    assert "model.recompute.layers auto: nothing here decides it by the device's memory, and it is all\n" in told
+    assert "train.micro_batch auto: no feature chooses a value that fits the device's memory, so it is 1\n" in told
+    assert "model.recompute.layers auto: no feature chooses a value that fits the device's memory, so it is all\n" in told
 
 
 def test_check_tells_the_degrees_and_what_no_device_holds(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

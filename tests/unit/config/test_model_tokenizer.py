@@ -80,7 +80,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(
     placed(here, *trained)
     assert check(key) == 2
     said = capsys.readouterr().err
-    assert f'{key} = "m"' in said and "another than that of data/t" in said and "tokens have other ids, such as" in said
+    assert f'{key} = "m"' in said and "that of data/t" in said and "tokens have other ids, such as" in said
     assert "prepare the data with --tokenizer m, or name a model of the data's tokenizer" in said
     (here / "m/tokenizer.json").unlink()  # nothing is proved then
     assert "its tokenizer" not in (capsys.readouterr().err if check(key) else "")
@@ -103,7 +103,7 @@ def test_a_copy_of_the_tokenizer_that_begins_a_text_otherwise_is_noted(
     if of_data:
         edit_manifest(here / "data/t", lambda told: told.update(first_tokens=[0]))
     assert check("model.pretrained") == 0
-    how = "begin with other tokens than those of" if of_data else "lack what goes before a text of"
+    how = "begin with other tokens than those of" if of_data else "lack the tokens that begin a text in"
     said = "".join(capsys.readouterr())
     assert f"the texts of data/t {how} its tokenizer; prepare them again with --tokenizer m, unless" in said
     edit_manifest(here / "data/t", lambda told: told.update(chat={"longest": 9}))  # a template writes all tokens
@@ -158,7 +158,7 @@ def test_texts_without_what_the_models_tokenizer_puts_before_them_are_noted(
     both = changed(trained[0], begin)
     placed(here, both, both)
     words = ["run.yaml", "--data.path", "data/t", *KEYS["model.pretrained"]]
-    lack = "model.pretrained: the texts of data/t lack what goes before a text of its tokenizer; prepare"
+    lack = "model.pretrained: the texts of data/t lack the tokens that begin a text in its tokenizer; prepare"
     assert any(note.startswith(lack) for note in parse(words).notes)
     edit_manifest(here / "data/t", lambda told: told.update(first_tokens=[0]))
     assert not any("lack" in note for note in parse(words).notes)

@@ -91,7 +91,7 @@ def test_values_that_few_runs_mean_are_noted(here: Path) -> None:
     assert "optim.weight_decay 10: 0.1 is common" in notes
     write(here, {"train": {"eval": False, "eval_every": 1000}})
     notes = "\n".join(load(["run.yaml"], 2).notes)
-    assert "train.eval is off" in notes and "only its end is measured" not in notes
+    assert "train.eval is off" in notes and "evaluated only at its end" not in notes
     write(here)
     assert not [note for note in load(["run.yaml"], 2).notes if "common" in note or "first to be" in note]
 

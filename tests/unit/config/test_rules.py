@@ -51,7 +51,7 @@ def test_a_rule_is_applied_once_and_not_to_a_value_that_is_wrong_by_itself(here:
         load(["run.yaml"], RANKS)
     told = str(refused.value)
     assert told.count("model.mlp_tile_tokens = -100") == 1
-    assert told.count("says the opposite of model.freeze") == 1
+    assert told.count("cannot be combined with model.freeze") == 1
 
 
 def test_a_mistake_about_one_stage_silences_no_rule_of_another(here: Path) -> None:

@@ -172,7 +172,7 @@ def test_figures_that_decide_across_other_data_are_told(here: Path) -> None:
     best = {"checkpoint": {"keep_best": {"metric": "eval/loss"}}, "eval": {"sets": {"web": "data/x"}}}
     steps = {"max_steps": 60, "eval_every": 10}
     told = [note for note in loaded(here, STAGES, **best, train=steps).notes if "keep_best" in note]
-    assert len(told) == 1 and "eval/loss is of other data from step 40 on" in told[0]
+    assert len(told) == 1 and "from step 40 on eval/loss is measured on other data" in told[0]
     best["checkpoint"]["keep_best"]["metric"] = "eval/web/loss"
     assert not [note for note in loaded(here, STAGES, **best, train=steps).notes if "keep_best" in note]
     best["checkpoint"]["keep_best"]["metric"] = "eval/loss"

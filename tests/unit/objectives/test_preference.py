@@ -360,7 +360,7 @@ DISTILL = ["--objective.name", "distill"]
         ([*DISTILL, "--objective.teacher_revision", "main"], "goes with objective.teacher: ORG/NAME"),
         (["--objective.name", "dpo"], "compares with the model that training starts from"),
         (["--objective.name", "dpo", "--objective.smoothing", "0.5"], "must be from 0 to just under 0.5"),
-        (["--objective.name", "simpo"], "holds no answers of --format preference, which objective.name simpo compares"),
+        (["--objective.name", "simpo"], "holds no data of --format preference, which objective.name simpo needs"),
         (["--objective.name", "kto"], "compares with the model that training starts from"),
     ],
 )

@@ -128,7 +128,7 @@ def test_only_the_settings_are_fetched_for_a_run_that_goes_on(hub: Hub, tiny: Pa
     run, notes = base.fetched(run_of())
     assert not hub.count("safetensors HTTP") and not hub.count("/cdn/")
     assert run.model.folder is not None and (run.model.folder / "tokenizer.json").is_file()
-    assert "org/tiny is no folder here, so it is that of http://127.0.0.1" in notes[0]
+    assert "org/tiny is not a folder here, so it is taken from http://127.0.0.1" in notes[0]
 
 
 def test_weights_are_not_fetched_of_a_model_of_another_tokenizer(hub: Hub, tiny: Path, tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_teacher_is_a_name_too(hub: Hub, tiny: Path) -> None:
     first = hub.add("models/org/teacher", tiny)
     run = replace(run_of(str(tiny)), objective=Objective.of("distill", teacher="org/teacher"))
     found, (note,) = base.fetched(run)
-    assert found.objective.teacher_revision == first and "objective.teacher: org/teacher is no folder here" in note
+    assert found.objective.teacher_revision == first and "objective.teacher: org/teacher is not a folder here" in note
     model = teacher_model(found.objective, found.model)
     assert first_weights(model.folder).read_bytes() == first_weights(tiny).read_bytes()
     Path("runs/x").mkdir(parents=True)
