@@ -67,14 +67,14 @@ class FrozenSource:
     def error(self, wrong: str) -> FrozenSourceError:
         """`wrong`: a clause that names file and tensor."""
         remedy = (
-            "Put that folder, or a link to it, in its place again; or move the present one away: a resume then takes "
-            "model.pretrained"
+            "Put that folder back, or a link to it; or move away what is there now, and a resume reads "
+            "model.pretrained instead"
         )
         if commit := commit_of(self.folder):
             remedy = f"Fetch it again: hf download {commit[0].name} --revision {commit[1]}"
         return FrozenSourceError(
-            f"{wrong.rstrip('.')}. The checkpoint holds what trains, its frozen parameters are those of {self.folder} "
-            f"as they were when the run began. {remedy}."
+            f"{wrong.rstrip('.')}. The checkpoint holds only the trained parameters; the frozen ones are read from "
+            f"{self.folder}, which must be as it was when the run began. {remedy}."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class FrozenSource:
             parts[name] = [(word(f), word(tensor), Region(natural(at), natural(n))) for f, tensor, at, n in places]
         odd = [file for places in parts.values() for file, _, _ in places if Path(file).name != file]
         if odd or not folder.is_absolute() or not all(parts.values()):
-            raise ValueError(f"{[*odd, str(folder)][0]!r} is no place of frozen parameters")
+            raise ValueError(f"{[*odd, str(folder)][0]!r} cannot be a place of frozen parameters")
         return cls(folder=here(folder), checksums=checksums, parts=parts)
 
 
@@ -324,7 +324,7 @@ class Manifest:
             files = {}
             for name, entry in raw["files"].items():
                 if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-                    raise CheckpointError(f"{path}: {name!r} is no name of a file in the checkpoint's folder.")
+                    raise CheckpointError(f"{path}: {name!r} cannot be the name of a file in a checkpoint.")
                 pieces = [Piece.from_json(piece) for piece in entry["pieces"]]
                 files[name] = FileEntry(bytes=natural(entry["bytes"]), xxh3=str(entry["xxh3"]), pieces=pieces)
             layout = {str(key): value for key, value in raw["layout"].items()}
@@ -332,7 +332,7 @@ class Manifest:
             manifest = cls(step=natural(raw["step"]), tensors=tensors, files=files, layout=layout, frozen=frozen)
             manifest._check_pieces(path)
         except FileNotFoundError:
-            raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}.") from None
+            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}.") from None
         except CheckpointError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -346,18 +346,18 @@ class Manifest:
         regions: dict[tuple[str, str], list[Region]] = {}
         for file, entry in self.files.items():
             if sum(piece.region.numel for piece in entry.pieces) > entry.bytes:
-                raise CheckpointError(f"{path}: {file} has {entry.bytes} bytes and would hold more elements than that.")
+                raise CheckpointError(f"{path}: {file} has {entry.bytes} bytes, too few for the elements listed.")
             single = len({(piece.kind, piece.name) for piece in entry.pieces}) == len(entry.pieces)
             if not single and len(set(keys(entry.pieces))) != len(entry.pieces):
-                raise CheckpointError(f"{path}: {file} would hold two pieces under one name.")
+                raise CheckpointError(f"{path}: two pieces of {file} have the same name.")
             for piece in entry.pieces:
                 if piece.name not in self.tensors:
-                    raise CheckpointError(f"{path}: {file} holds {piece.kind} of {piece.name!r}, which has no shape.")
+                    raise CheckpointError(f"{path}: {piece.name!r} is in {file}, but its shape is missing.")
                 regions.setdefault((piece.kind, piece.name), []).append(piece.region)
         for name, places in self.frozen.parts.items():
             if name not in self.tensors or (PARAM, name) in regions:
                 raise CheckpointError(
-                    f"{path}: the frozen {name!r} has no shape, or this checkpoint also has a file with its values."
+                    f"{path}: the shape of the frozen {name!r} is missing, or a file here also has its values."
                 )
             regions[PARAM, name] = [region for _, _, region in places]
         for (kind, name), parts in regions.items():
@@ -385,7 +385,7 @@ def _digest(raw: dict[str, Any]) -> str:
 
 def _kind(value: Any) -> str:
     if "/" in word(value):
-        raise ValueError(f"{value!r} is no kind of tensor")
+        raise ValueError(f"{value!r} cannot be a kind of tensor, as it has a slash")
     return value
 
 
@@ -418,7 +418,7 @@ def _children(folder: Path) -> Iterator[Path]:
 def open_file(path: Path) -> int:
     """Open a file of a checkpoint for reading; never a link, a pipe or a device. Raises OSError."""
     if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link: its target is no file of the checkpoint")
+        raise OSError(errno.ELOOP, "it is a symbolic link, which a file of a checkpoint must not be")
     return open_regular(path, os.O_NOFOLLOW)
 
 

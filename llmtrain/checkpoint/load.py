@@ -127,8 +127,8 @@ def _rate_jump(saved: TrainerState, now: TrainerState) -> list[str]:
     if not step or planned is None or last is None or first is None or math.isclose(planned, first, rel_tol=0.01):
         return []
     return [
-        f"the learning rate jumps, because the run's length or schedule is another: {last:.3g} at step {step}, the "
-        f"last so far, {first:.3g} at step {step + 1}; if that is not meant, set schedule and optim.lr for the rest"
+        f"the learning rate jumps from {last:.3g} at step {step} to {first:.3g} at step {step + 1}, because the run's "
+        "length or schedule has changed; if you do not want that, set schedule and optim.lr for the remaining steps"
     ]
 
 
@@ -349,7 +349,9 @@ def _refuse_other_adapter(saved: TrainerState, now: TrainerState, folder: Path) 
             "and begin with that: model.pretrained: FOLDER, resume: none."
         )
     if scale := other_scale(saved_adapter, current_adapter):
-        raise CheckpointError(f"{folder}: {scale[0]} in this run: another scale of the adapter. Use the old value.")
+        raise CheckpointError(
+            f"{folder}: {scale[0]} in this run, which changes the scale of the adapter. Use the old value."
+        )
 
 
 def _other_data(saved: TrainerState, now: TrainerState) -> str:
@@ -423,8 +425,8 @@ def refuse_other_run(
         "data_fingerprint": f"{_other_data(saved, now)}. The order of the sequences would not continue. Continue with "
         f"the data as it was, change it in a stage (data.stages) from step {step} on or later, give --resume_data new "
         f"with a train.run_dir of its own to read the other data from its first sequence, or {_PARAMETERS_ALONE}",
-        "reference": "The answers would be compared with another model than so far. The one that the run "
-        "began from is wanted: the same model.pretrained, and for a column llmtrain reference RUN.yaml",
+        "reference": "The answers would be compared with another model than so far. Set model.pretrained to "
+        "the one that the run began from, and for a column run llmtrain reference RUN.yaml",
         "teacher": "The student would learn from other weights than so far. Use the same objective.teacher, or "
         f"{_PARAMETERS_ALONE}",
     }

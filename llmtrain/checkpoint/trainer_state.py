@@ -185,7 +185,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _wrong(file: Path, key: str, value: Any, rule: str) -> CheckpointError:
     return CheckpointError(
-        f"{file}: {key} is {value!r:.100}, where the state of a run has {rule}. The file was changed or is damaged: "
+        f"{file}: {key} is {value!r:.100}, but it must be {rule}. The file was changed or is damaged: "
         "take another checkpoint."
     )
 

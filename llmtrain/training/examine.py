@@ -54,7 +54,9 @@ def examine(run: Run) -> Examined:
         name, part = key.removeprefix("eval/"), key.partition("/")[0]
         if name in config.metrics or part in config.parts:
             entry = f"metrics.{name}" if name in config.metrics else f"parts.{part}"
-            raise ConfigError(f"{entry}: its figures would be {key}, which each run has; give the class another name")
+            raise ConfigError(
+                f"{entry}: its figures would be called {key}, as those of the run; give the class another name"
+            )
     data, *later = stage_data(run.stages)
     sets = {name: EvalSet(folder, config.data) for name, folder in config.eval.sets.items()}
     choices = _open_choices(run, data)
@@ -179,7 +181,9 @@ def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], lis
             of_set = sorted(set(take(data)))
             weights = weights or of_set
             if not set(of_set) <= set(weights):
-                raise DataError(f"its column is of other weights than that of the run's first data; {NEW_COLUMN}")
+                raise DataError(
+                    f"its column was computed with other weights than that of the run's first data; {NEW_COLUMN}"
+                )
     return weights
 
 
@@ -193,7 +197,7 @@ def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None)
         for name, model in columns:
             if differences := other_meaning(model, config):
                 raise DataError(
-                    f"{name}: its column is of another configuration of the model: "
+                    f"{name}: its column was computed with another configuration of the model: "
                     f"{'; '.join(differences)}. Give config.json these values back, or {NEW_COLUMN}"
                 )
             config = config or model
@@ -215,7 +219,7 @@ def _check_tokenizer(key: str, manifest: Manifest, name: str, data: TrainData) -
 def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
     return [
         f"eval.choices.{name}: {questions.cut} of {questions.rows} choices with their question have more than "
-        f"data.sequence_length {length} tokens; they lose their beginning"
+        f"data.sequence_length {length} tokens; their beginning is cut off"
         for name, questions in choices.items()
         if questions.cut
     ]
@@ -234,9 +238,8 @@ def _try_plugins(run: Run) -> None:
             method, values = sample_terms(config.objective)
             if not all(map(math.isfinite, values[:4])):
                 raise ModelError(
-                    f"objective.name {config.objective.name}: {method} gives a loss that is not "
-                    "finite for ordinary numbers, log-likelihoods of -0.25 to -4; correct the "
-                    "formula"
+                    f"objective.name {config.objective.name}: {method} gives a loss that is not finite for ordinary "
+                    "log-likelihoods (-0.25 to -4); correct the formula"
                 )
         for name, metric in config.metrics.items():
             sums_of(name, metric, numbers, torch.arange(8), numbers > 1)
@@ -253,8 +256,8 @@ def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:
     factor = called(schedule, key, "after_warmup", lambda: stages.factor(step, max_steps))
     if not isinstance(factor, Real) or not 0 <= factor < math.inf:
         raise ModelError(
-            f"{key}: after_warmup gives {factor!r} at step {step}; wanted is a finite number from 0 on, "
-            "the factor on optim.lr"
+            f"{key}: after_warmup returns {factor!r} at step {step}; it must return the factor on optim.lr, a finite "
+            "number of 0 or more"
         )
     return float(factor)
 

@@ -48,7 +48,9 @@ class Fetching(Part):
             if kind == "data_wrong":
                 raise DataError(message["error"])
             if kind == "data_store_gone":
-                log.warn(f"shards do not arrive ({message['error']}); what is missing is read at each step")
+                log.warn(
+                    f"shards cannot be downloaded ({message['error']}); each step reads what it needs from the store"
+                )
 
     def close(self, error: BaseException | None) -> None:
         """Drop a shard that is not complete."""

@@ -115,8 +115,8 @@ class SkippedSteps(Part):
         if often and window <= _WITHIN and not self._told:  # a longer one does not grow so soon
             self._told = True
             log.warn(
-                f"steps {units.some(self._returns[-_RETURNS:])} were skipped: the loss scale grows after "
-                f"{window} steps (fp16.loss_scale_window) into the next overflow. Set that to 1000, DeepSpeed's default"
+                f"steps {units.some(self._returns[-_RETURNS:])} were skipped: the loss scale grows every "
+                f"{window} steps until gradients overflow. Set fp16.loss_scale_window to 1000, DeepSpeed's default"
             )
 
     def refuse_untrained(self, position: Position) -> None:
@@ -187,7 +187,7 @@ class DataCheck(Part):
             heart.awaits(0)
         results = self._ranks.gather(self._comparison.result() if self._comparison.done() else None)
         if wrong := next(filter(None, results), None):
-            raise DataChanged(f"{wrong}. The run ends before it saves what it has trained on it")
+            raise DataChanged(f"{wrong}. The run ends before it saves a model trained on this data")
         self._settled = None not in results
 
     def close(self, error: BaseException | None) -> None:

@@ -73,7 +73,7 @@ def write(run: Run) -> None:
     try:
         if ranks.rank == 0:
             asked = config.model.pretrained if teacher is None else given.config.objective.teacher
-            log.info(f"{asked} goes over the data, on {units.counted(ranks.world_size, 'rank')}")
+            log.info(f"{asked} computes the column, on {units.counted(ranks.world_size, 'rank')}")
         if teacher is not None:
             write_teacher(examined, ranks, given.config)
         else:
@@ -144,7 +144,7 @@ def write_teacher(examined: Examined, ranks: Ranks, asked: RunConfig) -> None:
         left = _write_teacher(setup, data, column, writer, micro_batch)
         log.info(
             f"{folder}: the {column.top_k} likeliest words of {asked.objective.teacher} at each counted token; "
-            f"all others have {left:.2%} of the mass"
+            f"all other words together have {left:.2%} of the probability"
         )
     engine.close()
 

@@ -184,7 +184,7 @@ def _is(given: T, *kinds: type) -> T:
     """Raise TypeError for a result of another type than the loop needs."""
     if not isinstance(given, kinds):
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise TypeError(f"it returns {type(given).__name__}; wanted is {wanted}")
+        raise TypeError(f"it returns {type(given).__name__}, but must return {wanted}")
     return given
 
 
@@ -192,7 +192,7 @@ def _asked(given: Request | None) -> Request:
     """The request of a part; None asks for nothing. Raise TypeError for a request with other fields than `stop` and
     `save`: ranks would wait for each other."""
     if given not in (None, *(Request(stop=stop, save=save) for stop in (False, True) for save in (False, True))):
-        raise TypeError(f"it returns {given}; wanted is Request() with stop=True, save=True or both")
+        raise TypeError(f"it returns {given}, but must return None or Request() with stop=True, save=True or both")
     return given or Request()
 
 
@@ -202,7 +202,9 @@ def _figures(given: dict[str, Any]) -> dict[str, Any]:
     for key, value in found.items():
         for number in value if isinstance(value, list | tuple) else [value]:
             if number is not None and not isinstance(number, Real):
-                raise TypeError(f"it returns {type(number).__name__} as {key}; wanted is a number or a list of them")
+                raise TypeError(
+                    f"it returns {type(number).__name__} as {key}, which must be a number or a list of numbers"
+                )
     return found
 
 

@@ -144,9 +144,9 @@ class Known:
             apart = self._figures(self.reference(FromReference()), micros)["loss"] if micros else 0.0
             if _off(apart, 0.0, self._few):
                 yield DataError(
-                    f"{self._begin} the model is its own reference, and the log-probability of {whose} differs from "
-                    f"the reference's by {apart:.3g} nats a token (mean; tolerated {self._few:g}): what it is compared "
-                    f"with is another row's, or another model's, so that no first margin would be 0; {remedy}"
+                    f"{self._begin} the model and its reference have the same weights, but their log-probabilities of "
+                    f"{whose} differ by {apart:.3g} nats a token (mean; at most {self._few:g} is rounding). Those of "
+                    f"the reference belong to another row or another model; {remedy}"
                 )
 
     def _equals(self, objective: OverAnswers) -> Iterator[UserError]:
@@ -180,8 +180,9 @@ class Known:
             if _off(taught, 0.0, self._few):
                 remedy = NEW_COLUMN if objective.top_k else "look at objective.teacher"
                 yield DataError(
-                    f"{self._begin} the teacher has the weights that training starts from, and the divergence from it "
-                    f"is {taught:.3g} nats a token (tolerated {self._few:g}): its words are of other tokens; {remedy}"
+                    f"{self._begin} the model and its teacher have the same weights, but their divergence is "
+                    f"{taught:.3g} nats a token (at most {self._few:g} is rounding). The teacher's probabilities "
+                    f"belong to other tokens; {remedy}"
                 )
 
     def _adapter(self, module: nn.Module) -> Iterator[UserError]:
@@ -192,8 +193,9 @@ class Known:
             base = self._figures(plain, micros)["loss"]
         if _off(adapted, base, self._few * max(1.0, abs(base))):
             yield ModelError(
-                f"adapter.r {self.config.adapter.r}: a new adapter changes nothing, for its B is 0, and before the "
-                f"first step the loss is {adapted:.6g} with it and {base:.6g} without: please report it with your JSON."
+                f"adapter.r {self.config.adapter.r}: a new adapter, whose matrices B are 0, must not change the loss, "
+                f"but before the first step it is {adapted:.6g} with the adapter and {base:.6g} without: please report "
+                "it with your JSON."
             )
 
 

@@ -61,7 +61,7 @@ class ReplicaCheck(Part):
         if masters := masters_apart(self._engine, self._ranks):
             text = f"after step {step}: {masters.message(self._engine, self._ranks)}"
             if self._agreed_step is not None:
-                text += f" At step {self._agreed_step} they were the same: memory of that host is another cause."
+                text += f" They were the same at step {self._agreed_step}, so the memory of that host may be at fault."
             self.tell(step, "masters differ", masters.ranks, masters.names, text)
             raise MastersDiffer(text)
         self._agreed_step = step
@@ -103,10 +103,10 @@ class ReplicaCheck(Part):
         before = "" if self._agreed_step is None else f" At step {self._agreed_step} they agreed."
         code = f", such as that of the plugin {' or '.join(hashes())}" if hashes() else ""
         text = (
-            f"after step {step}: {describe(found, self._ranks.seats)}.{before} What has changed it is no part of the "
-            f"training: memory, a link or a kernel of that host, or code that runs on one rank only{code}. Checkpoints "
-            f"are made of ranks that agreed: {self._command} continues from the newest, on other hosts if one is "
-            "suspect."
+            f"after step {step}: {describe(found, self._ranks.seats)}.{before} Training alone cannot cause it: suspect "
+            f"the memory, a link or a kernel of that host, or code that runs on one rank only{code}. In all "
+            "checkpoints "
+            f"the ranks agree: {self._command} continues from the newest, on other hosts if you suspect one."
         )
         self.tell(step, "ranks differ", ranks, [difference.name for difference in found], text)
         raise ReplicasDiffer(text)

@@ -167,8 +167,9 @@ class Setup:
         self.initial_weights = weights_hash(reference_checksums(self.spec, checksums))
         if self.run.config.objective.reference == "column" and set(self.references or []) != {self.initial_weights}:
             raise AgreedError(
-                f"objective.name {self.run.config.objective.name}: the log-probabilities of the reference in the data "
-                f"are of other weights than model.pretrained = {self.run.config.model.pretrained!r} has; {NEW_COLUMN}",
+                f"objective.name {self.run.config.objective.name}: the data's log-probabilities of the reference were "
+                f"computed with other weights than model.pretrained = {self.run.config.model.pretrained!r} has; "
+                f"{NEW_COLUMN}",
                 DataError.exit_code,
             )
         return source, checksums
@@ -276,8 +277,8 @@ def start_engine(run: Run, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
     mix = run.mix
     if mix.zero_stage == 3 and mix.degrees.data * mix.degrees.sequence == 1 and not mix.offload_param:
         model.notes.append(
-            "ZeRO 3 shares nothing here, as no other rank holds the same, and DeepSpeed waits for the device wherever "
-            "a parameter is used: zero_optimization.stage 1 takes no more memory and does not wait"
+            "ZeRO 3 has no other rank to share parameters with, and DeepSpeed still waits for the device wherever a "
+            "parameter is used: zero_optimization.stage 1 takes the same memory and does not wait"
         )
     settings = {}
     if run.config.optim.has_own_settings:
@@ -312,7 +313,8 @@ def taught_by(config: RunConfig, columns: list[str], ranks: Ranks) -> str | None
             f"other weights than objective.teacher = {config.objective.teacher!r} has" if named else "several teachers"
         )
         raise AgreedError(
-            f"objective.top_k: the likeliest words in the data are of {whose}; {NEW_COLUMN}", DataError.exit_code
+            f"objective.top_k: the likeliest words in the data were computed with {whose}; {NEW_COLUMN}",
+            DataError.exit_code,
         )
     return min(made, default=None)
 
@@ -436,8 +438,8 @@ def _failures_in_transformers() -> Iterator[None]:
             raise
         raise ModelError(
             f"model: its forward pass fails in transformers ({innermost.f_globals['__name__']}, "
-            f"{innermost.f_code.co_name}): {type(error).__name__}: {error}. A field of model.config has a value, or "
-            "lacks one, for which this family does not run."
+            f"{innermost.f_code.co_name}): {type(error).__name__}: {error}. Correct model.config: a field "
+            "is missing, or has a value that this family cannot use."
         ) from error
 
 
@@ -498,7 +500,7 @@ def check_isolation(engine: Engine, inputs: Tensor) -> None:
         losses.append(engine.evaluate([micro], last)[0]["loss"])
     if not abs(losses[0] - losses[1]) <= 1e-5 * max(1.0, abs(losses[0])):
         raise ModelError(
-            "data.isolate_documents: with other tokens in a row's first document the loss of its second changes "
-            f"from {losses[0]:.6f} to {losses[1]:.6f}. This model makes its attention mask without positions; set "
-            "data.isolate_documents to false."
+            "data.isolate_documents: other tokens in the first document of a sequence change the loss of the second "
+            f"document from {losses[0]:.6f} to {losses[1]:.6f}. This model makes its attention mask without positions; "
+            "set data.isolate_documents to false."
         )

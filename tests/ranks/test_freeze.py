@@ -182,7 +182,7 @@ def test_a_changed_folder_ends_the_resume_and_a_moved_one_is_found_by_model_pret
         change(file)
         for told, _ in pools(2).run(gone_on, other, str(tmp_path / "run")):
             assert told.startswith("FrozenSourceError") and str(folder) in told and says in told, told
-            assert "Put that folder, or a link to it, in its place again" in told
+            assert "Put that folder back, or a link to it" in told
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
 
 

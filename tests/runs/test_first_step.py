@@ -109,7 +109,7 @@ def test_a_reference_column_that_is_one_row_off_ends_the_run_at_its_start(
     forked.train(again, "--train.seed", "7", world_size=1)
     assert math.isclose(first_loss(tmp_path / "b/run"), math.log(2), abs_tol=1e-6)
     late_by_one(data)
-    said = refused(file, "objective.name dpo: before the first step the model is its own reference")
+    said = refused(file, "objective.name dpo: before the first step the model and its reference have the same weights")
     assert "of an answer differs from the reference's" in said and "llmtrain reference RUN.yaml" in said
 
 
@@ -157,7 +157,7 @@ def test_first_numbers_that_do_not_hold_end_a_run_with_a_sentence(base: Path, tm
     refused(file, "an answer that is compared with itself has the margin", before=other_sign)
     refused(
         recipe(tmp_path / "lora", base, data, {"name": "orpo"}, {"r": 4}),
-        "a new adapter changes nothing",
+        "a new adapter, whose matrices B are 0, must not change the loss",
         before=loud_adapter,
     )
 
@@ -168,7 +168,7 @@ def test_a_student_that_is_its_own_teacher_begins_with_no_divergence(
     own = shutil.copytree(base, tmp_path / "model")
     shutil.copytree(PreparedSet(small_data).tokenizer_dir, own, dirs_exist_ok=True)
     file = recipe(tmp_path / "own", own, small_data, {"name": "distill", "teacher": str(own)})
-    refused(file, "the teacher has the weights that training starts from", before=late_teacher)
+    refused(file, "the model and its teacher have the same weights", before=late_teacher)
     shutil.rmtree(tmp_path / "own/run", ignore_errors=True)
     forked.train(file, world_size=1)
     assert abs(first_loss(tmp_path / "own/run")) < 1e-5

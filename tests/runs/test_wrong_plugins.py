@@ -131,7 +131,7 @@ class Mine(Part, entry="mine"):
             (self.launch.folder.path / "config.yaml").unlink()
 """
 slow = pytest.mark.slow
-LOSS, RATE = "objective.name loss: terms", "schedule.name rate: after_warmup gives"
+LOSS, RATE = "objective.name loss: terms", "schedule.name rate: after_warmup returns"
 PART = "parts.mine: after_step at step 6"
 SAVED = "The run has saved; fix the plugin"
 ENDED: list[tuple[str, str, tuple[str, ...]]] = [

@@ -80,12 +80,12 @@ def adapter_of(reader: CheckpointReader, trainer: TrainerState) -> AdapterConfig
         adapter = AdapterConfig(**trainer.section("adapter"))
         ranks = {reader.shape(name)[0] for name in reader.order() if name.endswith(A)}
         if ranks != {adapter.r}:
-            raise ValueError(f"adapter.r is {adapter.r}, its matrices have {sorted(ranks)}")
+            raise ValueError(f"adapter.r is {adapter.r}, but the matrices have rank {sorted(ranks)}")
         scale(adapter)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(
-            f"{reader.folder / TRAINER} does not record the adapter whose matrices the checkpoint holds ({error!r}): "
-            "its scale is not known. Take another checkpoint."
+            f"{reader.folder / TRAINER} does not record the adapter whose matrices the checkpoint holds ({error!r}), "
+            "so the scale of the adapter is unknown. Take another checkpoint."
         ) from error
     return adapter
 
@@ -186,7 +186,7 @@ def _as_peft_loads(folder: Path, layout: FolderLayout) -> nn.Module:
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     held_names = load_peft_weights(str(folder), device="cpu").keys()
     if odd := sorted(wanted ^ held_names):
-        raise ProofError(f"{folder}: peft expects other tensors than it holds, first {odd[0]}. Nothing was kept.")
+        raise ProofError(f"{folder}: its tensors are not those that peft expects, first {odd[0]}. Nothing was kept.")
     hf: nn.Module = model.get_base_model()
     return hf
 
@@ -236,7 +236,7 @@ def write_peft(folder: Path, made: Export, adapter: AdapterConfig, dtype: str) -
     if made.check != "none":
         prove_merge(made, merge, _as_peft_loads(folder, layout), back)
     if vocabulary := model.get("vocabulary"):
-        report.add("tokens", f"of the base, first resize_token_embeddings({vocabulary}); `llmtrain generate` does it")
+        report.add("tokens", f"call resize_token_embeddings({vocabulary}) of the base first; `llmtrain generate` does")
     if adapter.dora:
         report.add("vLLM", "does not load DoRA: serve the merged model there (--merge)")
     elif modules:
@@ -450,7 +450,7 @@ def _check_names(made: Export, adapter: Collection[str]) -> None:
     lacking, surplus = sorted(layout.shapes.keys() - shapes.keys()), sorted(shapes.keys() - layout.shapes.keys())
     if lacking or surplus:
         raise CheckpointError(
-            f"{reader.folder} is not of its own configuration, {model}: it lacks {len(lacking)} parameters "
+            f"{reader.folder} does not fit its own configuration, {model}: it lacks {len(lacking)} parameters "
             f"({', '.join(lacking[:3])}) and holds {len(surplus)} others ({', '.join(surplus[:3])}). Was it made with "
             "another version of transformers? Convert with that one."
         )
@@ -462,7 +462,7 @@ def _check_names(made: Export, adapter: Collection[str]) -> None:
             report.add("padding", f"{shapes[name][0] - shape[0]} rows beyond the vocabulary removed from {name}")
         elif shapes[name] != shape:
             raise CheckpointError(
-                f"{reader.folder}: {name} has shape {list(shapes[name])}, its configuration makes it {list(shape)}."
+                f"{reader.folder}: {name} has the shape {list(shapes[name])}, but {list(shape)} by its configuration."
             )
     tied = f", {layout.tied} tied and written once" if layout.tied else ""
     report.add("parameters", f"{len(shapes)}: names and shapes are those of {model}{tied}")
@@ -572,9 +572,10 @@ def _prove(
     layout = made.layout
     written = SafetensorsSource(folder, layout, asked_by="to-hf")
     if odd := sorted(written.file_of.keys() ^ files.parts.keys()):
-        raise ProofError(f"{folder}: {odd[0]} is there and should not be, or the other way around. Nothing was kept.")
+        raise ProofError(f"{folder}: the tensor {odd[0]} is missing or superfluous. Nothing was kept.")
     if odd := [name for name, shape in layout.shapes.items() if written.shape(name) != shape]:
-        raise ProofError(f"{folder}: {odd[0]} has shape {list(written.shape(odd[0]))}. Nothing was kept.")
+        found, right = list(written.shape(odd[0])), list(layout.shapes[odd[0]])
+        raise ProofError(f"{folder}: {odd[0]} has the shape {found} instead of {right}. Nothing was kept.")
     check_extents(read_back(written, layout, rounded, "reading back"), made)
     written.close()
     made.report.add("round trip", f"{len(rounded)} parameters read back, equal to the source bit by bit once rounded")

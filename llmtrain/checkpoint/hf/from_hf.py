@@ -93,7 +93,7 @@ def _configuration(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{_ASKED_BY}: {path} cannot be read: {error}.") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{_ASKED_BY}: {path} is no model configuration.")
+        raise ModelError(f"{_ASKED_BY}: {path} is not a model configuration.")
     if config.get("quantization_config"):
         raise ModelError(f"{_ASKED_BY}: {path}: quantization_config: quantized weights are not read. Dequantize them.")
     return ModelConfig(pretrained=str(folder), attention="eager"), config
@@ -115,10 +115,10 @@ def _check_names(source: SafetensorsSource, layout: FolderLayout, report: Report
     for name, shape in layout.shapes.items():
         if source.shape(name) != shape:
             raise ModelError(
-                f"{source.origin}: {name} has shape {list(source.shape(name))}, config.json makes it {list(shape)}."
+                f"{source.origin}: {name} has the shape {list(source.shape(name))}, but {list(shape)} by config.json."
             )
         if odd := source.dtypes(name) - set(DTYPES.values()):
-            raise ModelError(f"{source.origin}: {name} has the type {odd.pop()}; F32, BF16 and F16 are read.")
+            raise ModelError(f"{source.origin}: {name} has the type {odd.pop()}; it must be F32, BF16 or F16.")
     tied = f", {layout.tied} tied" if layout.tied else ""
     report.add("parameters", f"{len(layout.shapes)}: names and shapes are those of {model}{tied}")
     dropped = source.placement.derived
@@ -161,7 +161,7 @@ def _write(
         report.add("ties", f"{', '.join(sorted(twins))} repeats a tied weight; to-hf writes it once")
     report.add(
         "way back",
-        f"not byte by byte for {', '.join(changed[:3])}" if changed else "to-hf writes the same weight files",
+        f"to-hf writes other bytes for {', '.join(changed[:3])}" if changed else "to-hf writes the same weight files",
     )
     return step
 

@@ -67,8 +67,8 @@ def pad_apart(config: Any, report: Report) -> None:
             part.pad_token_id = None
         report.add(
             "padding",
-            f"pad_token_id {pad} left out: it ends answers, and transformers would read the score before it. For "
-            "batches set config.pad_token_id to a token that ends none",
+            f"pad_token_id {pad} left out: it also ends answers, and transformers would read the score one token too "
+            "early. To score batches, set config.pad_token_id to a token that ends no answer",
         )
 
 

@@ -56,9 +56,12 @@ def prove_serving(folder: Path, chats: Iterable[Path], report: Report) -> None:
         text = f"{units.counted(compared.turns, 'turn')} of {units.counted(compared.conversations, 'conversation')}: "
         report.add("serving", f"{text}transformers makes the ids of the training rows with the folder's template")
         if compared.spelled:
-            report.add("serving", f"not compared: {compared.spelled} that spell control tokens, text in the rows")
+            report.add("serving", f"not compared: {compared.spelled} that spell control tokens as plain text")
         if compared.joined:
-            report.add("serving", f"{compared.joined} answers join their prompt in a token: prompts alone compared")
+            report.add(
+                "serving",
+                f"{compared.joined} answers share a token with their prompt: only these prompts were compared",
+            )
         chat = chat_of(data)
         if chat is not None and chat.moment is not None:
             report.add(
@@ -164,7 +167,9 @@ def _check_ends(folder: Path, ends: Mapping[int, int], report: Report) -> None:
     if (folder / CONFIG).is_file():  # servers read these settings from the adapter's base
         place = Path(untrusted.loads((folder / CONFIG).read_bytes()).get("base_model_name_or_path") or folder)
         if not (place / "config.json").is_file():
-            report.add("serving", "the base, which names the ends of generation, is not here")
+            report.add(
+                "serving", "not compared where answers end: the base model, which names these tokens, is not here"
+            )
             return
     lacking = sorted(set(ends) - set(_named_ends(place)))
     if not lacking:
@@ -172,7 +177,10 @@ def _check_ends(folder: Path, ends: Mapping[int, int], report: Report) -> None:
     elif place != folder:
         report.add("serving", f"give the server stop_token_ids {lacking}: {place} does not name where answers end")
     else:
-        raise ProofError(f"{folder / SETTINGS} does not name {lacking}, where answers ended. Nothing was kept.")
+        raise ProofError(
+            f"answers ended with the tokens {lacking} in training, and {folder / SETTINGS} does not "
+            "name them. Nothing was kept."
+        )
 
 
 def _named_ends(folder: Path) -> list[int]:

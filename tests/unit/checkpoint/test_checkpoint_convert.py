@@ -256,7 +256,7 @@ def test_a_folder_that_is_not_as_it_was_is_refused(
     code, out, err = say(*(places.get(word, word) for word in command.split()))
     assert code == {"v": 1, "p": 0}.get(command[0], 2), (out, err)
     assert str(tmp_path / "hf") in out + err and "as they were when the run began. Put that folder" in out + err
-    assert "a resume then takes model.pretrained" in out + err
+    assert "a resume reads model.pretrained instead" in out + err
     assert (UP if how == "changed" else "hf/model-") in out + err or how == "other"
     assert not (tmp_path / "out").exists()
     assert at(outside, 1).exists() == (command[0] != "p") and at(outside, 2).exists()
@@ -288,9 +288,9 @@ def test_prune_keeps_the_newest_whose_frozen_parameters_are_there(tmp_path: Path
     ("path", "value", "says"),
     [
         (("frozen", "folder"), "hf", "'hf'"),
-        (("frozen", "tensors", UP, 1, 0, 0), "../model-0.safetensors", "is no place of frozen parameters"),
+        (("frozen", "tensors", UP, 1, 0, 0), "../model-0.safetensors", "cannot be a place of frozen parameters"),
         (("frozen", "tensors", UP, 1, 0, 3), 8, f"param of {UP} ends at element 8 of 128"),
-        (("tensors",), SHAPES, "which has no shape"),
+        (("tensors",), SHAPES, "its shape is missing"),
         (("format",), 1, "model.embed_tokens.weight (2"),
         (("format",), 3, "format 3 is none of the formats (1, 2)"),
     ],

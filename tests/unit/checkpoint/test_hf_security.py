@@ -240,7 +240,7 @@ def test_types_that_are_no_weights(folder):
     tensors = load_file(path)
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name].double()}, path)
-    refused(folder, rf"{name} has the type F64; F32, BF16 and F16 are read")
+    refused(folder, rf"{name} has the type F64; it must be F32, BF16 or F16")
 
 
 def test_a_part_of_a_fused_parameter_that_is_missing(tmp_path):

@@ -29,14 +29,14 @@ def test_a_conversion_may_record_little() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"step": -1}, "step is -1, where the state of a run has a whole number, 0 or more"),
-        ({"step": True}, "step is True, where"),
-        ({"tokens": None}, "tokens is None, where"),
-        ({"sample_index": 1.5}, "sample_index is 1.5, where the state of a run has a number"),
-        ({"run": "x"}, "run is 'x', where the state of a run has a map"),
-        ({"data_stages": [5]}, r"data_stages is \[5\], where the state of a run has a list"),
-        ({"separator_id": {}}, "separator_id is {}, where the state of a run has a number or a list"),
-        ({"run_id": 3}, "run_id is 3, where the state of a run has text.*take another checkpoint"),
+        ({"step": -1}, "step is -1, but it must be a whole number, 0 or more"),
+        ({"step": True}, "step is True, but it must be"),
+        ({"tokens": None}, "tokens is None, but it must be"),
+        ({"sample_index": 1.5}, "sample_index is 1.5, but it must be a number"),
+        ({"run": "x"}, "run is 'x', but it must be a map"),
+        ({"data_stages": [5]}, r"data_stages is \[5\], but it must be a list"),
+        ({"separator_id": {}}, "separator_id is {}, but it must be a number or a list"),
+        ({"run_id": 3}, "run_id is 3, but it must be text.*take another checkpoint"),
     ],
 )
 def test_a_wrong_type_is_refused_by_its_key(change: dict[str, Any], message: str) -> None:

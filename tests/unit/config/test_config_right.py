@@ -290,13 +290,15 @@ def test_wsd_decays_over_a_tenth(here: Path) -> None:
         (
             "WarmupLR",
             {},
-            "then keeps the rate constant, whatever its lr_scheduler_type is; to do the same here, write schedule.name: constant",
+            "then keeps the rate constant, whatever its lr_scheduler_type is; to do the same here, write "
+            "schedule.name: constant",
         ),
         ("WarmupLR", {"name": "constant"}, ""),
         (
             "WarmupDecayLR",
             {"name": "linear"},
-            "decays linearly to 0, whatever its lr_scheduler_type is; to do the same here, write schedule.name: linear, "
+            "decays linearly to 0, whatever its lr_scheduler_type is; to do the same here, write schedule.name: "
+            "linear, "
             "schedule.min_ratio: 0",
         ),
         ("WarmupDecayLR", {"name": "linear", "min_ratio": 0}, ""),
@@ -524,7 +526,8 @@ def test_auto_that_no_feature_decides_takes_least_memory(
     assert cli.main(["config", "check", "run.yaml"]) == 0
     told = capsys.readouterr().out
     assert "train.micro_batch auto: no feature chooses a value that fits the device's memory, so it is 1\n" in told
-    assert "model.recompute.layers auto: no feature chooses a value that fits the device's memory, so it is all\n" in told
+    assert "model.recompute.layers auto: no feature chooses a value that fits the device's memory, so it is "
+           "all\n" in told
 
 
 def test_check_tells_the_degrees_and_what_no_device_holds(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,7 +235,7 @@ class Whole(Muon, choice="whole"):
             "objective.name detached: terms gives a loss of torch.float32 without a gradient",
         ),
         ("--objective.name infinite", "objective.name infinite: terms gives a loss that is not finite for ordinary"),
-        ("--schedule.name rate", "schedule.name rate: after_warmup gives None at step "),
+        ("--schedule.name rate", "schedule.name rate: after_warmup returns None at step "),
         (
             "--optim.name steps",
             "optim.name steps: build: NotImplementedError: an optimizer needs a method build(groups)",

@@ -67,7 +67,7 @@ def test_whatever_a_method_raises_is_named_and_asks_all_ranks_to_stop(method: st
 @pytest.mark.parametrize(
     ("method", "what", "told"),
     [
-        ("request", "3", "it returns 3; wanted is Request()"),
+        ("request", "3", "it returns 3, but must return None or Request()"),
         ("after_step", "3", "it returns int; wanted is None"),
         ("figures", "3", "AttributeError: 'int' object has no attribute 'items'"),
     ],
