@@ -525,9 +525,8 @@ def test_auto_that_no_feature_decides_takes_least_memory(
     write(here, {"model": {"recompute": {"layers": "auto"}}, "train": {"micro_batch": "auto", "global_batch": 8}})
     assert cli.main(["config", "check", "run.yaml"]) == 0
     told = capsys.readouterr().out
-    assert "train.micro_batch auto: no feature chooses a value that fits the device's memory, so it is 1\n" in told
-    assert "model.recompute.layers auto: no feature chooses a value that fits the device's memory, so it is "
-           "all\n" in told
+    for key, value in (("train.micro_batch", 1), ("model.recompute.layers", "all")):
+        assert f"{key} auto: no feature chooses a value that fits the device's memory, so it is {value}\n" in told
 
 
 def test_check_tells_the_degrees_and_what_no_device_holds(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,8 +214,10 @@ def test_a_manifest_that_was_changed_is_no_traceback(
 
 def test_a_file_in_the_wrong_place_is_named_for_what_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here)
-    for given, words in (("ds.json", "looks like a DeepSpeed JSON"), ("data/x", "is a folder, but a run is given by "
-                                                                                "its YAML file")):
+    for given, words in (
+        ("ds.json", "looks like a DeepSpeed JSON"),
+        ("data/x", "is a folder, but a run is given by its YAML file"),
+    ):
         assert main(["config", "check", given]) == 2
         told = capsys.readouterr().err
         assert words in told and "mistakes" not in told
