@@ -25,12 +25,12 @@ class Ranked(RowKind, format="ranked"):
     unit = "ranking"
     columns = (("prompt", "ranked"),)
     answers = ("first", "second", "third")
-    complete = "a ranking counts its answers completely"
+    complete = "all tokens of the answers count"
 
     def parse(self, record: dict[str, Any]) -> list[tuple[list[Any], int]]:
         prompt, ranked = record.get("prompt"), record.get("ranked")
         if not isinstance(ranked, list) or len(ranked) != len(self.answers):
-            raise RefusedError(f"ranked is no list of {len(self.answers)} answers")
+            raise RefusedError(f"ranked is not a list of {len(self.answers)} answers")
         asked = {"role": "user", "content": prompt}
         return [([asked, {"role": "assistant", "content": answer}], 1) for answer in ranked]
 

@@ -184,8 +184,8 @@ class CachedFolder:
         finally:
             arriving.unlink(missing_ok=True)
         raise DataError(
-            f"{self.shown}/{name}: its checksum is not that of {NAME}, fetched twice: the file was changed "
-            "or is damaged; upload the folder again"
+            f"{self.shown}/{name}: its checksum differs from {NAME}, also after a second download: the "
+            "file was changed or is damaged; upload the folder again"
         )
 
     def read(self, parts: Sequence[tuple[str, int, int]]) -> list[bytes]:
@@ -352,7 +352,7 @@ def each(ask: Callable[[Item], Result], items: Sequence[Item], of: str = "", unt
                 if threading.current_thread() is threading.main_thread():  # a reader's thread proves nothing
                     heart.beat()
                 if thread.is_alive() and time.monotonic() > until + _AGAIN_S:
-                    silence = StoreGone(f"{of}: does not answer {socket.gethostname()}; look at the network")
+                    silence = StoreGone(f"{of}: does not answer {socket.gethostname()}; check the network")
                     raise errors[0] if errors else silence
     finally:
         del _waits[threading.get_ident()]

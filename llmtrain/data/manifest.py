@@ -89,14 +89,15 @@ class ChatFigures:
         notes = []
         if self.moment is not None:
             notes.append(
-                f"the template writes the date: {self.moment.replace('T', ' ')}, of the preparation, is in every prompt"
+                f"the template writes the date: {self.moment.replace('T', ' ')}, when the data was prepared, is in "
+                "every prompt"
             )
         if self.chat_template_kwargs:
             notes.append(f"chat_template_kwargs {json.dumps(self.chat_template_kwargs)}")
         if self.unread:
             names = ", ".join(map(untrusted.shown, self.unread))
-            rule = "put text that the model is to see into messages or documents, and remove the other fields"
-            notes.append(f"nothing reads {names} of the records: {rule}")
+            rule = "put text that the model should see into messages or documents, and remove the other fields"
+            notes.append(f"the fields {names} of the records are not used: {rule}")
         return notes
 
 
@@ -181,7 +182,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
     try:
         values = untrusted.loads(content)
         if values.pop("format") != FORMAT:
-            raise ValueError("its format is another")
+            raise ValueError("its format is unknown")
         if (version := values.pop("version")) != VERSION:
             raise ValueError(f"its version is {version}, this program reads {VERSION}")
         values.pop("source_fingerprint", None)  # no longer written
@@ -193,13 +194,13 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
         manifest = Manifest(shards=shards, first_tokens=first, chat=chat, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
         numbers = (manifest.vocab_size, manifest.separator_id, manifest.rejected, *first)
         if any(type(number) is not int for number in numbers):
-            raise ValueError("a number in it is no whole number")
+            raise ValueError("a count in it is not a whole number")
         if not isinstance(manifest.source, dict) or not isinstance(manifest.settings, dict):
-            raise ValueError("its source and its settings are no sections")
+            raise ValueError("its source or its settings are not a map")
         if manifest.tokens != {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}:
             raise ValueError("its tokens do not fit its shards")
         if chat is not None and type(chat.longest) is not int:
-            raise ValueError("its longest row is no whole number")
+            raise ValueError("its longest row is not a whole number")
         if any(bool(shard.rows) != (manifest.chat is not None) for split in SPLITS for shard in shards[split]):
             raise ValueError("some of its shards are of conversations, and some are not")
         tokenizer = manifest.tokenizer_fingerprint
@@ -228,10 +229,10 @@ def _shard(entry: dict[str, Any]) -> Shard:
     shard = Shard(**entry)
     name = shard.file
     if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or not name.isprintable():
-        raise ValueError(f"{shard.file!r} is no name of a file in this folder")
+        raise ValueError(f"{shard.file!r} cannot be the name of a file in this folder")
     counts = (shard.tokens, shard.documents, shard.begin, shard.records_before, shard.bytes or 0)
     if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
-        raise ValueError(f"the counts of {shard.file} are no whole numbers")
+        raise ValueError(f"the counts of {shard.file} are not whole numbers")
     return shard
 
 

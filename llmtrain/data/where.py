@@ -154,9 +154,7 @@ class Where:
         if span is None and step <= (first := self._spans[0].after):
             raise DataError(f"--step {step}: the run's steps are numbered from {first + 1}")
         if span is None:
-            raise DataError(
-                f"--step {step}: the run has no step of that number: one of its parts has moved its position"
-            )
+            raise DataError(f"--step {step}: the run skipped this number: one of its parts moved the run's position")
         if step > (last := last_step(self._run)):
             raise DataError(f"--step {step}: the run has done {last} steps")
         found = self._data(span)
@@ -189,7 +187,7 @@ class Where:
             return
         if not origins:
             raise DataError(
-                f"--source {file}:{record}: no training document of {self._folder} is of that record; files are named "
+                f"--source {file}:{record}: that record gave no training document of {self._folder}; files are named "
                 "relative to the --source that they were prepared from, lines count from 1, rows from 0"
             )
         for origin in origins:

@@ -107,10 +107,11 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
             rule = f"it names {path}, which has parameters of its own and modules with others ({within[0]})"
             raise stop(key, adapter.modules_to_save, rule, f"name modules within it, such as {path}.*", place)
         if both := [target for target in targets if f"{target}.".startswith(f"{path}.")]:
-            rule = f"it names {path}, and adapter.targets names {both[0]}: a map has an adapter or trains completely"
+            rule = f"it names {path}, and adapter.targets names {both[0]}: a map either has an adapter or trains "
+                   "completely"
             raise stop(key, adapter.modules_to_save, rule, "list it in only one of the two", place)
         if [other for other in modules if other.endswith(path) and other not in chosen]:
-            rule = f"peft, which goes by the ends of names, would take more modules than {path}"
+            rule = f"peft compares only the ends of names, and would train other modules than {path} too"
             raise stop(key, adapter.modules_to_save, rule, "name those as well, or none of them", place)
     first: dict[int, str] = {}
     for path, module in modules.items():
@@ -162,7 +163,7 @@ def lora_config(
     taken = _taken_for_experts(hf, {path.rpartition(".")[2] for path in wanted})
     weights = sorted(path for path in wanted if path.rpartition(".")[2] in taken)
     if weights and adapter.dora:
-        rule = f"peft cannot load a DoRA of {weights[0]}: it takes the name for that of experts in one tensor"
+        rule = f"peft cannot load a DoRA adapter of {weights[0]}: by the name it expects experts in one tensor"
         remedy = f"set it to false, or name maps in adapter.targets that end in none of {', '.join(sorted(taken))}"
         raise stop("adapter.dora", True, rule, remedy, (places or {}).get("adapter.dora"))
     maps = wanted - set(weights)
@@ -307,13 +308,15 @@ def read_peft(
             key: config.get(key) for key in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", *_OTHERS)
         }
     except (OSError, ValueError, AttributeError, TypeError, SafetensorError, TensorFileError) as error:
-        raise refuse(f"is no PEFT folder ({error})", f"name one with {CONFIG} and {WEIGHTS}") from error
+        raise refuse(f"is not a PEFT folder ({error})", f"name one with {CONFIG} and {WEIGHTS}") from error
     for key, value in required.items():
         if (settings[key] or False) != value:
-            raise refuse(f"its {key} is {settings[key]!r}, the section adapter asks for {value!r}", "write the same")
+            raise refuse(f"its {key} is {settings[key]!r}, but the section adapter has "
+                         f"{value!r}", "write the same value")
     for key in _OTHERS:
         if settings[key] not in (None, "none", {}, []):
-            raise refuse(f"its {key} is {settings[key]!r}, which adapters here do not have", "merge it with peft first")
+            raise refuse(f"its {key} is {settings[key]!r}, which llmtrain's adapters do not "
+                         "support", "merge it with peft first")
     weights = {f"{name.removesuffix(A)}.weight" for name in shapes if name.endswith(A)}
     if others := sorted(set(parameters) - weights):  # see lora_config
         rule = f"its target_parameters name {others[0]}, where the run has no adapter"
@@ -322,16 +325,17 @@ def read_peft(
     for other, tensor in files.items():
         # Of a module that trains completely peft writes the first values, too, and some tensors under two names.
         if ".original_module." not in other and not torch.equal(tensors.setdefault(plain_name(other), tensor), tensor):
-            rule = f"its {other} and {plain_name(other)} differ, which are one tensor"
+            rule = f"its {other} and {plain_name(other)} are one tensor, but have different values"
             raise refuse(rule, "save it with peft again")
     for other, name in (tied or {}).items():
         if other in tensors and name in tensors and not torch.equal(tensors.pop(other), tensors[name]):
-            rule = f"its {other} and {name} differ, which are one tied tensor of the run's model"
-            raise refuse(rule, "set tie_word_embeddings to false in the model's config.json, where both are its own")
+            rule = f"its {other} and {name} differ, but the run's model ties them to one tensor"
+            raise refuse(rule, "set tie_word_embeddings to false in the model's config.json, so that they are two "
+                               "tensors")
     of_file = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes = {name: shape for name, shape in shapes.items() if name in of_file or name != WEIGHT}  # a score is drawn
     if odd := sorted(name for name in of_file.keys() | shapes.keys() if of_file.get(name) != shapes.get(name)):
-        rule = f"its {odd[0]} is {of_file.get(odd[0], 'not there')}, the run's is {shapes.get(odd[0], 'not there')}"
+        rule = f"its {odd[0]} is {of_file.get(odd[0], 'missing')}, but {shapes.get(odd[0], 'missing')} in the run"
         remedy = (
             "name its maps in adapter.targets, its other modules in adapter.modules_to_save, and in model.pretrained "
             "the model that it was made for"

@@ -268,7 +268,9 @@ class SafetensorsSource:
             for tensor, part in parts:
                 shape = self.file_of[tensor].entries[tensor].shape
                 if len(parts) > 1 and shape != part.shape:
-                    raise self._wrong(f"{self.folder}: {tensor} has shape {list(shape)}, not {list(part.shape)}.")
+                    raise self._wrong(
+                        f"{self.folder}: {tensor} has the shape {list(shape)} instead of {list(part.shape)}."
+                    )
             if sum(part.numel for _, part in parts) < numel(layout.shapes[parameter]):
                 begins = {part.start for _, part in parts}
                 written = layout.tensors.items()

@@ -42,7 +42,7 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"r": 8}, "its r is 8, the section adapter asks for 4"),
+        ({"r": 8}, "its r is 8, but the section adapter has 4"),
         ({"lora_alpha": 3}, "(?s)lora_alpha.*16.0"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"peft_type": "IA3"}, "IA3"),

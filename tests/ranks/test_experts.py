@@ -297,8 +297,16 @@ def refusal(case: Case) -> str:
     [
         ({**FAMILIES["mixtral"], "num_local_experts": 3}, {}, "num_experts=3 .* is not divisible by autoep_size=2"),
         (FAMILIES["llama"], {}, "LlamaForCausalLM has no experts that DeepSpeed finds. Remove the section"),
-        (ALL["laguna"], {}, "is to be named. None of DeepSpeed's presets does, so remove the section"),
-        (ALL["glm4_moe"], {}, "is to be named. Set expert_parallel.preset_model to deepseek_v3, which does there, or"),
+        (
+            ALL["laguna"],
+            {},
+            "one computes as transformers does. None of DeepSpeed's presets does, so remove the section",
+        ),
+        (
+            ALL["glm4_moe"],
+            {},
+            "one computes as transformers does. Set expert_parallel.preset_model to deepseek_v3, which does in a small copy of",
+        ),
         (
             ALL["laguna"],
             {"expert_parallel": {"preset_model": "deepseek_v3"}},

@@ -97,7 +97,7 @@ def _general(row: dict[str, Any]) -> str:
     text = re.sub(
         r"\b[A-Z]\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration|LMHead|Decoder|ForCausal)\b", "MODEL", text
     )
-    text = re.sub(r"\b(an?|of a|takes the experts of a) [\w-]+ (model|config)\b", r"\1 MODEL \2", text)
+    text = re.sub(r"\b(an?|of a) [\w-]+ (model|config)\b", r"\1 MODEL \2", text)
     text = re.sub(r"(wraps a text model together with others|several lists of layers) \([^)]*\)", r"\1", text)
     text = re.sub(r"[\w-]+ is a text model together .*? \([\w-]+\)", "MODEL is a text model together with others", text)
     text = re.sub(r"initialise its parameter \S+\.", "initialise all of its parameters.", text)
@@ -109,7 +109,7 @@ def _general(row: dict[str, Any]) -> str:
     )
     text = re.sub(r"(size|layers?[ .])\d+", r"\1N", text)
     text = re.sub(r"^(pipeline|tensor_parallel)\.\S+ \d+: .*stands in the way: ", "ranks cannot divide MODEL: ", text)
-    text = re.sub(r"(?<=: )MODEL cannot be taken apart: ", "", text)
+    text = re.sub(r"(?<=: )MODEL cannot be divided into layers: ", "", text)
     text = re.sub(r" (To go on, r|R)emove the section: .*", "", text)
     text = re.sub(r".*(wraps a|is a) MODEL model together with others.*", "it wraps a text model with others.", text)
     if row["outcome"] == "FAIL":

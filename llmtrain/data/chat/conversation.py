@@ -131,10 +131,10 @@ def conversation_of(
     messages = [_message(message, place) for place, message in enumerate(raw)]
     _check_order(messages)
     if asks == (messages[-1]["role"] == "assistant"):
-        rule = "a prompt ends with what is asked" if asks else "an answer must be the last"
+        rule = "a prompt must end with the message to answer" if asks else "the last message must be an answer"
         raise RefusedError(f"its last message is of the role {messages[-1]['role']!r}: {rule}")
     if messages[-1]["role"] == "system":
-        raise RefusedError("it has a system message alone, and nothing asks for an answer")
+        raise RefusedError("it has only a system message, and nothing to answer")
     turns = [
         place
         for place, message in enumerate(messages)
@@ -171,7 +171,7 @@ def template_variables(given: Any, what: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise RefusedError(f"{what} is {_kind(given)}, not an object")
     if odd := [name for name in given if name in RESERVED or not name.isidentifier() or name.startswith("_")]:
-        raise RefusedError(f"{what} has {odd[0]!r}, which is no variable of a template that data may set")
+        raise RefusedError(f"{what} has {odd[0]!r}, which a record may not set for the template")
     return given
 
 
@@ -291,7 +291,7 @@ def _message(raw: dict[str, Any], place: int) -> dict[str, Any]:
     if role is None:
         raise RefusedError(f"message {place} has no role")
     if role not in _ROLES:
-        raise RefusedError(f"message {place} has the role {role!r}; known are {', '.join(_ROLES)}")
+        raise RefusedError(f"message {place} has the role {role!r}; the known roles are {', '.join(_ROLES)}")
     if "function_call" in raw:
         raise RefusedError(f"message {place} has a function_call, which is now written as tool_calls")
     message = {**raw, "content": _content(raw.get("content"), role, place)}
@@ -345,7 +345,7 @@ def _call(call: Any, place: int) -> dict[str, Any]:
         raise RefusedError(f"message {place}: a tool call without a function's name")
     arguments = function.get("arguments")
     if arguments is None and (other := sorted(function.keys() & {"parameters", "args", "input"})):
-        raise RefusedError(f"message {place}: the call of {function['name']} has {other[0]}; name them arguments")
+        raise RefusedError(f"message {place}: the call of {function['name']} has {other[0]} instead of arguments")
     arguments = (
         {} if arguments in (None, "") else _parsed(arguments, f"message {place}: arguments of {function['name']}")
     )
@@ -374,7 +374,7 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
         role = message["role"]
         if role == "system" and place:
             rule = "a second system message" if messages[0]["role"] == "system" else "a system message after others"
-            raise RefusedError(f"message {place} is {rule}; it may only be the first")
+            raise RefusedError(f"message {place} is {rule}; only the first message may be one")
         if role == "tool":
             if open_calls is None:
                 raise RefusedError(f"message {place} is a tool's result without a call before it")

@@ -118,8 +118,8 @@ class ChatEncoder:
         rows = self._encoded(given)
         if len(rows) > 1:
             raise RefusedError(
-                f"{name} would be {len(rows)} rows: the template changes earlier answers, so only the last message may "
-                "be the assistant's to learn"
+                f"{name} would be {len(rows)} rows: the template changes earlier answers, so only the last message of "
+                "the assistant can be learnt"
             )
         return self._row(rows[0])
 
@@ -131,7 +131,7 @@ class ChatEncoder:
         """Fit the conversation to the template, and mark spelled control tokens. Raises: RefusedError."""
         self.unread |= given.unread
         if given.variables and (lacking := sorted(given.variables.keys() - self._read(given))):
-            raise RefusedError(f"its template reads no {lacking[0]!r}, which the record has for it")
+            raise RefusedError(f"the record sets {lacking[0]!r} for the template, which does not read it")
         try:
             given = self._template.fitted(given)
         except RenderError as error:
@@ -317,8 +317,8 @@ class ChatEncoder:
         found = sorted((place, -len(token), token) for token in self._stops if (place := rest.find(token)) >= 0)
         if not found:
             raise RefusedError(
-                f"message {turn}: generation would not stop at its end: {plain(rest)[-40:]!r} holds none of "
-                f"{', '.join(self._stops)}; --stop-token names another"
+                f"message {turn}: generation would not stop at its end: {plain(rest)[-40:]!r} has none of the stop "
+                f"tokens {', '.join(self._stops)}; name its own with --stop-token"
             )
         place, _, token = found[0]
         end = place + len(token)

@@ -116,7 +116,7 @@ def _choices(record: dict[str, Any]) -> tuple[list[str], list[str]]:
         if isinstance(values, dict):  # ARC: the columns of a table
             values, labels = values.get("text"), values.get("label")
             if not isinstance(labels, list) or not isinstance(values, list) or len(labels) != len(values):
-                raise RefusedError(f"{name} has no text and label of one length")
+                raise RefusedError(f"{name} must have equally long lists text and label")
         if not isinstance(values, list):
             raise RefusedError(f"{name} is {type(values).__name__}, not a list of strings")
     if len(values) < 2:

@@ -28,7 +28,7 @@ class Judged(RowKind, format="unpaired"):
     mark = "unpaired"
     answers = ("it",)
     mismatched = True
-    complete = "a preference counts its answer completely"
+    complete = "all tokens of a judged answer count"
     entry = np.dtype([("prompt", "<u8"), ("begin", "<u4"), ("desirable", "u1")])
     """Hash of the prompt, place of the answer's first token, label."""
 

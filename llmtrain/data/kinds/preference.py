@@ -18,7 +18,7 @@ class Preference(RowKind, format="preference"):
     columns = (("chosen", "rejected"),)
     mark = "pairs"
     answers = ("chosen", "rejected")
-    complete = "a preference counts its two answers completely"
+    complete = "all tokens of the two answers count"
 
     def parse(self, record: dict[str, Any]) -> list[tuple[list[Any], int]]:
         from llmtrain.data.chat.conversation import answer_of, prompt_of

@@ -20,7 +20,7 @@ class Prompts(RowKind, format="prompt"):
         "without counted tokens, so there is nothing to learn; they are for objectives that generate answers. Prepare "
         "conversations, with --format chat"
     )
-    complete = "a prompt is never cut, and none of its tokens is counted"
+    complete = "prompts are never cut, and none of their tokens counts"
 
     def parse(self, record: dict[str, Any]) -> list[tuple[list[Any], int]]:
         from llmtrain.data.chat.conversation import prompt_of

@@ -140,7 +140,7 @@ class TokenEncoder:
         """int64 [tokens]. Raises RefusedError."""
         marks = self._integers(record[name], name)
         if len(marks) != len(ids):
-            raise RefusedError(f"{len(ids)} {self._field} and {len(marks)} {name}; each token wants one")
+            raise RefusedError(f"{len(ids)} {self._field} and {len(marks)} {name}; each token needs one")
         return marks
 
     @staticmethod
@@ -148,5 +148,5 @@ class TokenEncoder:
         """int64 [tokens]. Raises RefusedError."""
         integers = isinstance(values, list) and all(type(each) in (int, bool) for each in values)
         if not integers or any(not -(2**31) <= each < 2**32 for each in values):
-            raise RefusedError(f"field {name!r} is no list of integers")
+            raise RefusedError(f"field {name!r} is not a list of integers")
         return np.array(values, dtype=np.int64)

@@ -254,7 +254,7 @@ def _scratch(url: str, role: str, places: int) -> Iterator[Path]:
             path.mkdir(mode=0o700)
         found = path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # another user's link, perhaps to our files
-            raise PermissionError(f"{path} is not ours; set TMPDIR")
+            raise PermissionError(f"{path} belongs to another user; set TMPDIR to a folder of your own")
         with contextlib.suppress(BlockingIOError):
             lock = lock_folder(path)
             break

@@ -118,7 +118,7 @@ def run_units(
             try:
                 opened = _Running(place, starts, greeting)
             except Lost as lost:
-                log.warn(f"{lost}: it does no shard of this preparation")
+                log.warn(f"{lost}: it makes no shards of this preparation")
                 return
             running.append(opened)
             selector.register(opened.link, selectors.EVENT_READ, opened)
@@ -133,8 +133,8 @@ def run_units(
             losses.update(list(gone.under_way))
             if worst := next((unit for unit in gone.under_way.values() if losses[unit.index] >= _TRIES), None):
                 raise DataError(
-                    f"{why}; {_TRIES} times workers were lost while they did shard {worst.index} (it begins in "
-                    f"{worst.pieces[0].label}): look there for a document that takes all memory"
+                    f"{why}; {_TRIES} workers were lost while they made shard {worst.index}, which begins in "
+                    f"{worst.pieces[0].label}: look there for a document that takes all memory"
                 )
             log.warn(f"{why}; its {units.counted(len(gone.under_way), 'shard')} under way will be done again")
             waiting.extend(reversed(gone.under_way.values()))

@@ -206,15 +206,14 @@ def _check_splits(
         return
     without = "train without validation: --validation-fraction 0, and `eval: off` under `train:` in the run's YAML"
     if settings.validation_sources:
-        raise DataError(
-            f"--validation-source {' '.join(settings.validation_sources)}: it gives no document; add text, or {without}"
-        )
+        given = " ".join(settings.validation_sources)
+        raise DataError(f"--validation-source {given}: it gives no document; add text, or {without}")
     count = sum(documents.values())
     least = math.ceil(lowest_draw * 1000 + 1e-9) / 1000
-    larger = f"hold out more: --validation-fraction {least:.3f} is the least that takes one; or " if least < 1 else ""
+    larger = f"hold out more: at least --validation-fraction {least:.3f} holds one out; or " if least < 1 else ""
     raise DataError(
-        f"--validation-fraction {settings.fraction}: of {_documents(count)} chance puts none into the "
-        f"validation split, and there would be no validation loss. Name text for it: --validation-source FILE; or "
+        f"--validation-fraction {settings.fraction}: by chance none of {_documents(count)} is in the validation "
+        "split, so there would be no validation loss. Give text for validation: --validation-source FILE; or "
         f"{larger if count > 1 else 'add text; or '}{without}"
     )
 

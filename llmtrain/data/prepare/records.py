@@ -269,7 +269,7 @@ def _form_of(names: Iterable[str]) -> str:
     kind = max(fitting, key=lambda each: each[0])[1]
     of_init = "DIR/launch/templates/turns.jinja, which `llmtrain init DIR` writes"
     template = f", and with --vocab-size --chat-template {of_init}" if kind.templated else ""
-    return f"they are no plain text: add --format {kind.selected()}{template}"
+    return f"they are not plain text: add --format {kind.selected()}{template}"
 
 
 _PDF = b"%PDF-"

@@ -129,7 +129,7 @@ def _wrong(what: str, revision: str | None) -> Wrong:
         return DataError(f"{what}: {text.rstrip('.')}.")
 
     if revision and not REVISION.fullmatch(revision):
-        raise wrong(f"{revision!a} is no name of a branch or tag, and no commit. Write it as the Hub shows it")
+        raise wrong(f"{revision!a} is neither a branch, a tag nor a commit. Write it as the Hub shows it")
     return wrong
 
 
@@ -439,7 +439,7 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
         return "csv"
     if form == "auto" and (bare.endswith(_IDS) or token_corpora.layout_of(path) is not None):
         raise DataError(
-            f"{option} {path}: token ids, by its name, and no text; add --format tokens, or name other files"
+            f"{option} {path}: by its name it holds token ids and not text; add --format tokens, or name other files"
         )
     if kind.reads_records:
         return "parquet" if name.endswith(".parquet") else "array" if _begins(path, b"[") else "jsonl"
@@ -513,7 +513,9 @@ def _saved(root: str, is_there: Callable[[str], bool], option: str) -> list[str]
 def _dataset_files(folder: str, saved: list[str]) -> list[SourceFile]:
     for each in saved:
         if (target := leads_out(Path(folder), Path(folder, each))) is not None:
-            raise DataError(f"{folder}/state.json names {untrusted.shown(each)}, which is {target}, outside")
+            raise DataError(
+                f"{folder}/state.json names {untrusted.shown(each)}, which is {target}, outside of the folder"
+            )
     name = os.path.basename(os.path.abspath(folder))
     return [_file(os.path.join(folder, each), os.path.join(name, each), "arrow") for each in saved]
 

@@ -185,7 +185,7 @@ class Npy(Layout):
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(stream)
             if len(shape) != 1 or dtype.kind not in "iu":
-                raise ValueError(f"it holds an array {list(shape)} of {dtype}; one of integers [tokens] is read")
+                raise ValueError(f"it holds an array {list(shape)} of {dtype}; it must be one-dimensional, of integers")
             plain = dtype.newbyteorder("<") == dtype
             return TokenFile(
                 path, _mapped(path, dtype, stream.tell(), shape[0]), None, stream.tell() if plain else None
@@ -216,7 +216,7 @@ def read(path: str) -> TokenFile:
     layout = layout_of(path)
     if layout is None:
         known = "; ".join(f"{each.title}: {' or '.join(each.names)}" for each in LAYOUTS)
-        raise DataError(f"{path}: no layout of token ids that is read here ({known}, each with its index next to it)")
+        raise DataError(f"{path}: not a known layout of token ids ({known}, each with its index next to it)")
     try:
         return layout.read(path)
     except StoreError as error:
@@ -288,9 +288,12 @@ def examine(samples: list[tuple[str, np.ndarray]], encoder: Encoder) -> bool:
     share = same / max(total, 1)
     log.info(f"{share:.1%} of {units.count(total)} ids are unchanged when decoded and encoded again")
     if share < _AS_IT_SHOULD:
-        log.warn("--tokenizer: encoded again, the text has other ids: were they made with this tokenizer?")
+        log.warn("--tokenizer: decoded and encoded again, the text has other ids: were they made with this tokenizer?")
     begins = all(np.array_equal(ids[: len(encoder.begin)], encoder.begin) for _, ids in samples)
     if not begins:
         shown = untrusted.shown(encoder.decode(encoder.begin.tolist()))
-        log.warn(f"the documents do not begin with {shown}, as the tokenizer's own: a model may have learned with it")
+        log.warn(
+            f"the documents do not begin with {shown}, which this tokenizer puts before a text, and a model may "
+            "expect it"
+        )
     return begins

@@ -95,7 +95,9 @@ def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict
         )
     damaged += [split for split in SPLITS if len(data[split]) != 4 * numbers(folder, split)]
     if damaged:
-        raise DataError(f"{path}: the numbers of the {damaged[0]} split are not the recorded ones; {NEW_COLUMN}")
+        raise DataError(
+            f"{path}: the numbers of the {damaged[0]} split have changed since they were written; {NEW_COLUMN}"
+        )
     return found, {split: np.frombuffer(data[split], dtype="<f4") for split in SPLITS}
 
 

@@ -363,7 +363,7 @@ def _open_member(folder: str, config: DataConfig) -> _Member:
         longest = manifest.chat.longest
         raise DataError(
             f"data.sequence_length {config.sequence_length}: the longest {kind.unit} of {folder} has {longest} "
-            f"tokens, and none is cut here; raise it, or prepare the data with --max-tokens {config.sequence_length}"
+            f"tokens, and rows are not cut; raise it, or prepare the data with --max-tokens {config.sequence_length}"
         )
     train, validation = (kind.reader(prepared.split(split), config, manifest) for split in SPLITS)
     return _Member(prepared=prepared, train=train, validation=validation)

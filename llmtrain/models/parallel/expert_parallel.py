@@ -247,7 +247,8 @@ def fitting_presets(hf: PreTrainedModel, section: dict[str, Any]) -> list[str]:
 def _offer(hf: PreTrainedModel, section: dict[str, Any]) -> str:
     around = "remove the section: all ranks then hold all experts (ZeRO 3 partitions them)"
     if fitting := fitting_presets(hf, section):
-        return f"Set expert_parallel.preset_model to {' or '.join(fitting)}, which does there, or {around}"
+        named = " or ".join(fitting)
+        return f"Set expert_parallel.preset_model to {named}, which does in a small copy of the model, or {around}"
     return f"None of DeepSpeed's presets does, so {around}"
 
 
@@ -255,8 +256,8 @@ def _refusal(hf: PreTrainedModel, section: dict[str, Any], degree: int, reason: 
     begin, family = f"expert_parallel.autoep_size {degree}: ", hf.config.model_type
     if "detection is ambiguous" in reason:
         return ModelError(
-            f"{begin}DeepSpeed takes the experts of a {family} model for those of several families, and the one that "
-            f"computes as transformers' does is to be named. {_offer(hf, section)}."
+            f"{begin}several presets of DeepSpeed fit the experts of a {family} model, and llmtrain has to know which "
+            f"one computes as transformers does. {_offer(hf, section)}."
         )
     reason = " ".join(reason.split())
     around = "remove the section: all ranks then hold all experts (ZeRO 3 partitions them)"

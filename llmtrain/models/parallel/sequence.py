@@ -173,7 +173,7 @@ def check_attention(hf: PreTrainedModel) -> None:
     """
     name = type(hf).__name__
     if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
-        raise ModelError(f"model: {name} takes no positions, so its rows cannot be shared; set {_KEY} to 1.")
+        raise ModelError(f"model: {name} takes no positions, so ranks cannot share a sequence; set {_KEY} to 1.")
     small = probe_copy(hf)
     ids = torch.arange(12).unsqueeze(0) + 3
     other = ids.clone()
@@ -200,15 +200,15 @@ def check_attention(hf: PreTrainedModel) -> None:
         try:
             one, two = (run_decoder(small, tokens) for tokens in (ids, other))
         except ModelError as error:  # a model may need more from its attention
-            watched = "It was run with its attention watched, as ranks that share rows do it"
+            watched = "It was run with a replaced attention, as on ranks that share sequences"
             raise ModelError(f"{error} {watched}; set {_KEY} to 1.") from error
     # Not to the bit: a token that goes to another expert changes the shapes, and so the rounding, of the products.
     felt = ~torch.isclose(one, two, rtol=1e-3, atol=1e-4).all(-1)[0]
     felt[5] = False
     if felt.any():
         raise ModelError(
-            f"model: in {name} a token feels others without attention, too (a convolution, a recurrent state); ranks "
-            f"that share a row would lose that. Set {_KEY} to 1."
+            f"model: in {name} tokens also reach each other outside attention (a convolution, a recurrent state), "
+            f"which ranks that share a sequence would lose. Set {_KEY} to 1."
         )
 
 

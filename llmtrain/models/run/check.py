@@ -379,7 +379,8 @@ def _check_adapter(hf: PreTrainedModel, adapter: AdapterConfig, places: Places) 
     lora_config(hf, adapter, target_paths(hf, adapter, places), saved_paths(hf, adapter, places), places)
     others = other_maps(hf)
     return tuple(
-        f"adapter: {path} ({what}) gets none; one of {len(others)} such" for path, what in [*others.items()][:1]
+        f"adapter: no adapter for {len(others)} modules, such as {path} ({what})"
+        for path, what in [*others.items()][:1]
     )
 
 
@@ -401,7 +402,7 @@ def _load_config(model: ModelConfig, key: str, problems: Problems) -> None:
             place = problems.places.get(f"{key}.{named[-1]}")
             problems.add_text(f"{key}.{named[-1]}", values, rule, "change one of them", place)
         else:
-            problems.add(key, fields.get("model_type", named_config), rule, "correct what it names")
+            problems.add(key, fields.get("model_type", named_config), rule, "correct what the message names")
         raise problems.error() from error
 
 
@@ -423,7 +424,7 @@ def _check_heads(text: Any, key: str, problems: Problems) -> None:
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
             name = text.attribute_map.get("num_key_value_heads", "num_key_value_heads")
-            rule = f"each of them serves equally many of the {heads} attention heads"
+            rule = f"must divide the number of attention heads, {heads}"
             place = problems.places.get(f"{key}.{name}", problems.places.get(key))
             problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {divisors(heads)}", place)
             return
@@ -484,7 +485,7 @@ def _check_experts(hf: PreTrainedModel, run: Run, problems: Problems) -> None:
     section = run.expert_parallel
     if (section.get("enabled") or run.mix.degrees.expert > 1) and not expert_blocks(hf):
         key = "autoep_size" if "autoep_size" in section else "enabled"
-        rule = f"the experts of a layer are shared, and a {hf.config.model_type} model has no experts"
+        rule = f"the ranks would share the experts of a layer, but a {hf.config.model_type} model has none"
         problems.add(f"expert_parallel.{key}", section[key], rule, "remove the section", run.config.deepspeed)
         problems.raise_if_any()
     if blocks := expert_blocks(hf):

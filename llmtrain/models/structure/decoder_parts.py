@@ -135,15 +135,17 @@ def anatomy_of(hf: PreTrainedModel) -> Anatomy:
 def _refuse_other_kinds(hf: PreTrainedModel) -> None:
     config, name = hf.config, type(hf).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"model: {name} has an encoder and a decoder; only decoders are taken apart.")
+        raise ModelError(f"model: {name} has an encoder and a decoder; llmtrain trains only decoders.")
     if config.get_text_config() is not config:
         inner = ", ".join(sorted(getattr(config, "sub_configs", {}))) or "several configurations"
         raise ModelError(
             f"model: {name} wraps a text model together with others ({config.model_type}: {inner}); "
-            "only text models are taken apart. Train its text model by itself."
+            "llmtrain trains only text models. Train its text model by itself."
         )
     if getattr(config, "layerdrop", 0.0):
-        raise ModelError(f"model: layerdrop {config.layerdrop} skips layers at random, each rank others; set it to 0.")
+        raise ModelError(
+            f"model: layerdrop {config.layerdrop} skips layers at random, other ones on each rank; set it to 0."
+        )
 
 
 def _layer_list(hf: nn.Module) -> str:
@@ -156,7 +158,7 @@ def _layer_list(hf: nn.Module) -> str:
     if not outer:
         raise ModelError(f"model: {name} has no nn.ModuleList of decoder layers.")
     if len(outer) > 1:
-        raise ModelError(f"model: {name} has several lists of layers ({', '.join(outer)}); only one is understood.")
+        raise ModelError(f"model: {name} has several lists of layers ({', '.join(outer)}); llmtrain supports one list.")
     return outer[0]
 
 
@@ -196,7 +198,10 @@ def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None
                 )
     for inner, parameter in named_tensors(hf):
         if id(parameter) not in owners:
-            raise ModelError(f"model: {name} has the parameter {inner}, which belongs to none of its parts.")
+            raise ModelError(
+                f"model: {name} has the parameter {inner}, which is in no layer and in no part before "
+                "or after the layers."
+            )
 
 
 class _Found:
@@ -217,7 +222,7 @@ class _Found:
         self.returns_tuples = isinstance(self._layers[0].output, tuple)
 
     def _refusal(self, reason: str) -> ModelError:
-        return ModelError(f"model: {type(self._small).__name__} cannot be taken apart: {reason}.")
+        return ModelError(f"model: {type(self._small).__name__} cannot be divided into layers: {reason}.")
 
     def _check_chain(self) -> None:
         """Check that each layer gets the output of the one before, and no other input that depends on parameters."""

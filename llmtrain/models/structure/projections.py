@@ -206,7 +206,7 @@ class LayerGraph:
             if not joined:
                 break
             if not joined - complete:
-                raise self.no("its maps are connected in a way that is not understood")
+                raise self.no("llmtrain does not understand how its linear maps are connected")
             complete |= joined
         self._check_heads(reads, end, heads)
 
@@ -226,11 +226,11 @@ class LayerGraph:
                 node.role = "entry"
             elif read & behind:
                 if not read <= behind or node.role == "row" or (node.linear and node.role == "stream"):
-                    raise self.no(f"{node.path} reads what its heads read, too")
+                    raise self.no(f"{node.path} also reads an input of the heads that every rank computes completely")
                 node.role = "inside" if node.role == "column" else "behind"
                 behind |= {index} if node.role == "behind" else set()
         if end & behind:
-            raise self.no("its output reads what its heads read")
+            raise self.no("its output depends directly on an input of the heads that every rank computes completely")
 
     def heads_and_size(self, node: Node) -> tuple[int, int]:
         """(heads, features of one) for an inner module."""
@@ -280,15 +280,15 @@ class LayerGraph:
                 continue
             of_target = self._owners(target, count, source)
             if of_target is None:
-                raise self.no(f"an output of {node.path} goes to several heads or features of what reads it")
+                raise self.no(f"one output of {node.path} is used by several heads or features")
             owned = of_target >= 0
             if bool((owned & (owners >= 0)).any() and not torch.equal(owners[owned], of_target[owned])):
-                raise self.no(f"an output of {node.path} goes to several places")
+                raise self.no(f"modules disagree on which head an output of {node.path} belongs to")
             if bool(owned.any()):
                 counts.add(count)
             owners = torch.where(owned, of_target, owners)
         if bool((owners < 0).any()) or len(counts) != 1:
-            raise self.no(f"nothing shows what {int((owners < 0).sum())} outputs of {node.path} are for")
+            raise self.no(f"{int((owners < 0).sum())} outputs of {node.path} cannot be assigned to heads or features")
         return self._parts(node, owners.tolist(), counts.pop())
 
     def _by_head(self, tensor: Tensor) -> tuple[Tensor, int]:
@@ -446,7 +446,7 @@ def _norms(graph: LayerGraph) -> list[InnerNorm]:
         elif last == heads * size and shapes == {(last,)}:
             kind = "across_heads"
         else:
-            raise graph.no(f"{node.path} acts on a shard of the features in a way that is not understood")
+            raise graph.no(f"{node.path} has a shape that is neither that of a head nor of all features")
         norms.append(InnerNorm(path=node.path, kind=kind))
     return norms
 
@@ -518,7 +518,7 @@ def _full_sections(entry: Map, module: Any) -> tuple[int, ...] | None:
     total, small = module.weight.shape[1 if entry.transposed else 0], sum(entry.sections)
     full = tuple(section * total // small for section in entry.sections)
     if sum(full) != total:
-        raise ModelError(f"model: {entry.path} has {total} outputs, which are no multiple of its {len(full)} parts.")
+        raise ModelError(f"model: {entry.path} has {total} outputs, which is not a multiple of its {len(full)} parts.")
     return full
 
 

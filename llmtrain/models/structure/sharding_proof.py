@@ -128,7 +128,7 @@ def rehearse(
                     return chosen
                 reason = str(error) if error is not None and count == 0 else reason
     raise ModelError(
-        f"model: {call.path} cannot be sharded: {degree} ranks together do not give what one gives ({reason})."
+        f"model: {call.path} cannot be sharded: {degree} ranks together give another result than one rank ({reason})."
     )
 
 

@@ -125,7 +125,7 @@ def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int
         )
     kv = size_of.get("num_key_value_heads") or heads
     if heads % kv:
-        raise ModelError(f"model: num_attention_heads {heads} is no multiple of num_key_value_heads {kv}.")
+        raise ModelError(f"model: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv}.")
     fewer_kv = _divisor(kv, kv_heads)
     fewer = fewer_kv * (heads // kv) if kv > 1 else _divisor(heads, kv_heads)
     head_dim = fields.get("head_dim")

@@ -98,7 +98,7 @@ def test_the_exact_dict(here: Path) -> None:
     }
     assert run.mix.recomputes
     notes = "\n".join(run.notes)
-    for words in ("steps_per_print = 10 is overruled", "zero_optimization.reduce_bucket_size", "WarmupLR is all auto"):
+    for words in ("steps_per_print = 10 is replaced", "zero_optimization.reduce_bucket_size", "WarmupLR is all auto"):
         assert words in notes
 
 

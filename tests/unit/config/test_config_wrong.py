@@ -200,7 +200,7 @@ def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixtu
         ("tokens", {}, "its tokens do not fit its shards"),
         ("tokens", None, "its tokens do not fit its shards"),
         ("tokens", {"train": 10**9, "validation": 10**9}, "its tokens do not fit its shards"),
-        ("source", "x", "its source and its settings are no sections"),
+        ("source", "x", "its source or its settings are not a map"),
     ],
 )
 def test_a_manifest_that_was_changed_is_no_traceback(

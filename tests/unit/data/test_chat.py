@@ -349,7 +349,7 @@ def test_documents_of_a_record_are_read_or_refused(encoder: Encoder) -> None:
         text = text_of(encoder(changed(RAG)), row.ids)
         assert text.startswith("<doc>Prices: Bread is 3.10.</doc><doc>Hours: Open from 7.</doc><|im_start|>user")
     for template, given, reason in (
-        (CHATML, documents, "its template reads no 'documents', which the record has for it"),
+        (CHATML, documents, "the record sets 'documents' for the template, which does not read it"),
         (RAG.replace("{{ d.text }}", ""), documents, "leaves out of the documents 'Bread is 3.10.'"),
         (RAG, "Bread", "documents is a string and no JSON"),
         (RAG, ["Bread"], "documents is not a list of objects"),
@@ -375,14 +375,14 @@ CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"
 NEWS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "because"}]
 WRONG: dict[str, tuple[Kind | str, Any, str]] = {
     "no role": ("chatml", [{"content": "x"}], "message 0 has no role"),
-    "unknown role": ("chatml", [{"role": "bot", "content": "x"}], "has the role 'bot'; known are"),
+    "unknown role": ("chatml", [{"role": "bot", "content": "x"}], "has the role 'bot'; the known roles are"),
     "role of another type": ("chatml", [{"role": ["user"], "content": "x"}], r"message 0 has the role \['user'\]"),
     "two system messages": ("chatml", [*talk(system="a"), *talk(system="b"), *TALK], "a second system message"),
     "late system message": ("chatml", [*TALK, *talk(system="b"), *TALK], "a system message after others"),
     "empty answer": ("chatml", talk("q", "  "), r"message 1 \(assistant\) is empty"),
     "empty question": ("chatml", talk("", "a"), r"message 0 \(user\) is empty"),
     "no answer": ("chatml", talk("q"), "its last message is of the role 'user'"),
-    "unanswered end": ("chatml", talk("q", "a", "q"), "an answer must be the last"),
+    "unanswered end": ("chatml", talk("q", "a", "q"), "the last message must be an answer"),
     "nothing asked": ("chatml", [{"role": "assistant", "content": "a"}], "nothing asks for it"),
     "result without call": ("chatml", [*talk("q"), TOOL, *talk("", "a")[1:]], "a tool's result without a call"),
     "result of another call": ("chatml", [*talk("q"), CALL, {**TOOL, "tool_call_id": "2"}, *talk("", "a")[1:]],
@@ -399,7 +399,7 @@ WRONG: dict[str, tuple[Kind | str, Any, str]] = {
     "half a pair in arguments": ("chatml", [ASKED, called('{"x": "\\ud800"}')], "arguments of look is a string and no"),
     "an argument twice": ("chatml", [ASKED, called('{"x": 1, "x": 2}')], "the key 'x' twice"),
     "arguments by another name": ("chatml", [ASKED, {**CALL, "tool_calls": [{"name": "f", "parameters": {"x": 1}}]}],
-                                  "name them arguments"),
+                                  "instead of arguments"),
     "call of the older form": ("chatml", [ASKED, {**TALK[1], "function_call": {"name": "f"}}], "written as tool_calls"),
     "a part without text": ("chatml", [{"role": "user", "content": [{"type": "text", "text": None}]}, TALK[1]],
                             "without one"),
@@ -477,7 +477,7 @@ def test_a_second_beginning_is_refused(encoder: Encoder) -> None:
 
 def test_generation_must_stop_at_the_counted_end(encoder: Encoder) -> None:
     """Gemma's <end_of_turn> is not its eos_token: without the model's generation_config.json nobody says it stops."""
-    with pytest.raises(RefusedError, match="holds none of <eos>; --stop-token names another"):
+    with pytest.raises(RefusedError, match="has none of the stop tokens <eos>; name its own with --stop-token"):
         encoder("gemma", stop_tokens=("<eos>",)).rows(record(TALK))
 
 

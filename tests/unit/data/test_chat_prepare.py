@@ -128,7 +128,9 @@ def test_fields_that_nothing_reads_are_told_once(place: Path, capsys: pytest.Cap
     lines = [json.dumps({"messages": talk, "context": "Bread is 3.10.", "id": 7}) for talk in TALKS]
     (place / "unread.jsonl").write_text("".join(line + "\n" for line in lines))
     assert prepare(place, "unread.jsonl", "unread", "--validation-fraction", "0") == 0
-    told = "nothing reads context of the records: put text that the model is to see into messages or documents"
+    told = (
+        "the fields context of the records are not used: put text that the model should see into messages or documents"
+    )
     assert capsys.readouterr().out.count(told) == 1
     assert PreparedSet(place / "unread").manifest.chat.unread == ["context"]  # type: ignore[union-attr]
 
@@ -187,7 +189,7 @@ def test_training_refuses_what_would_leak_or_be_cut(prepared: Path) -> None:
     with pytest.raises(DataError, match=r"holds conversations.*set data.isolate_documents to true"):
         TrainData(config(prepared, isolate_documents=False))
     longest = PreparedSet(prepared).manifest.chat.longest  # type: ignore[union-attr]
-    with pytest.raises(DataError, match=f"has {longest} tokens, and none is cut here.*--max-tokens {longest - 1}"):
+    with pytest.raises(DataError, match=f"has {longest} tokens, and rows are not cut.*--max-tokens {longest - 1}"):
         TrainData(config(prepared, sequence_length=longest - 1))
     assert TrainData(config(prepared, sequence_length=longest)).sequences_per_epoch > 0
 
@@ -308,7 +310,7 @@ def test_a_date_in_the_template_is_kept_and_told(tmp_path: Path, capsys: pytest.
     manifest = PreparedSet(tmp_path / "out").manifest.chat
     assert manifest is not None
     moment = str(manifest.moment)
-    said = f"the template writes the date: {moment.replace('T', ' ')}, of the preparation, is in every prompt"
+    said = f"the template writes the date: {moment.replace('T', ' ')}, when the data was prepared, is in every prompt"
     assert said in capsys.readouterr().out
     assert f"Today: {moment[:10]}" in data_text(tmp_path / "out", rows_of(PreparedSet(tmp_path / "out"), "train")[0])
     assert cli.main(["data", "show", str(tmp_path / "out")]) == 0
@@ -348,7 +350,7 @@ def test_an_option_tells_the_template_of_all_records(tmp_path: Path, capsys: pyt
     for wrong, reason in (
         ('{"thnk": 1}', "reads no such name; it reads think"),
         ("{think}", "write an object of JSON"),
-        ('{"tools": []}', "it has 'tools', which is no variable"),
+        ('{"tools": []}', "it has 'tools', which a record may not set"),
     ):
         assert told(tmp_path, records, "no", model, *chat, "--chat-template-kwargs", wrong) == 2
         assert reason in capsys.readouterr().err

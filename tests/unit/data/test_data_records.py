@@ -86,7 +86,7 @@ def test_a_cut_jsonl_gives_each_line_once_and_its_true_number(tmp_path: Path, un
         (b"[" * 100_000, "broken JSON"),
         (b'["text"]', "a JSON list, not an object"),
         (b'{"body": "a", "id": 3}', "no field 'text' (its fields: body, id); see --field"),
-        (b'{"messages": []}', "they are no plain text: add --format chat"),
+        (b'{"messages": []}', "they are not plain text: add --format chat"),
         (b'{"messages": []}', "--chat-template DIR/launch/templates/turns.jinja, which `llmtrain init DIR` writes"),
         (b'{"instruction": "a", "output": "b"}', "add --format chat"),
         (b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "add --format preference"),

@@ -124,7 +124,7 @@ def test_an_empty_validation_split_is_an_error_whose_remedies_work(
     out = tmp_path / "set"
     assert prepare(notes, out) == 2
     error = capsys.readouterr().err
-    assert "of 12 documents chance puts none into the validation split" in error
+    assert "by chance none of 12 documents is in the validation split" in error
     assert "--validation-source FILE" in error and "`eval: off` under `train:`" in error
     least = float(re.search(r"--validation-fraction ([\d.]+) is the least", error)[1])  # type: ignore[index]
     assert 0.2 < least <= min(draw(path.read_bytes()) for path in notes) + 0.0011

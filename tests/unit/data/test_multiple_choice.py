@@ -70,7 +70,11 @@ WRONG = {
     "question is empty": {"question": " ", "choices": ["a", "b"], "answer": 0},
     "no choices: one of": {"question": "Q", "answer": 0},
     "choices is str, not a list": {"question": "Q", "choices": "ab", "answer": 0},
-    "choices has no text and label": {"question": "Q", "choices": {"text": ["a"], "label": []}, "answer": 0},
+    "choices must have equally long lists text and label": {
+        "question": "Q",
+        "choices": {"text": ["a"], "label": []},
+        "answer": 0,
+    },
     "it has 1 choices": {"question": "Q", "choices": ["a"], "answer": 0},
     "choice 1 is empty": {"question": "Q", "choices": ["a", ""], "answer": 0},
     "choice 0 is int": {"question": "Q", "choices": [1, 2], "answer": 0},

@@ -57,7 +57,7 @@ def test_every_form_of_a_question(tmp_path: Path, record: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"messages": ASKED[:2]}, "a prompt ends with what is asked"),
+        ({"messages": ASKED[:2]}, "a prompt must end with the message to answer"),
         ({"text": "what"}, "no prompt in it"),
         ({"messages": [{"role": "system", "content": "be"}]}, "nothing asks for an answer"),
         ({"prompt": " "}, "is empty"),
@@ -82,7 +82,7 @@ def test_a_folder_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     source.write_text("".join(json.dumps({"prompt": f"what is {at}"}) + "\n" for at in range(40)))
     words = ["--source", str(source), "--out", str(out), "--tokenizer", str(model), "--format", "prompt"]
     with workers_here():
-        assert main([*words, "--count", "last"]) == 2 and "a prompt is never cut" in capsys.readouterr().err
+        assert main([*words, "--count", "last"]) == 2 and "prompts are never cut" in capsys.readouterr().err
         assert main([*words, "--validation-fraction", "0"]) == 0
     data = PreparedSet(out)
     stream = data.split("train")

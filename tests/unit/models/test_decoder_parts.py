@@ -144,7 +144,7 @@ def test_a_model_with_other_names() -> None:
         ("skip", "the input of layer 1 is not the output of layer 0"),
         ("between", "the input of layer 1 is not|runs between the layers"),
         ("two_lists", "several lists of layers"),
-        ("loose", "loose, which belongs to none of its parts"),
+        ("loose", "loose, which is in no layer"),
         ("shared_layer", "(?s)body.steps.0.*body.steps.1"),
         ("louder", "its logits are not those of say"),
     ],

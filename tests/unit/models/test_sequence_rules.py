@@ -61,7 +61,7 @@ _TINY: dict[str, Any] = {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head"
         (
             {"model_type": "recurrent_gemma", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 3}
             | {"num_attention_heads": 4, "intermediate_size": 64},
-            "feels others without attention",
+            "reach each other outside attention",
         ),
         (
             {"model_type": "gpt_oss", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8}

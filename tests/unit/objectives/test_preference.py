@@ -188,7 +188,7 @@ def test_a_column_of_something_else_is_refused(folder: Path) -> None:
     good = path.read_bytes()
     for bad in (good[:-4], bytes([good[0] ^ 1]) + good[1:]):
         path.write_bytes(bad)
-        with pytest.raises(DataError, match="of the train split are not the recorded ones"):
+        with pytest.raises(DataError, match="of the train split have changed"):
             read_reference(prepared, "fp32")
     path.write_bytes(good)
     told = json.loads((folder / "reference.json").read_text())
@@ -209,8 +209,8 @@ def test_show_names_the_sides(folder: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (("--count", "all"), "--count all: a preference counts its two answers"),
-        (("--max-tokens", "9", "--too-long", "cut"), "--too-long cut: a preference counts its two answers completely"),
+        (("--count", "all"), "--count all: all tokens of the two answers count"),
+        (("--max-tokens", "9", "--too-long", "cut"), "--too-long cut: all tokens of the two answers count"),
     ],
 )
 def test_options_that_cannot_be(
