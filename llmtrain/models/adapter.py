@@ -107,8 +107,7 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
             rule = f"it names {path}, which has parameters of its own and modules with others ({within[0]})"
             raise stop(key, adapter.modules_to_save, rule, f"name modules within it, such as {path}.*", place)
         if both := [target for target in targets if f"{target}.".startswith(f"{path}.")]:
-            rule = f"it names {path}, and adapter.targets names {both[0]}: a map either has an adapter or trains "
-                   "completely"
+            rule = f"it names {path}, and adapter.targets names {both[0]}: a map has either, not both"
             raise stop(key, adapter.modules_to_save, rule, "list it in only one of the two", place)
         if [other for other in modules if other.endswith(path) and other not in chosen]:
             rule = f"peft compares only the ends of names, and would train other modules than {path} too"
@@ -311,12 +310,14 @@ def read_peft(
         raise refuse(f"is not a PEFT folder ({error})", f"name one with {CONFIG} and {WEIGHTS}") from error
     for key, value in required.items():
         if (settings[key] or False) != value:
-            raise refuse(f"its {key} is {settings[key]!r}, but the section adapter has "
-                         f"{value!r}", "write the same value")
+            raise refuse(
+                f"its {key} is {settings[key]!r}, but the section adapter has {value!r}", "write the same value"
+            )
     for key in _OTHERS:
         if settings[key] not in (None, "none", {}, []):
-            raise refuse(f"its {key} is {settings[key]!r}, which llmtrain's adapters do not "
-                         "support", "merge it with peft first")
+            raise refuse(
+                f"its {key} is {settings[key]!r}, which llmtrain's adapters do not support", "merge it with peft first"
+            )
     weights = {f"{name.removesuffix(A)}.weight" for name in shapes if name.endswith(A)}
     if others := sorted(set(parameters) - weights):  # see lora_config
         rule = f"its target_parameters name {others[0]}, where the run has no adapter"
@@ -330,8 +331,9 @@ def read_peft(
     for other, name in (tied or {}).items():
         if other in tensors and name in tensors and not torch.equal(tensors.pop(other), tensors[name]):
             rule = f"its {other} and {name} differ, but the run's model ties them to one tensor"
-            raise refuse(rule, "set tie_word_embeddings to false in the model's config.json, so that they are two "
-                               "tensors")
+            raise refuse(
+                rule, "set tie_word_embeddings to false in the model's config.json, so that they are two tensors"
+            )
     of_file = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes = {name: shape for name, shape in shapes.items() if name in of_file or name != WEIGHT}  # a score is drawn
     if odd := sorted(name for name in of_file.keys() | shapes.keys() if of_file.get(name) != shapes.get(name)):

@@ -305,7 +305,7 @@ def refusal(case: Case) -> str:
         (
             ALL["glm4_moe"],
             {},
-            "one computes as transformers does. Set expert_parallel.preset_model to deepseek_v3, which does in a small copy of",
+            "one computes as transformers does. Set expert_parallel.preset_model to deepseek_v3, which does",
         ),
         (
             ALL["laguna"],

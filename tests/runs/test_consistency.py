@@ -84,7 +84,7 @@ def test_a_rank_that_computes_wrong_ends_the_run_and_launch_leaves_its_host_out(
     told = [told for line in launch.output().splitlines() if (told := messages.parse(line))]
     (fault,), (end,) = ([each for each in told if each["kind"] == kind] for kind in ("fault", "end"))
     assert fault["ranks"] == [1] and fault["unfit"] and fault["step"] == 6 and end["status"] == "failed"
-    assert "Checkpoints after step 3 may hold the damage" in fault["text"]
+    assert "checkpoints after step 3 may be damaged" in fault["text"]
     events = rows(tmp_path / "wrong" / "run", "events.jsonl")
     assert [(each["what"], each["ranks"]) for each in events if each["kind"] == "fault"] == [("computes wrong", [1])]
     assert [each["step"] for each in events if each["kind"] == "save"] == [3]  # no state after the difference

@@ -41,12 +41,12 @@ class AdapterCheck(Part):
         if len(still) == count:
             raise TrainingStopped(
                 f"no gradient has reached any of the {count} lora_B in the first step: the adapter does not train. "
-                "Compare the run with its definition: llmtrain parity, and report what it says."
+                "Run llmtrain parity on this run, and report what it says."
             )
         if still:
             log.warn(
                 f"no gradient has reached {len(still)} of {count} lora_B in the first step, first {still[0]}. Experts "
-                "that no token met get theirs later; if the loss does not depend on a map, leave it out of "
+                "that got no token may follow later; if the loss does not depend on a map, leave it out of "
                 "adapter.targets."
             )
         else:

@@ -41,13 +41,13 @@ class BalanceFeature(Feature):
 
     def notes(self, run: Run) -> Iterable[str]:
         if run.mix.degrees.data == 1:
-            yield "balance.mode measured changes nothing here: all ranks work on the same sequences"
+            yield "balance.mode measured has no effect: all ranks of this run work on the same sequences"
 
     def check_model(self, config: RunConfig, model: PreTrainedModel, problems: Problems) -> None:
         from llmtrain.models.experts import expert_blocks
 
         if expert_blocks(model):
-            rule = "the routers of a mixture of experts are balanced over micro-batches of equal size on all ranks"
+            rule = "to balance its routers, a mixture of experts needs micro-batches of equal size on all ranks"
             problems.add("balance.mode", config.section(BalanceConfig).mode, rule, "set it to equal")
 
     def part(self, launch: Launch) -> Part | None:

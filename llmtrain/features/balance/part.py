@@ -74,9 +74,10 @@ class Change:
     def __str__(self) -> str:
         shares = ", ".join(map(str, self.after[:16])) + (", ..." if len(self.after) > 16 else "")
         return (
-            f"ranks of unequal speed take {shares} sequences of a step: computing one takes {self.after_s:.3g} s, "
-            f"before {self.before_s:.3g} s, with equal shares {self.equal_s:.3g} s; {self.ideal_s / self.after_s:.0%} "
-            f"of the sum of their speeds, with equal shares {self.ideal_s / self.equal_s:.0%}"
+            f"ranks of unequal speed now take {shares} sequences of a step. A step computes for {self.after_s:.3g} s "
+            f"(before: {self.before_s:.3g} s; with equal shares: {self.equal_s:.3g} s), which is "
+            f"{self.ideal_s / self.after_s:.0%} of the ranks' speeds together (with equal shares: "
+            f"{self.ideal_s / self.equal_s:.0%})"
         )
 
 

@@ -89,14 +89,15 @@ def _check(names: dict[str, str], saved: Shapes, target: Target, where: Path) ->
     kind = type(target.model).__name__
     missing = sorted(target.shapes.keys() - names.values())
     if missing or len(set(names.values())) != len(names):
-        raise CheckpointError(f"{where}: {kind} needs {missing[:3] or 'each name once'}, which is not there. {_REMEDY}")
+        wrong = f"it lacks {', '.join(missing[:3])}" if missing else "two of its parameters have the same name"
+        raise CheckpointError(f"{where}: for {kind} {wrong}. {_REMEDY}")
     for name, hf in names.items():
         if hf not in target.shapes:
-            raise CheckpointError(f"{where}: {name} would be {hf}, which {kind} does not have. {_REMEDY}")
+            raise CheckpointError(f"{where}: {name} corresponds to {hf}, which {kind} does not have. {_REMEDY}")
         if saved[name] != target.shapes[hf]:
             raise CheckpointError(
-                f"{where}: {name} has the shape {list(saved[name])}, {hf} of {kind} has {list(target.shapes[hf])}. "
-                "Is it the configuration that this checkpoint was trained with?"
+                f"{where}: {name} has the shape {list(saved[name])}, but {hf} of {kind} has {list(target.shapes[hf])}. "
+                "Give the configuration that this checkpoint was trained with."
             )
 
 
@@ -146,7 +147,7 @@ def _pipeline(saved: Shapes, target: Target, where: Path) -> dict[str, str]:
     matched = {index: pairs for index, layer in layers.items() if (pairs := _same(layer, blocks[0][1]))}
     if len(matched) != len(blocks):
         raise CheckpointError(
-            f"{where}: {len(matched)} of its pipeline layers look like one of the {len(blocks)} decoder layers of "
+            f"{where}: {len(matched)} of its pipeline layers match the {len(blocks)} decoder layers of "
             f"{type(target.model).__name__}. {_REMEDY}"
         )
     names = {}
@@ -195,7 +196,7 @@ def _only_way(saved: Shapes, wanted: Shapes, where: Path) -> dict[str, str]:
                 del left[name]
                 break
         else:
-            raise CheckpointError(f"{where}: which of {', '.join(saved) or 'none'} is {next(iter(left))}? {_REMEDY}")
+            raise CheckpointError(f"{where}: {next(iter(left))} may be any of {', '.join(saved) or 'none'}. {_REMEDY}")
     extra = [name for name in saved if name not in names]
     if extra:
         raise CheckpointError(f"{where}: {extra[0]} belongs to no parameter of the model. {_REMEDY}")
@@ -209,7 +210,7 @@ def optimizer_lines(files: Files) -> list[str]:
     """Lines of a report: the settings of the checkpoint's optimizer, to paste, or that its files lack them."""
     groups = _groups(files)
     if not groups or not all(map(_complete, groups)):
-        return ["the optimizer's settings are not in it: lr, betas, eps and weight decay are what the run says"]
+        return ["it lacks the optimizer's settings: set lr, betas, eps and weight decay in the run"]
     first = max(groups, key=lambda group: group["weight_decay"])
     rates = [group.get("initial_lr", group["lr"]) for group in groups]
     peak = "" if "initial_lr" in first else "  # of the last step: a schedule's peak is not recorded"
@@ -221,11 +222,13 @@ def optimizer_lines(files: Files) -> list[str]:
         lines.append(f"    decay: {decays}")
     else:
         by_group = ", ".join(shown(group["weight_decay"]) for group in groups)
-        lines.append(f"  # which parameters decay is for optim.weight_decay_of; weight_decay by group is {by_group}")
+        lines.append(f"  # weight_decay of its groups: {by_group}; set it by parameter with optim.weight_decay_of")
     if len(set(rates)) > 1:
-        lines.append(f"  # its groups' learning rates are for optim.lr_factor_of: {', '.join(map(shown, rates))}")
+        lines.append(
+            f"  # learning rates of its groups: {', '.join(map(shown, rates))}; set them with optim.lr_factor_of"
+        )
     if len({(*group["betas"], group["eps"]) for group in groups}) > 1:
-        lines.append("  # its groups differ in betas or eps, llmtrain has one of each")
+        lines.append("  # its groups have different betas or eps, and llmtrain has one value for all")
     return lines
 
 
@@ -464,16 +467,20 @@ def _step(files: Files, state: State, *, weights_only: bool) -> int:
     """The step for the checkpoint's name. Raises CheckpointError: the files have different steps."""
     step, skipped = files.state.get("global_steps"), files.state.get("skipped_steps") or 0
     if type(step) is not int or type(skipped) is not int or not 0 <= skipped <= step < 10**18:
-        raise CheckpointError(f"{files.models[0].path}: global_steps is {shown(step)}, skipped_steps {shown(skipped)}.")
+        raise CheckpointError(
+            f"{files.models[0].path}: global_steps is {shown(step)} and skipped_steps {shown(skipped)}, but both "
+            "must be "
+            "whole numbers, and the first not the smaller one."
+        )
     if weights_only:
         return step
     counted = state.step()
     if not state.copies and counted != step - skipped:
         raise CheckpointError(
-            f"{files.folder}: the optimizer counts {counted} steps, {files.models[0].path.name} {step} of which "
-            f"{skipped} were skipped, and there is no second copy of the weights that could show whether these are "
-            "files of two saves. If the optimizer was restarted in between, import the weights alone, with "
-            "--weights-only."
+            f"{files.folder}: the optimizer counts {counted} steps, but {files.models[0].path.name} counts {step}, of "
+            f"which {skipped} were skipped. They may be files of two saves, and no second copy of the weights can "
+            "tell. "
+            "If the optimizer was restarted in between, import the weights alone, with --weights-only."
         )
     return step
 

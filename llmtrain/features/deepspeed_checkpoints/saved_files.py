@@ -73,7 +73,7 @@ def find_tag(folder: Path, tag: str | None) -> Path:
             if any(_MODEL.fullmatch(p.name) or _MODEL_3.fullmatch(p.name) for p in _list(folder)):
                 return folder
             raise CheckpointError(
-                f"{folder} is no DeepSpeed checkpoint: it has no file `latest` and no *_model_states.pt. Give the "
+                f"{folder} is not a DeepSpeed checkpoint: it has no file `latest` and no *_model_states.pt. Give the "
                 "folder that engine.save_checkpoint was given, and --tag for a step that `latest` does not name."
             )
     if not tag.isprintable() or tag in ("", ".", "..") or Path(tag).name != tag:
@@ -81,7 +81,7 @@ def find_tag(folder: Path, tag: str | None) -> Path:
     chosen = folder / tag
     if chosen.is_symlink() or not chosen.is_dir():
         names = ", ".join(sorted(p.name for p in _list(folder) if p.is_dir())) or "none"
-        raise CheckpointError(f"{chosen} is no folder (folders there: {names}). Name one of them with --tag.")
+        raise CheckpointError(f"{chosen} is not a folder (folders there: {names}). Name one of them with --tag.")
     return chosen
 
 
@@ -92,7 +92,7 @@ def _read_tag(path: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise CheckpointError(f"{path} is no text. Give the step's folder with --tag.") from None
+        raise CheckpointError(f"{path} is not a text file. Give the step's folder with --tag.") from None
 
 
 def _list(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ RULES: tuple[Rule, ...] = (
 )
 OF_STEPS: tuple[Rule, ...] = (
     Rule(("ema.every",), _begins_late,
-         lambda r, _: f"the run has {r.max_steps} steps, so the mean would stay as it begins",
+         lambda r, _: f"the run has {r.max_steps} steps, and the mean would not be updated once",
          lambda r, _: f"set it to {r.max_steps} or less", {"ema.decay": 0.9, "ema.every": 101}),
 )
 # fmt: on

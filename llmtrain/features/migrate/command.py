@@ -96,14 +96,14 @@ def _translated(values: Mapping[str, Any], rows: Mapping[str, Row], asked: Asked
 
 def _no_value(values: Mapping[str, Any], rows: Mapping[str, Row], asked: Asked, path: Path) -> ConfigError:
     """Return the error of the option without which the others are understood."""
-    remedy = f"write numbers, words, lists and maps as {asked.stack.title} has them"
+    remedy = f"write numbers, words, lists and maps as {asked.stack.title} expects them"
     for option in values:
         try:
             _translated({key: value for key, value in values.items() if key != option}, rows, asked)
         except _OF_VALUES:
             continue
-        return stop(option, values[option], f"is no value that {asked.stack.title} has there", remedy, str(path))
-    return stop("--from", str(path), f"several values are none that {asked.stack.title} has", remedy)
+        return stop(option, values[option], f"is not a value that {asked.stack.title} allows there", remedy, str(path))
+    return stop("--from", str(path), f"several values are not allowed by {asked.stack.title}", remedy)
 
 
 def _batch(draft: Draft, asked: Asked) -> None:
@@ -209,7 +209,10 @@ def _stack_of(values: Mapping[str, Any], asked: str | None, path: Path) -> Stack
         raise stop("--from", str(path), f"may be of {', '.join(STACKS[name].title for name in fits)}", choices)
     if not fits:
         raise stop(
-            "--from", str(path), f"its keys ({', '.join(sorted(values)[:6])}) do not say of which stack it is", choices
+            "--from",
+            str(path),
+            f"its keys ({', '.join(sorted(values)[:6])}) do not tell which stack it is for",
+            choices,
         )
     return STACKS[fits[0]]
 
@@ -227,7 +230,7 @@ def _refuse_unknown(values: Mapping[str, Any], rows: Mapping[str, Row], stack: S
     for option in (option for option in values if _row(rows, option) is None):
         near = closest(option, rows)
         remedy = f"did you mean {near}?" if near else "remove it if it changes nothing that is trained"
-        problems.add(option, values[option], f"{stack.title} has no such option that is known here", remedy, str(path))
+        problems.add(option, values[option], f"llmtrain knows no such option of {stack.title}", remedy, str(path))
     if problems:
         raise problems.error()
 

@@ -63,7 +63,7 @@ class PlanFeature(Feature):
         from llmtrain.models.experts import expert_blocks
 
         if config.model.recompute.layers == "auto" and expert_blocks(model):
-            rule = "auto counts bytes before any token is routed, and those of an expert depend on its tokens"
+            rule = "auto counts memory before tokens are routed, and an expert's memory depends on its tokens"
             problems.add("model.recompute.layers", "auto", rule, "write all or a number of layers")
 
     def decided(self, run: Run, ranks: Ranks, *, trains: bool) -> Run:

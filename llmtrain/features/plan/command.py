@@ -53,14 +53,16 @@ def main(argv: list[str]) -> int:
             remedy = f"remove {flag}, or {'--fit' if args.fit else 'add --fit'}"
             raise stop(flag, value, f"has no effect {'with' if args.fit else 'without'} --fit", remedy, COMMAND_LINE)
         if flag != "--imbalance" and value is not None and not Path(value).absolute().parent.is_dir():
-            raise stop(flag, value, "is in no folder", "name a file in a folder that exists", COMMAND_LINE)
+            raise stop(
+                flag, value, "is in a folder that does not exist", "name a file in a folder that exists", COMMAND_LINE
+            )
     with ending_on_sigterm():
         run = resolved(words, machines.ranks)  # a mistake needs no torch
         os.environ["DS_ACCELERATOR"] = "cpu"
         if args.fit:
             return _fit(run, words, machines, args)
         if "train.micro_batch" in autos(run.config) and machines.memory is None:
-            raise stop("train.micro_batch", "auto", "is decided by the memory of a device", "add --memory 80GiB")
+            raise stop("train.micro_batch", "auto", "needs the memory of a device to be decided", "add --memory 80GiB")
         from llmtrain.features.plan.making import make_plan
 
         plan = make_plan(run, words, machines, args.imbalance, f"{', '.join(configs_in(words))} on {where}")
@@ -140,7 +142,7 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
 def _fit(run: Run, words: list[str], machines: Machines, args: argparse.Namespace) -> int:
     """Print the fastest mixes that fit, and the YAML of the first, whose JSON --out gets. Raises UserError."""
     if machines.memory is None:
-        raise stop("--fit", True, "asks for a device's speeds and memory", "write --device h100-80", COMMAND_LINE)
+        raise stop("--fit", True, "needs a device, for its speeds and memory", "write --device h100-80", COMMAND_LINE)
     from llmtrain.features.plan.fit import fit
     from llmtrain.features.plan.speed import speeds_for
 

@@ -14,13 +14,14 @@ OF_FORMS: tuple[Rule, ...] = (
       for key in PlanFeature.decides
       for form, axis, reason in (
           ("pipeline.stages", "pipeline",
-           "auto asks for the memory of one rank: a pipeline's stages hold unequally many micro-batches, and stand "
-           "idle where a step has few"),
+           "auto needs the memory of one rank, but pipeline stages hold different numbers of micro-batches, and wait "
+           "if a step has few"),
           ("expert_parallel.autoep_size", "expert",
-           "auto asks for the memory of a rehearsed step, and a rank's experts get as many tokens as the router sends"
+           "auto needs the memory of a rehearsed step, but only the router decides how many tokens a rank's experts get"
            ))),
     Rule(("train.micro_batch",), lambda r: r.config.train.micro_batch == "auto" and r.config.train.global_batch is None,
-         "the memory of a device would decide the number of sequences that a step trains", "write train.global_batch",
+         "without train.global_batch the device's memory would decide how many sequences a step trains",
+         "write train.global_batch",
          {"train.micro_batch": "auto", "train.global_batch": None}),
     Rule(("train.accumulation", "train.micro_batch"),
          lambda r: r.config.train.micro_batch == "auto" and r.config.train.accumulation is not None,
@@ -32,7 +33,7 @@ OF_FORMS: tuple[Rule, ...] = (
                     for number, stage in enumerate(r.config.data.stages)
                     if r.config.train.micro_batch == "auto" and stage.train.accumulation is not None
                     and stage.train.global_batch is stage.train.micro_batch is None],
-         "the memory of a device would decide the number of sequences that a step trains",
+         "with accumulation alone the device's memory would decide how many sequences a step trains",
          "write global_batch instead of the stage's accumulation",
          {"train.micro_batch": "auto", "data.stages": [{"from_step": 5, "train": {"accumulation": 2}}]}, each=True),
 )

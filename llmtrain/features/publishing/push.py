@@ -29,7 +29,7 @@ def check(args: argparse.Namespace) -> None:
         raise PushError(f"--push {name}: publishes a folder of this host; give one for OUT.")
     if not _NAME.fullmatch(name):
         raise PushError(
-            f"--push {name}: is no name on the Hub. Write ORG/NAME, with your user name or an organisation."
+            f"--push {name}: is not a name on the Hub. Write ORG/NAME, with your user name or an organisation."
         )
     if constants.is_offline_mode():
         raise PushError(f"--push {name}: HF_HUB_OFFLINE is set. Unset it, or leave --push out.")

@@ -86,7 +86,7 @@ class Recheck(Part):
         if named := sorted(rank for rank, times in odd.items() if times > 1):
             self._end_run(step, named, differences)
         seats = self._seats(sorted(odd))
-        text = f"step {step}: {seats} had another loss or gradient, but not in {computed} more sequences."
+        text = f"step {step}: {seats} computed a different loss or gradient once, but not on {computed} more."
         log.warn(text)
         self._launch.part(ReplicaCheck).tell(step, "a loss or gradient differed once", sorted(odd), [], text)
 
@@ -174,11 +174,11 @@ class Recheck(Part):
     def _end_run(self, step: int, named: list[int], differences: list[Difference]) -> None:
         sure = all(2 * len(difference.groups[0]) > sum(map(len, difference.groups)) for difference in differences)
         than = "other losses or gradients than the other ranks" if sure else "different ones, and no majority decides"
-        before = "Earlier checkpoints" if self._agreed_step is None else f"Checkpoints after step {self._agreed_step}"
+        before = "earlier checkpoints" if self._agreed_step is None else f"checkpoints after step {self._agreed_step}"
         text = (
-            f"after step {step}: twice, {self._seats(named)} computed {than}, from equal sequences and parameters. Its "
-            f"device, memory or processor is at fault. Nothing is saved. {before} may hold the damage: leave out the "
-            "host, and to be sure continue from an older one (resume: its path)."
+            f"after step {step}: {self._seats(named)} twice computed {than}, from equal sequences and parameters. The "
+            f"device, memory or processor there is at fault. Nothing is saved, and {before} may be damaged: leave out "
+            "the host, and to be sure resume from an older checkpoint (resume: its path)."
         )
         self._launch.part(ReplicaCheck).tell(step, "computes wrong", named, [], text)
         if sure and self._ranks.rank == 0:  # `llmtrain launch` leaves the host out

@@ -14,7 +14,7 @@ def _checks(run: Run) -> bool:
 # fmt: off
 OF_FORMS: tuple[Rule, ...] = tuple(
     Rule(("recheck.every", key), lambda r, wrong=wrong: _checks(r) and wrong(r.mix),  # type: ignore[misc]
-         "no rank computes a gradient alone: it lacks parameters or layers, or gets other ranks' tokens",
+         "no rank can compute a gradient alone: it lacks parameters or layers, or computes tokens of other ranks",
          "set recheck.every to 0, or use ZeRO 0 to 2", {"recheck.every": 500, key: degree})
     for key, degree, wrong in (
         ("zero_optimization.stage", 3, lambda m: m.zero_stage == 3),

@@ -9,7 +9,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("samples.prompts",),
         lambda r: r.objective.scores and r.section(SamplesConfig).prompts,
-        lambda r, _: f"a model of objective.name {r.objective.name} gives scores and no text",
+        lambda r, _: f"objective.name {r.objective.name} trains a model that gives scores and cannot write text",
         "remove it",
         {"objective.name": "reward", "samples.prompts": ["a"]},
     ),

@@ -289,7 +289,7 @@ class PeerStatus:
     def difference(self, common: Mapping[str, Any]) -> str:
         keys = sorted(key for key in {*common, *self.common} if common.get(key) != self.common.get(key))
         return (
-            f"site {self.site} trains something else: its {shown(', '.join(keys) or 'configuration', 200)} differ(s). "
+            f"site {self.site} differs from the other sites in {shown(', '.join(keys) or 'configuration', 200)}. "
             "Sites of a run have the same model, data, seeds and outer optimizer, and a coordinator of their own."
         )
 
@@ -380,6 +380,7 @@ def _check_private(flag: str, address: str) -> None:
         ) from error
     if public := sorted(host for host in addresses if not private(host)):
         raise UserError(
-            f"{flag} {address}: {public[0]} is no private address, and what sites say is neither encrypted nor signed. "
+            f"{flag} {address}: {public[0]} is not a private address, and messages between sites are neither "
+            "encrypted nor signed. "
             "Join the sites by a tunnel (WireGuard, ssh) and give its address."
         )

@@ -30,9 +30,10 @@ def _streaming(config: RunConfig) -> Streaming | None:
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule(("sites.coordinator",), lambda r: not _is_site(r) and _sites(r).coordinator is not None,
-         "this site has no name", "set sites.name, or remove it", {"sites.coordinator": "h:1"}),
+         "is for a run with sites.name, which is "
+         "missing", "set sites.name, or remove it", {"sites.coordinator": "h:1"}),
     Rule(("ema.decay",), lambda r: _is_site(r) and value_of("ema.decay", r) is not None,
-         "sites would each have another average (sites.name)",
+         "each site (sites.name) would have a different average",
          "remove it, or average checkpoints with `llmtrain checkpoint average`", {**_SITE, "ema.decay": 0.9}),
     Rule(("sites.name",), lambda r: _is_site(r) and not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", _sites(r).name or ""),
          "must be 1 to 40 letters, digits, `_`, `.` or `-`", "give another name", {**_SITE, "sites.name": "a:b"}),
@@ -41,17 +42,17 @@ RULES: tuple[Rule, ...] = (
          "must be HOST:PORT", "start `llmtrain sites coordinator` and give its address", {"sites.name": "a"}),
     Rule(("sites.listen",),
          lambda r: _is_site(r) and (listen := _sites(r).listen) is not None and not private(listen),
-         "must be an IP address of this host, and no public one: what sites send is neither encrypted nor signed",
+         "must be a private IP address of this host, as messages between sites are neither encrypted nor signed",
          "give the address of a tunnel (WireGuard, ssh)", {**_SITE, "sites.listen": "8.8.8.8"}),
     Rule(("sites.timeout_s",), lambda r: _is_site(r) and _sites(r).timeout_s >= r.fault.longest_s,
          lambda r, _: "must be less than fault.stall_timeout_s and 3/4 of fault.timeout_s, here "
                       f"{r.fault.longest_s:g}: while a synchronisation waits, a site shows no progress",
          "lower it, or raise them", {**_SITE, "sites.timeout_s": 300}),
     Rule(("train.stop_early.metric",), lambda r: _is_site(r) and r.train.stop_early.metric is not None,
-         "would end each site at a step of its own, and the others would wait for it", "remove it",
+         "would end each site at a different step, and the other sites would wait for it", "remove it",
          {**_SITE, "train.stop_early.metric": "eval/loss", "train.eval_every": 10}),
     Rule(("data.stages",), lambda r: _is_site(r) and r.data.stages,
-         "sites (sites.name) deal out the sequences of one data set", "remove one of the two",
+         "sites (sites.name) share the sequences of one data set, which must stay the same", "remove one of the two",
          {**_SITE, "data.stages": [{"from_step": 5, "sequence_length": 64}]}),
     # Each fragment's round has its own steps, and ends before the next one's begins.
     Rule(("sites.sync_every", "sites.fragments"),
@@ -64,7 +65,7 @@ RULES: tuple[Rule, ...] = (
                       "sites.sync_every / sites.fragments, and no more than sites.max_alone_steps",
          "lower it, or raise sites.sync_every", {**_STREAMING, "sites.sync_every": 20}),
     Rule(("resume_data",), lambda r: _is_site(r) and r.resume_data == "new",
-         "sites (sites.name) share the order of one data set",
+         "sites (sites.name) share the order of one data set, which must continue",
          "remove it, or begin new sites from the parameters: resume_weights_only",
          {**_SITE, "resume_data": "new", "resume": "runs/other"}),
 )

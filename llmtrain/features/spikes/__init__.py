@@ -37,7 +37,7 @@ def _norm_comes_late(run: Run) -> bool:
 # fmt: off
 _OF_FORMS: tuple[Rule, ...] = (
     Rule(("spikes.skip_outliers", "optim.name"), _norm_comes_late,
-         "DeepSpeed's ZeRO has changed Muon's momentum by the time that the norm is known",
+         "DeepSpeed's ZeRO updates Muon's momentum before the gradient norm is known",
          "set it to null, or use adamw", {"optim.name": "muon", "spikes.skip_outliers": 6.0}),
 )
 # fmt: on

@@ -134,16 +134,19 @@ class Record(Part):
         text = f"step {spike.step}: the {spike.figure} {spike.value:.4g} is {usual}"
         if self._started < spike.step <= self._started + _RESTART and self._started:
             self._tracker.event("jump", **asdict(spike), text=text, resumed=self._started)
-            log.info(f"{text}. The launch has resumed at step {self._started}: this is no spike of its data")
+            log.info(
+                f"{text}. The launch resumed at step {self._started}, so the jump is not caused by the data of "
+                "this step"
+            )
             return
         checkpoint = pin(self._checkpoints.path, spike.step, self._most_pinned) if self._checkpoints.leads else None
-        how = "No checkpoint is older" if checkpoint is None else "The newest checkpoint before it is kept"
+        how = "No earlier checkpoint exists" if checkpoint is None else "The newest checkpoint before the spike is kept"
         # From the kept checkpoint on: an older one may be gone when the steps are trained again.
         first, last = max(1, spike.step - BEFORE, (checkpoint or 0) + 1), spike.step + AFTER
         command = f"llmtrain replay {self._folder.path} --steps {first}:{last}"
         self._tracker.event("spike", **asdict(spike), text=text, kept=checkpoint is not None, replay=command)
         self._tracker.alert(f"Spike at step {spike.step}", f"{text}\n{command}")
-        log.warn(f"{text}. {how}. To name its rows: {command}")
+        log.warn(f"{text}. {how}. To find its sequences: {command}")
 
     def close(self, error: BaseException | None) -> None:
         """An end that all ranks have agreed on records the last steps."""

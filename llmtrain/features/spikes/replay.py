@@ -393,12 +393,12 @@ def answer_of(asked: Asked) -> dict[str, Any]:
 def _exact(asked: Asked) -> tuple[bool, str]:
     """Return whether equal bits are expected, and the reason if not."""
     if _form(asked.run) != _form(asked.replayed):
-        return False, "the ranks are others than the run's"
+        return False, "the replay has other ranks than the run"
     then, now = ((folder / "deepspeed.json").read_text() for folder in (asked.run, asked.replayed))
     if then != now:
         return False, "the DeepSpeed JSON has changed since"
     if offloads(untrusted.loads(now.encode()), "optimizer"):
-        return False, "DeepSpeed's optimizer on the host rounds by the number of steps since its start"
+        return False, "rounding in DeepSpeed's CPU optimizer depends on the number of steps since its start"
     if set(asked.devices) == {"cpu"} or _settings(asked.run)["train"]["deterministic"]:
         return True, ""
     return False, "train.deterministic is off"

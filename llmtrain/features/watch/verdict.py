@@ -120,7 +120,7 @@ class Judge:
         if verdict := fault or self._left(ranks, live, now):
             return verdict
         if self._leaving_s is not None and now - self._leaving_s > _ALL_LEAVE_S:
-            text = f"the ranks have said that they end, and are still there {now - self._leaving_s:.0f} s later"
+            text = f"the ranks have announced their end, but are still there {now - self._leaving_s:.0f} s later"
             return Verdict("leave", text=text)
         stalled_s = self.stalled_s(now)
         return Verdict("stall", stalled_s=stalled_s) if stalled_s > self._stall_s else None

@@ -47,7 +47,7 @@ def test_check_names_key_value_and_remedy(
 def test_ranks_that_work_on_the_same_sequences_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, MEASURED)
-    note = "balance.mode measured changes nothing here: all ranks work on the same sequences"
+    note = "balance.mode measured has no effect: all ranks of this run work on the same sequences"
     assert [note in load(["run.yaml"], ranks).notes for ranks in (1, 2)] == [True, False]
 
 

@@ -108,5 +108,5 @@ def test_strange_settings_of_an_optimizer_are_no_traceback():
         assert "are not in it" in lines({**good, **change})
     two = [good, {**good, "weight_decay": 0.0}]
     assert "decay: matrices" in lines(*two, param_shapes=[{"a": (2, 2)}, {"b": (2,)}])
-    assert "is for optim.weight_decay_of" in lines(*two, param_shapes=[{"a": (2,)}, {"b": (2, 2)}])
-    assert "is for optim.weight_decay_of" in lines(*two), "nothing tells which parameters a group has"
+    assert "set it by parameter with optim.weight_decay_of" in lines(*two, param_shapes=[{"a": (2,)}, {"b": (2, 2)}])
+    assert "set it by parameter with optim.weight_decay_of" in lines(*two), "nothing tells which parameters a group has"

@@ -98,11 +98,11 @@ def test_micro_batches_that_make_up_each_stage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([AUTO[0]], "would decide the number of sequences that a step trains"),
+        ([AUTO[0]], "would decide how many sequences a step trains"),
         ([*AUTO, "--train.accumulation=4"], "train.global_batch"),
         ([*AUTO, "--data.stages=[{from_step: 5, train: {accumulation: 2}}]"], "global_batch"),
         ([*AUTO, "--train.global_batch=7"], "must be a multiple of 2"),
-        ([*AUTO, "--deepspeed=pipeline.json"], "stand idle where a step has few"),
+        ([*AUTO, "--deepspeed=pipeline.json"], "pipeline stages hold different numbers of micro-batches"),
         ([*AUTO, "--deepspeed=rows.json"], "a value that both files have must be the same"),
     ],
 )

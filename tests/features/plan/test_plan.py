@@ -333,7 +333,7 @@ def test_layers_and_micro_batch_for_a_memory(
     said = summary(asked)
     assert "train.micro_batch auto: the start decides" in said and "took micro-batch 8, no layers recomputed" in said
     assert cli.main(["plan", "run.yaml", *rows]) == 2
-    assert "is decided by the memory of a device" in capsys.readouterr().err
+    assert "needs the memory of a device to be decided" in capsys.readouterr().err
 
 
 def test_memory_that_runs_out_is_explained(
@@ -416,7 +416,7 @@ def test_recomputed_layers_of_experts_are_a_number(folder: Path) -> None:
     experts = "model_type: mixtral, num_local_experts: 4, num_experts_per_tok: 2"
     Path("run.yaml").write_text(RUN.replace("model_type: llama", experts))
     run = resolve(parse(["run.yaml", "--model.recompute.layers=auto"], check_paths=False).config, 1)
-    with pytest.raises(ConfigError, match="auto counts bytes before any token is routed"):
+    with pytest.raises(ConfigError, match="auto counts memory before tokens are routed"):
         check_model(run)
 
 

@@ -29,7 +29,7 @@ def test_push(hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_TOKEN", "hf_" + "c" * 34)
     assert "does not take the token that is set" in push("me/mine")[1]
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert "is no name on the Hub" in push("mine")[1]
+    assert "is not a name on the Hub" in push("mine")[1]
     for words, says in {
         ("out", "--public"): "--public: says how --push",
         (f"file://{tmp_path}/x", "--push", "a/b"): "--push a/b: publishes a folder of this host",

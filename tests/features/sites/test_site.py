@@ -225,7 +225,7 @@ def test_a_site_that_trains_something_else_does_not_get_in(joined) -> None:
     b, _, _ = joined(meeting, "b", common="y")
 
     def newcomer() -> str:
-        with pytest.raises(SitesError, match="site a trains something else: its data differ") as refused:
+        with pytest.raises(SitesError, match="site a differs from the other sites in data") as refused:
             b.begin(0, 0, 5.0)
         meeting.leave("b")
         return str(refused.value)

@@ -367,7 +367,7 @@ def test_sites_that_train_different_models_are_told_what_differs(coordinator, sm
     other = ("--train.seed", "1", "--model.config.rms_norm_eps", "0.1")
     b = start(recipe(tmp_path / "B", small_data), coordinator, "--sites.start_sites", "2", *other)
     assert a.wait(60) == [2] and b.wait(30) == [2], a.output() + b.output()
-    assert "site B trains something else: its configuration of the model, train.seed differ" in a.output()
+    assert "site B differs from the other sites in configuration of the model, train.seed" in a.output()
 
 
 def test_a_coordinator_that_is_not_there_is_named(small_data, tmp_path):
