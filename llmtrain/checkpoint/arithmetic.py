@@ -52,7 +52,7 @@ class Difference:
 
 
 def diff(a: Path, b: Path) -> tuple[list[str], bool]:
-    """(lines to print, True if the two differ in their place at most). Raises CheckpointError."""
+    """Return (lines to print, True if the checkpoints are equal except for their place). Raises CheckpointError."""
     manifests = Manifest.read(a), Manifest.read(b)
     sources = [manifest.frozen for manifest in manifests]
     alike = sources.pop() if sources[0] == sources[1] else NOWHERE  # its values are compared with checksums alone

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 TYPES = ("F32", "BF16", "F16")
-"""safetensors' names of the types that values of a checkpoint have, which are the same."""
+"""Types of the values in a checkpoint, by their names in safetensors."""
 
 
 class FrozenSourceError(CheckpointError):
@@ -65,7 +65,7 @@ class FrozenSource:
         return [self.folder / file for file in dict.fromkeys(f for parts in self.parts.values() for f, _, _ in parts)]
 
     def error(self, wrong: str) -> FrozenSourceError:
-        """`wrong`: a clause that names file and tensor."""
+        """Return the error for a reason. `wrong`: a clause that names file and tensor."""
         remedy = (
             "Put that folder back, or a link to it; or move away what is there now, and a resume reads "
             "model.pretrained instead"
@@ -204,7 +204,7 @@ def wrong_region(region: Region) -> str | None:
 
 
 FORMATS = (1, 2)
-"""2 where frozen parameters are in a folder of their own: a reader of 1 would miss them."""
+"""Format 2 is for checkpoints whose frozen parameters are in another folder; a reader of format 1 would miss them."""
 OUTER = "outer."
 """Prefix of the kinds that parts of a run save; a run without these parts ignores them."""
 MANIFEST = "manifest.json"

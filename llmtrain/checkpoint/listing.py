@@ -138,7 +138,8 @@ def rows(path: Path) -> list[Row]:
 
 
 def best_wanted(checkpoints: Path) -> Best | None:
-    """Read it from the newest readable checkpoint; None: the run keeps no best ones."""
+    """Return the run's choice of best checkpoints, from its newest readable checkpoint; None: the run keeps no best
+    ones."""
     for folder in complete_checkpoints(checkpoints):
         with contextlib.suppress(CheckpointError):
             return Best.of(TrainerState.read(folder))

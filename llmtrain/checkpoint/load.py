@@ -52,7 +52,7 @@ _PARAMETERS_ALONE = (
 class Resumed:
     folder: Path
     trainer: TrainerState
-    """The checkpoint's, with this run's names of data that goes on."""
+    """State in the checkpoint, with this run's fingerprints of data that continues."""
     step: int
     weights_only: bool
     """Only the parameters were taken: the run begins at step 0."""
@@ -407,9 +407,9 @@ def _left_out(state: TrainerState, step: int) -> dict[str, list[Any]]:
 def refuse_other_run(
     saved: TrainerState, now: TrainerState, folder: Path, *, own: bool = False, other_data: bool = False
 ) -> list[str]:
-    """Refuse a checkpoint of another optimizer, vocabulary or data; `now` is `as_of` its step. A run of its own, not
-    `own`, may exclude others of the data's sequences. `other_data` accepts other data of the same tokenizer. Returns a
-    note if the checkpoint names no data. Raises CheckpointError."""
+    """Refuse a checkpoint of another optimizer, vocabulary or data; `now` is `as_of` its step. If the checkpoint is not
+    the run's `own`, the run may exclude other sequences of the data. `other_data` accepts other data of the same
+    tokenizer. Returns a note if the checkpoint names no data. Raises CheckpointError."""
     step = saved.step
     if own and saved.order == now.order:
         before, current = _left_out(saved, step), _left_out(now, step)

@@ -122,7 +122,7 @@ class HostCopy:
         self._closing.wait()
 
     def problem(self) -> str | None:
-        """Wait until both are there; return the reason if they are not."""
+        """Wait for the memory and the writer; return the reason if one of them is missing."""
         self._done.wait()
         return self._problem
 

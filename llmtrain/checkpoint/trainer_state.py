@@ -21,7 +21,8 @@ _WORDS = {int: "a number", str: "text", dict: "a map", list: "a list"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """None and empty values are not recorded: a conversion knows fewer of them than a run."""
+    """The content of trainer.json. None and empty values are not recorded: a conversion knows fewer of them than a
+    run."""
 
     step: int = 0
     tokens: int = 0
@@ -126,7 +127,8 @@ class TrainerState:
         return self.data_fingerprint and self.orders.get(self.data_fingerprint, self.data_fingerprint)
 
     def with_names_of(self, now: TrainerState) -> TrainerState:
-        """Return it with this run's fingerprints, which exclusions change, of data that goes on in the same order."""
+        """Return the state with this run's fingerprints of data that continues in the same order: exclusions change a
+        fingerprint, but not the order."""
         if self.order != now.order:
             return self
         named, record = {order: name for name, order in now.orders.items()}, []

@@ -1,5 +1,5 @@
-"""The flags of a command: an unknown one is answered with the one that is meant. Next to words of a run
-`command_words` (config/load.py) does it."""
+"""The flags of a command: an unknown flag is answered with the flag that was probably meant. For commands that also
+take words of a run, `command_words` (config/load.py) does so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ELSEWHERE = {"input": "source", "output": "out", "output-dir": "out", "max-new-
 
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raises ConfigError: a flag is like one of this command."""
+        """Raises ConfigError: a flag looks like a misspelt flag of this command."""
         known = set(re.findall(r"--([a-z][\w-]*(?:\.[\w-]+)*)", self.format_help()))
         flags = [each.partition("=")[0] for each in takewhile("--".__ne__, args or ()) if each.startswith("--")]
         for word in (each for each in flags if " " not in each):  # argparse takes others for values

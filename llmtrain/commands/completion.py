@@ -39,7 +39,8 @@ def offer(parser: argparse.ArgumentParser) -> None:
 
 
 def offer_run(parser: argparse.ArgumentParser | None = None) -> None:
-    """Offer a flag for every field of a run, by an argparse parser: argcomplete 3.7 fails with jsonargparse 4.53's."""
+    """Offer a flag for every field of a run, by an argparse parser: argcomplete 3.7 fails with the parser of
+    jsonargparse 4.53."""
     if ASKED not in os.environ:
         return
     from typing import Literal, get_args, get_origin

@@ -1,7 +1,7 @@
 """Rule and remedy for an unknown key, and for a value of the wrong type.
 
 An unknown key, flag or value is first looked for among the names of other stacks that features answer to, then among
-our own. A name unlike all others gets no guess: a wrong one costs more than none.
+our own. A name unlike all others gets no guess: a wrong guess costs more than none.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ _PROBE = (
 
 def difference(data: bytes, model: bytes, *, grown: bool) -> str:
     """Return the difference between two tokenizers in the ids of a text; empty: there is none. Tokens around a text
-    are no difference, nor those that were added to the model's, nor with `grown` to the data's. Raises DataError."""
+    do not count, nor do tokens that were added to the model's tokenizer or, with `grown`, to the data's. Raises
+    DataError."""
     from tokenizers import Tokenizer
 
     if data == model:

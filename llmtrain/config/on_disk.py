@@ -371,7 +371,7 @@ def model_config(config: RunConfig, problems: Problems) -> dict[str, Any] | None
 
 
 def _no_model(folder: Path) -> tuple[str, str] | None:
-    """Rule and remedy for a folder that is known, and no model's."""
+    """Return rule and remedy for a folder that is recognised, but holds no model."""
     if (folder / "adapter_config.json").is_file():
         return "is the folder of an adapter, without its model", (
             "merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the model here "

@@ -48,7 +48,7 @@ modules: set[str] = set()
 current: list[Plugin] = []
 """The plugins of the run that was parsed last in this process."""
 changed_ok = False
-"""A checkpoint of other plugins is no mistake (`--plugin-changed ok`)."""
+"""Accept checkpoints that were made with other versions of the plugins (`--plugin-changed ok`)."""
 
 
 def entries(section: str) -> list[str]:

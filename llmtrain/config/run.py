@@ -252,8 +252,8 @@ class FaultConfig:
 
     @property
     def longest_s(self) -> float:
-        """Seconds without progress that are a fault: below the collectives' own limit, which leaves dead ranks that
-        cannot be asked."""
+        """Seconds without progress after which the job is stalled: fewer than the limit of the collectives, after which
+        the ranks are dead and cannot be asked where they wait."""
         return min(self.stall_timeout_s, 0.75 * self.timeout_s)
 
 

@@ -26,7 +26,7 @@ SHARED: dict[str, str] = {
 """YAML key -> JSON key of the same value. optim.name and optimizer.type are compared by config/deepspeed/join.py."""
 
 ENTRIES = ("parts", "trackers", "metrics")
-"""Sections whose entries are classes by name, those of plugins among them."""
+"""Sections whose entries are instances of named classes, which plugins can define too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class FieldOf:
     """The class that has it."""
     item: Field[Any]
     choice: str = ""
-    """The choice of its section whose own it is; empty: it is shared by all, or the section has no choices."""
+    """The choice that alone has the field; empty: all choices share it, or the section has no choices."""
 
     @property
     def is_selector(self) -> bool:
@@ -50,7 +50,7 @@ class FieldOf:
 
 @functools.cache
 def sections() -> dict[str, type[Any]]:
-    """Classes of a run's sections; of a section with choices its base class."""
+    """Return section name -> its class (of a section with choices: the base class)."""
     hints = get_type_hints(RunConfig)
     return {item.name: hints[item.name] for item in fields(RunConfig) if is_dataclass(hints[item.name])}
 

@@ -131,7 +131,7 @@ class Stage:
     first_step: int
     """Number of its first step; the run's first is 0."""
     data: DataConfig
-    """Without stages."""
+    """Its data, as a configuration without stages."""
     batch: Batch
     schedule: Schedule
     schedule_from: int
@@ -142,7 +142,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a run, in their order; the first begins at step 0. A step is named by the steps done before it."""
+    """The stages of a run, in their order; the first begins at step 0. A step's number is the number of steps done
+    before it."""
 
     stages: tuple[Stage, ...]
 
@@ -211,7 +212,7 @@ class Stages:
         return stage.schedule.factor(step - first, None if end is None else end - first)
 
     def filled(self, max_steps: int | None) -> Stages:
-        """With the defaults of the schedules that depend on their lengths."""
+        """Return the stages with the default values that depend on the lengths of their schedules."""
         made = []
         for stage in self.stages:
             end = self.schedule_end(stage.first_step, max_steps)
@@ -260,7 +261,7 @@ def data_of(config: DataConfig) -> list[DataConfig]:
 
 
 def stages_of(config: DataConfig, schedule: Schedule, batches: Sequence[Batch]) -> Stages:
-    """`schedule`: of the run's beginning. `batches`: of each stage."""
+    """Return the stages of a run's data. `schedule`: at the run's beginning. `batches`: one for each stage."""
     found: list[Stage] = []
     firsts = [0, *(stage.from_step for stage in config.stages)]
     given = [schedule, *(stage.schedule for stage in config.stages)]

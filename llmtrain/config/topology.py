@@ -19,7 +19,7 @@ def ranks_of_this_host() -> int:
 
 
 def cores_of_a_rank() -> int:
-    """Cores that this process may use, over the ranks of this host; at least 1."""
+    """Return the cores that this process may use, divided by the ranks of this host; at least 1."""
     return max(1, usable_cores() // ranks_of_this_host())
 
 
@@ -34,13 +34,13 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """True for the one rank of those on the same sequences that counts in sums over all ranks."""
+        """True for one of the ranks that work on the same sequences: the one that counts in sums over all ranks."""
         return self.pipeline == self.sequence == self.tensor == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Over how many ranks each way of sharing the work goes.
+    """The number of ranks in each form of parallelism.
 
     Ranks are numbered with the tensor index running fastest, then sequence, data and pipeline (as DeepSpeed does):
     tensor-parallel ranks are neighbours on the fastest links, pipeline stages may be far apart.

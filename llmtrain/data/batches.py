@@ -56,7 +56,7 @@ class AnswerBatch(MicroBatch):
     """Micro-batch of A answers; those of one record follow each other."""
 
     answers: torch.Tensor
-    """int64 [b, T]: each token's answer; A: none."""
+    """int64 [b, T]: the answer that each token belongs to; A: none."""
     rows: torch.Tensor
     """int64 [A]: each answer's row in the split."""
     reference: torch.Tensor | None = None

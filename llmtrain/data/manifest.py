@@ -27,7 +27,7 @@ VERSION = 1
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
 NEW_COLUMN = "run `llmtrain reference RUN.yaml`, which writes it"
-"""Remedy for a column of another model (stream/columns.py)."""
+"""Remedy for a column of another model (stream/reference_and_teacher.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class Manifest:
 
     @property
     def doubled(self) -> bool:
-        """True if documents begin with the separator, too: then two in a row are between documents."""
+        """True if documents also begin with the separator, so that two separators are between documents."""
         return self.first_tokens[:1] == (self.separator_id,)
 
 
@@ -214,7 +214,8 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def other_begin(first: Manifest, second: Manifest, names: tuple[str, str]) -> str:
-    """Return the reason, with the remedy, for which no run reads the texts of both folders (`names`); empty: none."""
+    """Return why no run can read the texts of both folders, with the remedy; empty: a run can. `names`: of the
+    folders."""
     if first.chat is not None or second.chat is not None or first.first_tokens == second.first_tokens:
         return ""
     more, bare = names if first.first_tokens else names[::-1]

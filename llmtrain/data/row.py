@@ -33,7 +33,7 @@ class RowOptions:
     """Settings of `llmtrain prepare` that a kind of row is made with."""
 
     complete: ClassVar[str] = ""
-    """Reason for which rows are never cut, and `count` has no meaning; empty: they may be."""
+    """Why rows are never cut and `count` has no meaning; empty: rows may be cut."""
 
     field: str = "messages"
     """Field of a record that holds its messages (of other kinds: its token ids, or its question), if there is one."""

@@ -39,8 +39,9 @@ def return_freed_memory() -> None:
 
 @contextlib.contextmanager
 def none_while_importing() -> Iterator[None]:
-    """A context without collection, whose objects are never searched again: torch, DeepSpeed and transformers are
-    400,000 objects, which Python would search six times during the imports, and DeepSpeed again at its start."""
+    """Switch Python's garbage collection off during imports, and never search the imported objects again: torch,
+    DeepSpeed and transformers make 400,000 objects, which Python would search six times during the imports, and again
+    when DeepSpeed starts."""
     gc.disable()
     try:
         yield
@@ -51,7 +52,7 @@ def none_while_importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected_by_hand() -> Iterator[None]:
-    """A context in which only `gc.collect` collects, from the objects made inside."""
+    """Switch Python's automatic garbage collection off: only `gc.collect` collects, from the objects made inside."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -35,14 +35,15 @@ class Expected:
 
 
 class Feature:
-    """What a folder of features adds to the core. Each default adds nothing.
+    """What a feature's folder adds to the core. The default of each method adds nothing.
 
     `config` is the RunConfig, `run` the Run, `launch` the Launch of training/parts.py: of modules that import this one.
-    A method that speaks of a run with the feature is called where `asked` is true; the others for each feature.
+    A method whose docstring speaks of a run with the feature is called only where `asked` is true; the other methods
+    are called for each feature.
     """
 
     name: ClassVar[str]
-    """The folder's; its part has it in ORDER of training/run.py, and its page in docs."""
+    """Name of the folder, of the part in ORDER (training/run.py), and of the page in docs."""
     section: ClassVar[type[Any] | None] = None
     """The frozen dataclass of the YAML's section; of a section of choices its base class."""
     key: ClassVar[str] = ""
@@ -60,11 +61,11 @@ class Feature:
     left_out: ClassVar[Any] = None
     """The section of a run without the feature, if that is not the section's default."""
     reorders: ClassVar[bool] = False
-    """It changes the order of a step's sums alone: proofs leave it out."""
+    """It changes only the order of a step's sums: proofs leave it out."""
     measures: ClassVar[bool] = False
     """An evaluation calls its part, so that a run evaluates even if it measures nothing else."""
     most_sequences: ClassVar[int] = 1
-    """Times `train.micro_batch` that a forward pass takes at most; 1: all micro-batches have one shape."""
+    """A forward pass has at most this many times `train.micro_batch` sequences; 1: all micro-batches have one shape."""
     variants: ClassVar[tuple[str, ...]] = ()
     """Names of the `variants` of its part. A checkpoint has their values as kinds OUTER + name (checkpoint/format.py),
     and the part's entry under the same name."""
@@ -81,8 +82,8 @@ class Feature:
     """Its commands pass their environment on to other hosts, so that nothing is set in it for this one."""
 
     def answers(self) -> Iterable[tuple[str, str, str]]:
-        """Answer to options of other stacks, for messages about a key or value that there is not. Each is (the stack's
-        name, or empty for a word of several; the option; what it is here, in Markdown)."""
+        """Answer to options of other stacks, for messages about an unknown key or value. Each is (the stack's name, or
+        empty for a word of several; the option; what it is here, in Markdown)."""
         return ()
 
     def subcommands(self, command: str, add: Callable[..., Any]) -> None:
@@ -128,7 +129,7 @@ class Feature:
         return run
 
     def explain(self, error: Exception, run: Any, device: Any) -> str:
-        """A rank's words on an exception that ends it; empty: none."""
+        """Return what to tell the user about an exception that ends a rank; empty: nothing."""
         return ""
 
     def check_model(self, config: Any, model: Any, problems: Any) -> None:
@@ -285,7 +286,7 @@ def packages() -> tuple[str, ...]:
 
 
 def parts_of(setup: Any) -> list[Any]:
-    """Make the parts of features that a run has where there is a Setup alone, in the order of the names."""
+    """Make the parts of features that need only a Setup, in the order of the names."""
     return [part for feature in asked(setup.run.config) if (part := feature.part_of(setup)) is not None]
 
 

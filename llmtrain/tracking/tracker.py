@@ -221,7 +221,7 @@ class Tracker:
         self._hand_over("event", kind, redact(fields))
 
     def alert(self, title: str, text: str) -> None:
-        """Have trackers that can tell people at once."""
+        """Let the trackers tell people at once, if they can."""
         self._hand_over("alert", redact_text(title), redact_text(text))
 
     def end_progress(self) -> None:

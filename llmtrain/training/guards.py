@@ -35,7 +35,7 @@ class Limits(Part):
         self._max_minutes, self._began_s = launch.setup.run.config.train.max_minutes, launch.began_s
 
     def request(self) -> Request:
-        """Rank 0's clock counts."""
+        """Return this rank's request to stop. For train.max_minutes only rank 0's clock counts."""
         minutes = self._max_minutes
         up = minutes is not None and self._ranks.rank == 0 and time.monotonic() - self._began_s > 60 * minutes
         return Request(stop=self._requests.stop_reason is not None, sums={"time is up": [up]})
@@ -46,10 +46,10 @@ class Limits(Part):
 
 
 class SkippedSteps(Part):
-    """Reports a skipped step with its samples, and ends the run after too many in a row."""
+    """Reports a skipped step with its sequences, and ends the run after too many in a row."""
 
     refuses_untrained = True
-    """A complete run has to have changed a parameter."""
+    """Whether a complete run must have changed a parameter."""
 
     def __init__(self, launch: Launch) -> None:
         self._setup, self._tracker, self._checkpoints = launch.setup, launch.tracker, launch.folder.checkpoints

@@ -96,8 +96,8 @@ def write_on_ranks_here(words: list[str], cpu: bool, count: int) -> None:
 
 
 def of_teacher(run: Run, teacher: ModelConfig) -> Run:
-    """Return a run of the teacher that trains norms alone, so that masters and moments take no memory: a pipeline's
-    stage needs a trained parameter."""
+    """Return a run of the teacher that trains only norms, which a pipeline stage needs: masters and moments then take
+    almost no memory."""
     few = [name for name, each in ModelSpec.of(teacher).skeleton.named_parameters() if each.dim() == 1]
     model = replace(teacher, train_only=few)
     config = replace(run.config, model=model, adapter=AdapterConfig(), resume="none", resume_weights_only=False)

@@ -61,7 +61,7 @@ class Done(Step):
     step_s: float = 0.0
     """Seconds that the step took on this rank."""
     comm_s: float = 0.0
-    """Seconds of these inside collectives that the watch counts (base/rank/heartbeat.py)."""
+    """Seconds of `step_s` inside collectives, as the watch counts them (base/rank/heartbeat.py)."""
 
     @property
     def steps(self) -> range:

@@ -29,8 +29,8 @@ class MastersDiffer(TrainingStopped):
 
 
 class ReplicaCheck(Part):
-    """Compares the ranks every `fault.check_every` steps and before each checkpoint, each time with the masters against
-    the forward pass; the masters also before a launch's first checkpoint in any case."""
+    """Compares the ranks with each other, and the optimizer's masters with the forward pass, every `fault.check_every`
+    steps and before each checkpoint. Before a launch's first checkpoint the masters are compared in any case."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch, setup = launch, launch.setup

@@ -199,7 +199,7 @@ def _number(text: str) -> int:
 
 
 _key = _number
-"""Keys are numbers, too: the names of a rank's tensors stay at home until one of them differs."""
+"""Return a number for a tensor's name: ranks exchange names only if a tensor differs."""
 
 
 class ReplicasDiffer(TrainingStopped):

@@ -75,7 +75,7 @@ class Saving(Part):
             self._end_unsaved(done.position)
 
     def close(self, error: BaseException | None) -> None:
-        """An end that all ranks have agreed on waits for the save under way."""
+        """Wait for the save under way if all ranks have agreed on the end."""
         if isinstance(error, TrainingStopped):
             self._settle()
         self._saver.__exit__()

@@ -153,8 +153,8 @@ class Setup:
         return with_reference(objective, self.run.config.objective, self._base)
 
     def write(self) -> tuple[ParameterSource, dict[str, int]]:
-        """Give the parameters their first values, once. Returns their source, which holds a block of them and is not
-        kept here, and the result of `write_weights`."""
+        """Give the parameters their first values, once. Returns the source of the values (it holds a block of them, so
+        it is not kept here) and the result of `write_weights`."""
         source, self._source = self._first_values(), None
         return source, write_weights(self.engine, source, self.ranks)
 

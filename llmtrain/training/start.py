@@ -32,14 +32,14 @@ class Start:
     frozen: FrozenSource
     """Parameters that checkpoints name without their values."""
     lines: list[str]
-    """To log."""
+    """Lines to log."""
     position: Position = field(default_factory=Position)
     saved_step: int | None = None
     """The step whose checkpoint the run's folder holds already."""
     folder: Path | None = None
     """The checkpoint that the run resumes with all of its state."""
     kept: dict[str, Any] = field(default_factory=dict)
-    """Its entries of the run's parts, by key."""
+    """Entries of the run's parts in that checkpoint, by key."""
 
     @property
     def run_id(self) -> str:

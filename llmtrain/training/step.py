@@ -48,9 +48,9 @@ class Request:
     """A rank's message to the others, once a step. `|` joins the requests of two parts."""
 
     stop: bool = False
-    """It was asked to stop."""
+    """The rank was asked to stop."""
     save: bool = False
-    """It was asked to save, or the time for a checkpoint has come."""
+    """The rank was asked to save, or a checkpoint is due by its clock."""
     sums: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """A part's own numbers, to be added up over the ranks, by a name of its choice. All ranks give the same names, each
     with as many numbers, in the same step: a part's numbers for each rank stand in a list of as many, 0 for others."""
@@ -97,13 +97,13 @@ class Passes:
     """The forward and backward passes of a step, for parts that wrap them."""
 
     micro_batches: Sequence[MicroBatch]
-    """This rank's."""
+    """Micro-batches of this rank."""
     sums: list[Tensor] = field(default_factory=list)
-    """After them: sums of the objective for each micro-batch, fp32 [figures] on the device."""
+    """After the passes: sums of the objective for each micro-batch, fp32 [figures] on the device."""
     weight: int = 0
-    """After them: divisor of the global batch's summed loss."""
+    """After the passes: divisor of the global batch's summed loss."""
     leave_out: Callable[[float], bool] | None = None
-    """Set after them: as of `Engine.update`."""
+    """Set after the passes: the argument `leave_out` of `Engine.update`."""
 
 
 @dataclass(frozen=True, kw_only=True)

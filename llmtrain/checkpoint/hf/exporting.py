@@ -374,7 +374,7 @@ def _export_adapter(
 
 
 def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
-    """Raises ModelError for every configuration that transformers cannot build."""
+    """Return the layout of a model's parameters. Raises ModelError: transformers cannot build the model."""
     try:
         config = load_config(model, trust_remote_code=trust_remote_code)
         return FolderLayout(skeleton(config, trust_remote_code=trust_remote_code))

@@ -153,11 +153,11 @@ class OtherModel:
     """A model whose logits must be those of the source."""
 
     logits: Callable[[Tensor], Tensor]
-    """Of tokens [1, T]."""
+    """Computes the logits of tokens [1, T]."""
     title: str
-    """Of the line in the report."""
+    """Title of its line in the report."""
     name: str
-    """In a message."""
+    """Its name in messages."""
     bytes: int
     """Memory that it needs in addition to a layer in fp32."""
     rounding: float = _ROUNDING

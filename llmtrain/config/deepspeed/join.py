@@ -165,7 +165,8 @@ _OF_SCHEDULERS = {
 def check_scheduler(config: RunConfig, tree: dict[str, Any], problems: Problems) -> list[str]:
     """Refuse a `scheduler` section with a value of its own: the YAML's `schedule` is the owner. Returns notes.
 
-    A section with "auto" for all parameters has none. A note names the shape in Hugging Face's Trainer.
+    A section in which all parameters are "auto" has no such value; a note then tells the schedule of Hugging Face's
+    Trainer.
     """
     section = tree.get("scheduler") or {}
     if not any(section.values()):

@@ -119,7 +119,7 @@ def _all(defaults: Section, **verdict: Any) -> Section:
 
 
 def _mix(*keys: str) -> Why:
-    """The reason of the table of mixes that names these keys."""
+    """Return the reason of the rule in topology.RULES that names these keys."""
     rule = next(rule for rule in topology.RULES if rule.keys == keys)
     return Why(str(rule.reason), str(rule.remedy))
 

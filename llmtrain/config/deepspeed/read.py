@@ -133,9 +133,8 @@ def _refuse_cut(text: str, path: str) -> None:
 
 
 def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The file, each key under its first name, without keys that are null, which means DeepSpeed's default.
-
-    Second: notes for the user. Raises: ConfigError with all that is wrong with it.
+    """Return the file's tree, with each key under its main name and without null keys (DeepSpeed's default), and notes
+    for the user. Raises: ConfigError with all that is wrong with it.
     """
     given = read_json(path, problems.places.get("deepspeed"))
     stage = lookup(given, "zero_optimization.stage")

@@ -40,8 +40,8 @@ class _Leaf:
 class Marked:
     """A conversation with a mark in each of its texts, up to the answer `turn`.
 
-    "no" is in many texts, so each text is searched again with a mark in it. A template may write a marked text
-    differently; then the first search is enough.
+    A short text such as "no" is in many places, so each text is searched again with a mark in it. A template may write
+    a marked text differently; then the first search is enough.
     """
 
     def __init__(self, given: Conversation, turn: int, source: str) -> None:

@@ -50,12 +50,12 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
     also: ClassVar[tuple[str, ...]] = ()
     """Other values of --format that mean this kind."""
     mark: ClassVar[str] = ""
-    """Key of the manifest's section `chat` that tells this kind to versions before its format did."""
+    """Key in the manifest's section `chat` by which versions before 0.1 recognise this kind."""
 
     answers: ClassVar[tuple[str, ...]] = ()
     """Names of the answers in a record that an objective compares, in order; empty: it trains on each counted token."""
     mismatched: ClassVar[bool] = False
-    """Its sequences come with the same prompts, each with the answer to another one."""
+    """Each of its sequences comes with a second one: the same prompts, each with the answer to another prompt."""
     never_trains: ClassVar[str] = ""
     """Reason and remedy, if no run can train on it."""
     measures: ClassVar[bool] = False

@@ -233,7 +233,8 @@ def opened(out: str, here: str = "", owner: str = "") -> OutFolder:
 
 @contextmanager
 def seen(out: str) -> Iterator[Path]:
-    """The folder with plan, tokenizer and held-out documents for another host's workers. Raises: OSError, DataError."""
+    """Open the folder for workers on another host, with plan, tokenizer and held-out documents. Raises: OSError,
+    DataError."""
     folder = opened(out)
     if not isinstance(folder, StoredFolder):
         yield folder.here

@@ -68,7 +68,7 @@ class Place:
 
 
 def local(processes: int | None) -> list[Place]:
-    """`processes`: None: one for each core."""
+    """Return the places of this host. `processes`: None: one for each core."""
     worker = Place(partial(Link, "a worker", of_module("llmtrain.data.prepare.worker")))
     return [worker] * (processes or usable_cores())
 

@@ -70,13 +70,13 @@ class WorkerSettings:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> WorkerSettings:
-        """The plugins are imported already."""
+        """Return the settings that a preparation sent as JSON; its plugins must be imported already."""
         return WorkerSettings(**{**values, "kind": RowKind.from_dict(values["kind"])})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFigures:
-    """Of a shard's rows."""
+    """Figures of a shard's rows."""
 
     counted: int
     """Counted tokens."""
@@ -90,7 +90,7 @@ class UnitRecord:
 
     unit: int
     shards: dict[Split, Shard | None] = field(default_factory=dict)
-    """None: no document is in the split."""
+    """By split; None: no document is in the split."""
     lines: int | None = None
     """Lines that begin in the unit's last piece; None: they were not all read."""
     rejected: list[Rejection] = field(default_factory=list)

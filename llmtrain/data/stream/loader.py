@@ -328,7 +328,7 @@ def validation_batches(
 
 
 class Dealt(NamedTuple):
-    """Which of all micro-batches go to this rank, and where they lie."""
+    """Which micro-batches go to this rank, and whether their memory is page-locked."""
 
     rank: int = 0
     data_parallel: int = 1

@@ -102,7 +102,7 @@ _ROUNDS = 8  # four would do for statistics on large n; small epochs need more t
 
 
 def permute(n: int, seed: int, epoch: int, member: int, index: int) -> int:
-    """Sample in [0, n) at position `index` of the epoch: a permutation for fixed (n, seed, epoch, member).
+    """Return the sequence in [0, n) at position `index` of the epoch: a permutation for fixed (n, seed, epoch, member).
 
     `member`: the set's place in a mixture (0 outside one).
     """

@@ -52,7 +52,7 @@ class Reference:
 
 
 def numbers(folder: PreparedSet, split: Split) -> int:
-    """Numbers of a split in a reference's column."""
+    """Return how many numbers a reference's column has for a split."""
     return folder.manifest.documents[split] * (2 if folder.kind.mismatched else 1)
 
 

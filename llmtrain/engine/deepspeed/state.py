@@ -143,7 +143,8 @@ class State(ABC):
 
     @contextmanager
     def reading_instead(self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]) -> Iterator[None]:
-        """After an error the other values stay: gathering is a collective, and the other ranks may be elsewhere."""
+        """Let the forward pass read other values. After an error these stay: gathering is a collective, and the other
+        ranks may be elsewhere."""
         self.part()
         here = [copy for copy in self.copies() if copy.name in names]
         trained = [copy.values.clone() for copy in here]

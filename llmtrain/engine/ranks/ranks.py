@@ -48,8 +48,8 @@ class AgreedError(UserError):
 class Ranks:
     """This process among the ranks of one engine (a site), numbered from 0. All ranks call each method together.
 
-    Here without a connection: the process is alone, or stands for ranks that do not exist and would say the same.
-    `ConnectedRanks` has the others.
+    This class has no connection: its process is alone, or stands for ranks that do not exist and would send the same
+    values. `ConnectedRanks` talks to the others.
     """
 
     rank: int = 0

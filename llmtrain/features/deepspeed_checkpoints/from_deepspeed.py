@@ -69,8 +69,9 @@ class Target:
 
 
 def hf_names(saved: Shapes, target: Target, listed: dict[str, str], where: Path) -> dict[str, str]:
-    """Their name -> Hugging Face name of every parameter, by `given` (`read_names`) or else by the names themselves;
-    shapes are compared. Raises CheckpointError: one is missing, left over, of another shape, or ambiguous."""
+    """Return DeepSpeed's name -> Hugging Face name of every parameter: from `listed` (`read_names`), or else by
+    matching the names. Shapes are compared. Raises CheckpointError: one is missing, left over, of another shape, or
+    ambiguous."""
     names = listed
     if listed:
         if unknown := [name for name in listed if name not in saved]:
@@ -207,7 +208,7 @@ def _only_way(saved: Shapes, wanted: Shapes, where: Path) -> dict[str, str]:
 
 
 def optimizer_lines(files: Files) -> list[str]:
-    """Lines of a report: the settings of the checkpoint's optimizer, to paste, or that its files lack them."""
+    """Return lines of a report: the settings of the checkpoint's optimizer as YAML, or that its files lack them."""
     groups = _groups(files)
     if not groups or not all(map(_complete, groups)):
         return ["it lacks the optimizer's settings: set lr, betas, eps and weight decay in the run"]

@@ -27,7 +27,7 @@ class Files:
 
     folder: Path
     models: list[PickleFile] = field(default_factory=list)
-    """By pipeline stage; under ZeRO 3 by rank."""
+    """Model files by pipeline stage; under ZeRO 3 by rank."""
     zero: list[list[PickleFile]] = field(default_factory=list)
     """ZeRO's optimizer files, by pipeline stage, then by data-parallel rank. Empty: without ZeRO, or left out."""
     layers: dict[int, PickleFile] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Files:
     parameters: dict[str, dict[str, PickleFile]] = field(default_factory=dict)
     """A universal checkpoint's files by parameter, then by kind: fp32, exp_avg, exp_avg_sq, step."""
     shared: list[PickleFile] = field(default_factory=list)
-    """Its optimizer_state.pt."""
+    """A universal checkpoint's optimizer_state.pt."""
 
     def all(self) -> list[PickleFile]:
         zero = [file for stage in self.zero for file in stage]

@@ -67,7 +67,7 @@ class Needs:
     folder: str
     """Folder of its checkpoints."""
     own_folders: bool
-    """Each host may have its own there."""
+    """Each host may have a folder of its own at the path `folder`."""
     sent_bytes: float | None = None
     """Bytes that each host sends to others in an optimizer step, of the last plan; None: there is none."""
     patience_s: float = 300.0

@@ -51,7 +51,7 @@ class Stack:
     name: str
     title: str
     classes: tuple[str, ...]
-    """Of rows.yaml, the first has the word."""
+    """Its classes in rows.yaml; for an option of several classes the first class counts."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Name in transformers' TrainingArguments, or in the code of this folder -> the stack's own."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Asked:
 
 
 def translate(given: Given, draft: Draft, asked: Asked) -> None:
-    """Answer all options of TrainingArguments that have no row which is enough."""
+    """Answer all options of TrainingArguments for which a row of rows.yaml is not enough."""
     for part in (_batch, _length, _optimizer, _schedule):
         part(given, draft, asked)
     mark = len(given.answered)

@@ -37,7 +37,8 @@ class Given:
         return self.values.get(self.name(option)) is not None
 
     def take(self, option: str, default: Any = None) -> Any:
-        """Return the option's value. It counts as answered. Raises ConfigError for no number where `default` is one."""
+        """Return the option's value. It counts as answered. Raises ConfigError if `default` is a number and the value
+        is not."""
         name = self.name(option)
         if name not in self.left:
             return default
@@ -96,9 +97,9 @@ class Draft:
     json_from: list[str] = field(default_factory=list)
     """Options that the JSON comes from."""
     remarks: list[Remark] = field(default_factory=list)
-    """What has no place here and changes nothing of what is trained, and what the user should know."""
+    """Options without a place here that do not change what is trained, and notes for the user."""
     changes: list[Remark] = field(default_factory=list)
-    """What has no place here and would train another function: the user has to decide."""
+    """Options without a place here that change what is trained: the user has to decide."""
     read: list[Remark] = field(default_factory=list)
     """Options that have no line in the draft, but decided the value of other lines."""
     batch_of_rank: tuple[int, str] | None = None

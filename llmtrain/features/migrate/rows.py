@@ -37,7 +37,7 @@ class Row:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Their value -> the value here, if not every value is the same here."""
     unless: tuple[Any, ...] | None = None
-    """Values with which a run without the option computes the same; with another one it does not. None: with all."""
+    """Values of the option with which a run here computes the same without it; None: all values."""
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -98,7 +98,7 @@ def options() -> Iterator[tuple[str, str, Row]]:
 
 
 def rows_of(*classes: str) -> dict[str, Row]:
-    """Return option -> row for some classes; a class that stands earlier has the word."""
+    """Return option -> row for some classes; for an option of several classes the first class counts."""
     of_class: dict[str, dict[str, Row]] = {}
     for owner, name, row in options():
         of_class.setdefault(owner, {})[name] = row

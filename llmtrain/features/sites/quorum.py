@@ -251,10 +251,18 @@ def leader_of(
     trusted: Collection[str],
     impossible: Callable[[PeerStatus], str],
 ) -> tuple[PeerStatus | None, dict[str, str]]:
-    """Return (the site whose state counts or None, id -> reason why a state does not count). A training site accepts a
-    state ahead of its own from more than half of the sites in `known`, or from one in `trusted`. A joining one accepts
-    the report of more than half of the training sites; if all only start, the furthest one. `impossible`: returns why a
-    reported position is impossible, or ""."""
+    """Choose the site whose state counts in this round.
+
+    A training site keeps its own state, unless more than half of the sites in `known`, or one in `trusted`, report a
+    state that is ahead. A site that joins takes the state that more than half of the training sites report; if no site
+    trains yet, it takes the state that is furthest.
+
+    Args:
+        impossible: returns why a peer cannot be where it says; empty: it can.
+
+    Returns:
+        the site (None: no state has enough reports), and by id the reason why a peer's state does not count.
+    """
     itself = next(peer for peer in peers if peer.id == own_id)
     refused = {peer.id: why for peer in peers if peer is not itself and (why := impossible(peer))}
     others = [peer for peer in peers if peer is not itself and peer.id not in refused]

@@ -38,8 +38,8 @@ class Ledger:
 
     def settled(self, trained: Mapping[str, int], requests: Sequence[Request]) -> Ledger:
         """Return the ledger after a synchronisation: delivered sequences leave it, the rest is dealt again. `trained`:
-        site -> sequences in in the model; a missing site's block is passed on complete. `requests`: in the same
-        order on all sites."""
+        site -> its sequences in the model; a missing site's block is passed on complete. `requests`: in the same order
+        on all sites."""
         back = list(self.free)
         for site, spans in self.dealt.items():
             back += _without(spans, trained.get(site, 0))

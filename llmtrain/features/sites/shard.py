@@ -263,8 +263,8 @@ def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) 
 
 
 def standing(saved: Mapping[str, Any], folder: Path) -> tuple[Ledger, str, int, int, list[int]]:
-    """Return (ledger, id, round, sequences since it, tokens since each fragment's) from trainer.json. Raises
-    CheckpointError."""
+    """Return (ledger, id, round, sequences since that round, tokens since the last round of each fragment) from
+    trainer.json. Raises CheckpointError."""
     try:
         round_, trained = natural(saved["round"]), natural(saved["trained"])
         weights = [natural(weight) for weight in saved["weights"]]

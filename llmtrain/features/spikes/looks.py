@@ -61,7 +61,7 @@ class Collected:
 
 
 class Replay(Record):
-    """All ranks look together."""
+    """Looks at steps before they are trained. All ranks call every method together."""
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)

@@ -25,7 +25,7 @@ from llmtrain.training.step import Passes, Position, is_due
 _MOST = 256
 """At most this many steps keep their figures on the device between log points."""
 _RESTART = 3
-"""A jump of the loss in this many steps after a resume is the resume's."""
+"""A jump of the loss within this many steps after a resume is attributed to the resume."""
 BEFORE, AFTER = 7, 3
 """Steps around the first step of a spike that the replay of its event trains, after the kept checkpoint."""
 
@@ -89,7 +89,8 @@ class Record(Part):
             log.warn(f"step {step} skipped: an outlier (spikes.skip_outliers); its update is left out")
 
     def around_passes(self, passes: Passes) -> AbstractContextManager[None] | None:
-        """Decide on the update by its gradient norm, the same on all ranks; a step that begins a stage has one."""
+        """Decide by the gradient norm whether to leave the update out, the same on all ranks. The first step of a stage
+        is never left out."""
         limit = self._limit
         if limit is None or self._setup.course.at(self._session.step_number).stage != self._stage:
             return None
@@ -149,7 +150,7 @@ class Record(Part):
         log.warn(f"{text}. {how}. To find its sequences: {command}")
 
     def close(self, error: BaseException | None) -> None:
-        """An end that all ranks have agreed on records the last steps."""
+        """Write the last steps if all ranks have agreed on the end."""
         if isinstance(error, TrainingStopped):
             self.read()
         if self._file is not None:

@@ -99,7 +99,7 @@ class Asked:
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Raises ConfigError: it is no run's folder."""
+    """Return the folder of a run's checkpoints. Raises ConfigError: `run` is not the folder of a run."""
     if not (run / "config.yaml").is_file() or not (run / "deepspeed.json").is_file():
         raise ConfigError(
             f"{run}: has no config.yaml and deepspeed.json of a run; give the folder of a run, such as runs/NAME"
@@ -228,7 +228,7 @@ def _place(run: Path, data: dict[str, Any], row: int, first: int, last: int) -> 
 
 
 def finish(asked: Asked, out: Path) -> tuple[dict[str, Any], list[str]]:
-    """Give the new run its name, at last. Returns the answer, and in lines. Raises TrainingStopped: it has not done the
+    """Give the new run its final name. Returns the answer, and its lines. Raises TrainingStopped: it has not done the
     steps."""
     newest = next((step_of(path) for path in complete_checkpoints(asked.replayed / "checkpoints")), None)
     if newest != asked.last:

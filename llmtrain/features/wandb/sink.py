@@ -169,7 +169,7 @@ class WandB(Sink):
         self._sent.step = max(self._sent.step, row["step"])
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Prompts become a table; all else stays local."""
+        """Send prompts as a table; all other events stay local."""
         if kind == "samples":
             pairs = list(zip(fields["prompts"], fields["texts"], strict=True))
             self.log({"step": fields["step"], "samples": pairs}, more=True)

@@ -102,7 +102,8 @@ class RankFacts:
     resident: int = 0
     """Bytes of memory that it held when it was last seen alive."""
     awaits: int = 0
-    """While it asks the other ranks in a loop if a wait has ended: see `Beat.awaits`."""
+    """Process that it waits for while it asks the other ranks in a loop whether the wait has ended; see
+    `Beat.awaits`."""
     awaited: dict[str, str] = field(default_factory=dict)
     """That process: its `program`, `state` in /proc, the kernel function that it `waits_in`, and its last `file`."""
 
@@ -193,7 +194,7 @@ class Explanation:
 
 
 AGAIN = "<again> continues from the newest checkpoint."
-"""Part of a remedy, with the place of `JobFacts.again`."""
+"""Part of a remedy; <again> stands for `JobFacts.again`."""
 OTHER_WAY = (
     "The ranks took different paths through the code: look for a condition that depends on the rank or on its "
     "data around that line."
