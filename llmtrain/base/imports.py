@@ -89,8 +89,8 @@ class _Around:
 
 @cache
 def hide_torchao() -> None:
-    """Let transformers, if it is not yet imported, import torchao for no quantizer: a run trains no quantized model,
-    and its own fp8 imports torchao by itself. Saves 0.5 CPU-s a process."""
+    """Keep transformers, if it is not yet imported, from importing torchao for its quantizers: a run trains no
+    quantized model, and its own fp8 imports torchao by itself. Saves 0.5 CPU-s a process."""
 
     def execute(load: Callable[[], None], module: Any) -> None:
         utils: Any = sys.modules["transformers.utils"]

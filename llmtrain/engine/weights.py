@@ -95,11 +95,11 @@ class MastersApart:
         hosts = {seat.rank: seat.host for seat in ranks.seats}
         on = ", ".join(f"{rank} ({hosts[rank]})" if rank in hosts else str(rank) for rank in self.ranks[:4])
         more = f" and {len(self.ranks) - 4} more" if len(self.ranks) > 4 else ""
-        others = f" ({len(self.names) - 1} more parameters such)" if len(self.names) > 1 else ""
+        others = f" ({len(self.names) - 1} more such parameters)" if len(self.names) > 1 else ""
         text = (
             f"the optimizer keeps other values of {self.names[0]}{others} than the forward pass reads, on "
-            f"rank{'s' if len(self.ranks) > 1 else ''} {on}{more}: a checkpoint would hold what nobody trained, "
-            "so none is made. "
+            f"rank{'s' if len(self.ranks) > 1 else ''} {on}{more}: a checkpoint would hold untrained values, so "
+            "none is written. "
         )
         if keys := engine.layout_keys:
             which = f"one of {', '.join(keys)}" if len(keys) > 1 else keys[0]

@@ -120,7 +120,8 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
 
 
 def saved_names(hf: PreTrainedModel, adapter: AdapterConfig) -> set[str]:
-    """A tied one by its first name. Raises ConfigError."""
+    """Return the names of the parameters that train completely beside the adapter; a tied one by its first name. Raises
+    ConfigError."""
     paths = saved_paths(hf, adapter)
     chosen = {id(parameter) for path in paths for parameter in hf.get_submodule(path).parameters()}
     return {name for name, parameter in hf.named_parameters() if id(parameter) in chosen}

@@ -64,7 +64,7 @@ class Terms:
 
 
 def few_of(chunk: int) -> int:
-    """Tokens of a chunk here, from the next-token loss's chunk."""
+    """Return the tokens of a chunk of the distillation, from those of the next-token loss."""
     return max(1, chunk // _TABLES)
 
 

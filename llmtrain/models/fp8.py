@@ -74,7 +74,7 @@ def line(hf: PreTrainedModel, recipe: str, *, emulated: bool) -> str:
 
 
 def use_fp8(layers: Iterable[nn.Module], recipe: str, *, emulated: bool) -> None:
-    """Parameters stay the same objects.
+    """Let these layers' maps multiply in fp8; their parameters stay the same objects.
 
     Args:
         recipe: rowwise or tensorwise.

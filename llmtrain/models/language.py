@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LanguageModel(nn.Module):
-    """Its parameters are `hf.` + Hugging Face names."""
+    """A transformers model that computes objectives. Its parameters are named `hf.` + the Hugging Face name."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
         return self.hf.config
 
     def local_parameters(self) -> list[LocalParameter]:
-        """A tied tensor appears once."""
+        """Return this rank's parameters; a tied tensor appears once."""
         return [local_parameter(name, tensor) for name, tensor in named_tensors(self.hf)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -62,7 +62,8 @@ class _FollowViews(TorchFunctionMode):
 
 
 class FolderLayout:
-    """Raises ModelError: transformers converts a parameter in a way that is no cut into consecutive parts."""
+    """The tensors in a model's folder, and their places in its parameters. Raises ModelError: transformers does not
+    make the tensors by cutting a parameter into consecutive parts."""
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

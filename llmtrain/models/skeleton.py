@@ -47,7 +47,8 @@ def quietly() -> Iterator[None]:
 
 
 def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """A folder's code runs with `trust_remote_code` only; no key of a run sets it."""
+    """Return the configuration of a model. Code in its folder runs only with `trust_remote_code`, which no key of a run
+    sets."""
     config = _given_config(model, trust_remote_code=trust_remote_code)
     try:
         config.get_text_config()

@@ -200,7 +200,7 @@ class SafetensorsSource:
         return [(self.file_of[t].path.name, t, Region(p.start, p.numel)) for t, p in self._parts[name]]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Parts with several types give fp32."""
+        """Read elements of a parameter; parts of several types give fp32."""
         parts = [(t, p) for t, p in self._parts[name] if p.start < stop and start < p.start + p.numel]
         kinds = {self.file_of[tensor].entries[tensor].dtype for tensor, _ in parts}
         out = torch.empty(stop - start, dtype=self._dtype(name, *kinds) if len(kinds) == 1 else torch.float32)

@@ -99,7 +99,7 @@ class ModelSpec:
 
     @with_values()
     def own_skeleton(self) -> PreTrainedModel:
-        """The caller may change it."""
+        """Return a new skeleton, which the caller may change."""
         attention = self.model.attention
         if attention != _unless_flash(attention):
             return skeleton(self.config, attention=attention)

@@ -171,7 +171,7 @@ class Muon(AdamW, choice="muon"):
              "set optim.clip_norm to 0 (Muon does not need it), or use adamw",
              {"optim.name": "muon", "optim.clip_norm": 1.0}),
         Rule(("optim.name", "zero_optimization.offload_optimizer.device"), lambda m: m.offload_optimizer,
-             "Muon orthogonalises full matrices, which is the device's work", "remove offload_optimizer, or use adamw",
+             "Muon orthogonalises full matrices, which needs the device", "remove offload_optimizer, or use adamw",
              {"optim.name": "muon", "zero_optimization.offload_optimizer.device": "cpu"}),
         Rule(("optim.name", "zero_optimization.reduce_scatter"), lambda m: m.zero_stage == 3 and m.reduce_scatter,
              "Muon needs full gradients, and ZeRO 3 would scatter them",
@@ -190,7 +190,7 @@ class Muon(AdamW, choice="muon"):
              "use adamw, or set tensor_parallel.autotp_size to 1",
              {"optim.name": "muon", "tensor_parallel.autotp_size": 2}),
         Rule(("expert_parallel.autoep_size", "optim.name"), lambda m: m.degrees.expert > 1,
-             "Muon's momentum of experts that ranks share is in no form that checkpoints can read",
+             "checkpoints cannot read Muon's momentum of experts that ranks share",
              "use adamw, or remove expert_parallel", {"optim.name": "muon", "expert_parallel.autoep_size": 2}),
     )
     # fmt: on

@@ -263,11 +263,11 @@ def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
     wrong = [d.name for d in first if d.kind == "gradient"] or list(dict.fromkeys(d.name for d in first if d.name))
     missing = sorted(want.parameters[0].keys() ^ got.parameters[0].keys())
     if missing:
-        return f"the ranks together hold other parameters than the model: {missing[0]}"
+        return f"the parameters of all ranks together are not those of the model: {missing[0]}"
     if untrained := sorted(want.gradients.keys() - got.gradients.keys()):
         return f"the ranks together keep no moment of {untrained[0]}: it is frozen, or in no group of the optimizer"
     if step == 0:
-        return "the initial weights did not arrive as they are: loading, or what a rank holds of a tensor, is wrong"
+        return "the ranks have other initial weights: loading is wrong, or the part of a tensor that a rank holds"
     if step in got.skipped:
         return "the engine skipped this update (a gradient that is not finite, or a loss scale that is too large)"
     if any(not math.isfinite(value) for value in (*got.losses[:step], *got.norms[:step])):
@@ -276,7 +276,7 @@ def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
         return _wrong_forward(got, want)
     if wrong and all(" of " in name for name in wrong):
         variants = ", ".join(sorted({name.partition(" of ")[0] for name in wrong}))
-        return f"the values of {variants} alone are others: its settings, or the steps that it follows"
+        return f"the values of {variants} alone differ: look at its settings, and the steps at which it is updated"
     if step == 1 and "gradient" in kinds:
         return _wrong_gradients(got, want, wrong)
     if step == 1 and kinds == {"gradient norm"}:
@@ -305,7 +305,7 @@ def _wrong_forward(got: Trace, want: Trace) -> str:
             times = f"{count}" if ratio > 1 else f"1/{count}"
             return f"the loss is {times} of the true one: it is summed or averaged over the wrong ranks"
     return (
-        "the forward pass of step 1 is another, with the same weights: a layer that is skipped, other rows, labels, "
+        "the forward pass of step 1 differs, with the same weights: a layer that is skipped, other rows, labels, "
         "positions or a mask (documents), experts that are left out or weighted otherwise, an adapter that is left out "
         "or scaled otherwise, another temperature or direction of a distillation"
     )
@@ -338,8 +338,8 @@ def _wrong_gradients(got: Trace, want: Trace, wrong: list[str]) -> str:
     wrong = odd
     if len(wrong) > 0.9 * len(want.gradients):
         return (
-            "the loss is right and all gradients are off, each otherwise: tokens, micro-batches or ranks have the "
-            "wrong weight in the mean, or a part of them is left out of the backward pass"
+            "the loss is right and all gradients are off, each by another factor: tokens, micro-batches or ranks have "
+            "the wrong weight in the mean, or a part of them is left out of the backward pass"
         )
     ends = [name for name in wrong if re.search(r"embed|wte|wpe|lm_head|head", name)]
     if len(ends) == len(wrong):

@@ -329,7 +329,7 @@ def _answers(plain: Plain, micro: AnswerBatch, row: int) -> str:
         ids, counted = plain.row(number)
         mask = (micro.answers[row] == answer).nonzero().flatten()
         if micro.inputs[row, mask].tolist() != ids:
-            return f"row {number}: its tokens are others"
+            return f"row {number}: its tokens differ"
         if micro.labels[row, mask].tolist() != _labels(ids, counted):
             return f"row {number}: other tokens count"
         if plain.reference is not None and (
@@ -346,7 +346,7 @@ def _answers(plain: Plain, micro: AnswerBatch, row: int) -> str:
 def _judged(plain: Plain, micro: AnswerBatch, row: int, answer: int, number: int) -> str:
     assert plain.desirable is not None and plain.begins is not None and plain.prompts is not None
     if bool(micro.facts["desirable"][answer]) != bool(plain.desirable[number]):
-        return f"row {number}: its judgement is another"
+        return f"row {number}: its judgement differs"
     other = micro.mismatched
     assert other is not None
     ids = other.inputs[row, (other.answers[row] == answer).nonzero().flatten()].tolist()
@@ -361,7 +361,7 @@ def _judged(plain: Plain, micro: AnswerBatch, row: int, answer: int, number: int
     if plain.reference is not None and (
         other.reference is None or float(other.reference[answer]) != float(plain.reference[len(plain.lengths) + number])
     ):
-        return f"row {number}: the reference's number of its prompt with another answer is another row's"
+        return f"row {number}: the reference's log-probability of its prompt with another answer belongs to another row"
     return ""
 
 

@@ -146,7 +146,7 @@ def same_in_both(folder: Path, asked: Asked, plans: dict[str, Run], pythons: lis
             name for name in values if name not in drawn or _relative(drawn[name], summary(values[name])) > _OUTPUT
         ]
     if other:
-        print(f"  FAIL  first values of {len(other)} tensors of {len(values)} are drawn otherwise, first {other[0]}")
+        print(f"  FAIL  first values of {len(other)} tensors of {len(values)} are drawn differently, first {other[0]}")
     return all([not other, *(_compare(folder, name, asked.steps, one.mix.degrees.world_size) for name in plans)])
 
 

@@ -202,7 +202,7 @@ def _tell(
         if method == "terms" or objective.name not in PLAIN:
             likely = f"{method} of objective.name {objective.name} depends on {shared}; or {likely}"
     if found is not None:
-        likely = f"{found.line()}. Nothing is proved so: choose other weights with --train.seed 1"
+        likely = f"{found.line()}. So nothing is proved: choose other weights with --train.seed 1"
     print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict, sharp=sharp)]), flush=True)
     return NO_ANSWER if found is not None else SAME if verdict.passed else PARTS
 

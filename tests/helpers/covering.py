@@ -47,14 +47,15 @@ def _in_order(pair: Pair) -> Pair:
 
 
 _REFUSED: dict[Pair, str] = {
-    (("objective", "online"), ("adapter", "none")): "adapter switched off",
-    (("objective", "online"), ("frozen", True)): "adapter switched off",
+    (("objective", "online"), ("adapter", "none")): "without its adapter as the reference",
+    (("objective", "online"), ("frozen", True)): "without its adapter as the reference",
     **{
         (("adapter", kind), ("frozen", True)): "all parameters of the model are frozen"
         for kind in ("saved", "lora", "nf4", "dora")
     },
     **{
-        (("objective", objective), ("adapter", "nf4")): "of weights that are not packed" for objective in ("dpo", "kto")
+        (("objective", objective), ("adapter", "nf4")): "with weights that are not packed"
+        for objective in ("dpo", "kto")
     },
     (("adapter", "nf4"), ("stage", 3)): "needs whole maps",
     (("adapter", "nf4"), ("pipeline", 2)): "needs whole maps",
@@ -67,7 +68,7 @@ _REFUSED: dict[Pair, str] = {
     (("offload", "all"), ("pipeline", 2)): "only ZeRO 3 partitions parameters|a pipeline accumulates whole",
     **{(("precision", "bf16 moments"), ("offload", d)): "CPU optimizers keep moments" for d in ("optimizer", "all")},
     (("precision", "bf16 moments"), ("optimizer", "muon")): "Muon's momentum is kept by DeepSpeed",
-    **{(("offload", device), ("optimizer", "muon")): "the device's work" for device in ("optimizer", "all")},
+    **{(("offload", device), ("optimizer", "muon")): "which needs the device" for device in ("optimizer", "all")},
     (("optimizer", "muon"), ("tensor", 2)): "Muon orthogonalises full matrices",
     (("experts", "shared"), ("optimizer", "muon")): "optim.name",
     (("experts", "shared"), ("tensor", 2)): "DeepSpeed 0.19 can share experts only",

@@ -135,8 +135,8 @@ LOSS, RATE = "objective.name loss: terms", "schedule.name rate: after_warmup ret
 PART = "parts.mine: after_step at step 6"
 SAVED = "The run has saved; fix the plugin"
 ENDED: list[tuple[str, str, tuple[str, ...]]] = [
-    ("loss", "sum", (f"{LOSS} gives [()]; wanted is",)),
-    ("loss", "number", (f"{LOSS} gives (float); wanted is",)),
+    ("loss", "sum", (f"{LOSS} gives [()]; it must return",)),
+    ("loss", "number", (f"{LOSS} gives (float); it must return",)),
     ("loss", "bool", (f"{LOSS} gives a loss of torch.bool without a gradient",)),
     ("loss", "detached", (f"{LOSS} gives a loss of torch.float32 without a gradient",)),
     ("loss", "exits", (f"{LOSS}: ", "mine.py line ", "SystemExit: 3")),
@@ -152,7 +152,7 @@ ENDED: list[tuple[str, str, tuple[str, ...]]] = [
     ("mine", "key", ("parts.mine: figures at step 1: TypeError: it returns int", SAVED)),
     ("mine", "set", ("parts.mine: to_json at step 5: TypeError: Object of type set is not JSON", SAVED)),
     ("mine", "keys", ("parts.mine: to_json at step 5: TypeError: keys must be", SAVED)),
-    ("mine", "text", ("parts.mine: state at step 0: TypeError: it returns str; wanted is StateTensor",)),
+    ("mine", "text", ("parts.mine: state at step 0: TypeError: it returns str, but must return StateTensor",)),
     ("mine", "none", ("parts.mine: state at step 0: TypeError: 'NoneType' object is not iterable",)),
     ("mine", "no_grad", (f"{PART}: RuntimeError: it has changed torch.set_grad_enabled", SAVED)),
     ("mine", "dtype", (f"{PART}: RuntimeError: it has changed torch.set_default_dtype", SAVED)),
@@ -161,7 +161,7 @@ ENDED: list[tuple[str, str, tuple[str, ...]]] = [
     ("mine", "moves", (f"{PART}: RuntimeError: it has changed the working directory", SAVED)),
     ("mine", "freezes", (f"rank 1: {PART}: RuntimeError: it has changed requires_grad of parameters", SAVED)),
     ("mine", "adds", (f"rank 1: {PART}: RuntimeError: it has changed the values of ", SAVED)),
-    ("mine", "rewinds", (f"rank 1: {PART}: TypeError: it returns Position; wanted is None", SAVED)),
+    ("mine", "rewinds", (f"rank 1: {PART}: TypeError: it returns Position, but must return None", SAVED)),
     ("mine", "resizes", (f"{PART}: it has changed the shape of ",)),
 ]
 _AT_ONCE = ("detached", "sums", "no_grad", "keys")

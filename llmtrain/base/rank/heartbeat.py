@@ -85,7 +85,8 @@ class Beat:
     plugin: str
     """The method of a plugin that runs, as "parts.count: after_step"; empty: none does."""
     awaits: int
-    """The process whose work is its progress, or OTHERS (`Heartbeat.awaits`); 0: its own beats are."""
+    """The process whose work counts as this rank's progress, or OTHERS (see `Heartbeat.awaits`); 0: only its own beats
+    count."""
     asked_s: float
     """Processor time of this rank in collectives that it enters while `awaits` is set."""
 
@@ -150,8 +151,9 @@ class Heartbeat:
             self._memory[_CALL_AT] = 0
 
     def awaits(self, pid: int) -> None:
-        """Begin a wait in which the work of a process is progress, a child's or this rank's own; no collective is: in
-        them the ranks ask each other if it has ended. OTHERS: for work of other ranks. 0: it is over."""
+        """Begin a wait in which the work of process `pid`, a child or this rank itself, counts as progress. Collectives
+        do not count: in them the ranks only ask each other whether the wait has ended. OTHERS: the wait is for work of
+        other ranks. 0: the wait is over."""
         self._awaits = self._words[_AWAITS] = pid
         self._words[_BEATS] += not pid
 

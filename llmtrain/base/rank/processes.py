@@ -79,7 +79,7 @@ MARK = "LLMTRAIN_WATCH"
 
 @dataclass(frozen=True)
 class Process:
-    """A process, identified for good."""
+    """A process, identified by id and start time, so that a reused id is not taken for it."""
 
     pid: int
     started: int

@@ -234,7 +234,7 @@ def prove_by_element(optim: Optimizer) -> None:
         )
     if set(kept) != set(optim.state):
         raise ConfigError(
-            f"{key}: it keeps {_listed(kept) or 'nothing'} for each parameter, and its class says state "
+            f"{key}: it keeps {_listed(kept) or 'nothing'} for each parameter, but its class says state "
             f"= {optim.state}. Write state = {tuple(kept)}"
         )
     flat = [piece.clone().requires_grad_() for piece in begin.flatten().split(_ROWS * _COLUMNS // 2)]
@@ -268,7 +268,7 @@ def _built(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         made = called(optim, f"optim.name {optim.name}", "build", lambda: optim.build(groups))
     if not isinstance(made, torch.optim.Optimizer) or len(made.param_groups) != len(groups):
         raise ConfigError(
-            f"optim.name {optim.name}: build gives {type(made).__name__}; wanted is a "
+            f"optim.name {optim.name}: build returns {type(made).__name__}; it must return a "
             "torch.optim.Optimizer of all its groups"
         )
     return made

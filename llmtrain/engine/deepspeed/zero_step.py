@@ -365,7 +365,7 @@ def _changed() -> str:
         return f"{owner.__name__} has no {', '.join(missing)}"
     sources = (textwrap.dedent(inspect.getsource(getattr(owner, name))) for name in names)
     found = hashlib.sha256("".join(map(_code, sources)).encode()).hexdigest()
-    return "" if found == _KNOWN else f"{owner.__name__} has another code in {', '.join(names)}"
+    return "" if found == _KNOWN else f"{owner.__name__} has different code in {', '.join(names)}"
 
 
 def _code(source: str) -> str:

@@ -66,7 +66,7 @@ def checked_terms(key: str, objective: Objective, method: str, terms: Any, like:
     given = [tuple(term.shape) for term in terms] if tensors else _kinds(terms)
     if given != [wanted] * (1 + count):
         raise ModelError(
-            f"{key}: {method} gives {given}; wanted is a tuple of the loss and {count} figures, of the "
+            f"{key}: {method} gives {given}; it must return a tuple of the loss and {count} figures, of the "
             f"shape of its argument, {wanted}"
         )
     if like.requires_grad and not terms[0].requires_grad:

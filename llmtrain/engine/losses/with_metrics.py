@@ -65,7 +65,7 @@ def sums_of(name: str, metric: Metric, nll: Tensor, labels: Tensor, counts: Tens
         if not isinstance(each, Tensor) or each.shape != nll.shape:
             shape = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
             raise ModelError(
-                f"{key}: values gives {shape}; wanted is a tensor of a value for each token, of the "
+                f"{key}: values gives {shape}; it must return a tensor of a value for each token, of the "
                 f"shape of its first argument, {tuple(nll.shape)}, or two of these"
             )
     weights = weights.float().where(counts, 0.0)

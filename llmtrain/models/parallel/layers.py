@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def set_up_layers(hf: PreTrainedModel, layers: Sequence[nn.Module], model: ModelConfig, mix: Mix) -> None:
-    """`layers`: the decoder layers on this rank."""
+    """Tile the MLPs, and recompute and compile the decoder layers, as the run asks. `layers`: those on this rank."""
     if model.mlp_tile_tokens is not None:  # it takes the model apart: 1,000 lines that other runs do not load
         from llmtrain.models.parallel.recompute import tile_mlps
         from llmtrain.models.structure.projections import dense_mlps

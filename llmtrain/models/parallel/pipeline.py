@@ -60,7 +60,7 @@ def bubble_share(stages: int, micro_batches: int) -> float:
 
 
 def explain(layers: Sequence[int], micro_batches: int) -> str:
-    """A line for a person. `layers`: number in each stage."""
+    """Return a line for the log on the stages. `layers`: number in each stage."""
     stages = len(layers)
     share = bubble_share(stages, micro_batches)
     line = (
@@ -75,7 +75,7 @@ def explain(layers: Sequence[int], micro_batches: int) -> str:
 
 
 def given(counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
-    """Raises ModelError: impossible counts."""
+    """Check the given numbers of layers of the stages. Raises ModelError: they do not fit."""
     _check_stages(layers, stages)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         raise ModelError(

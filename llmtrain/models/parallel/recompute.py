@@ -95,7 +95,7 @@ class _Give(OperatorMode):
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Does not wait for the device."""
+    """Return the state of the device's random numbers, without waiting for the device."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
@@ -220,7 +220,7 @@ def _random_numbers(device: torch.device, state: tuple[Tensor, Tensor | None] | 
 
 
 def tile_mlps(mlps: Iterable[nn.Module], tile: int) -> None:
-    """Call it before DeepSpeed takes the model."""
+    """Let these MLPs compute `tile` tokens at a time. Call it before DeepSpeed takes the model."""
     for mlp in mlps:
         mlp.forward = tiled(mlp, tile)
         set_z3_leaf_module(mlp, True)  # ZeRO 3: its weights are gathered once for all slices, not for each

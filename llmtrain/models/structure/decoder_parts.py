@@ -83,7 +83,8 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """Paths are dotted module names in the model: with ".weight" they are Hugging Face's parameter names."""
+    """The parts of a decoder. Paths are dotted module names in the model: with ".weight" they are Hugging Face's
+    parameter names."""
 
     embedding: str
     before: tuple[Before, ...]

@@ -363,7 +363,8 @@ class _OfLayer:
 
 @with_values()
 def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
-    """`hf` may be on the meta device. Raises ModelError: no layer has a part that can be sharded."""
+    """Find the parts of a model that tensor-parallel ranks can share. `hf` may be on the meta device. Raises
+    ModelError: no layer has such a part."""
     small = probe_copy(hf)
     config = small.config
     heads = config.num_attention_heads

@@ -83,7 +83,7 @@ def check_same_structure(hf: nn.Module, small: nn.Module) -> None:
 
 
 def structure(module: nn.Module) -> frozenset[tuple[str, int]]:
-    """Its parameters, without numbers in names and without sizes."""
+    """Return a module's parameters, without numbers in names and without sizes."""
     return frozenset((re.sub(r"\d+", "*", name), parameter.dim()) for name, parameter in module.named_parameters())
 
 

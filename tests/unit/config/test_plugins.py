@@ -241,7 +241,7 @@ class Whole(Muon, choice="whole"):
             "optim.name steps: build: NotImplementedError: an optimizer needs a method build(groups)",
         ),
         ("--optim.name whole", "optim.name whole: it inherits from an optimizer that steps matrices as a whole"),
-        ("--metrics.value", "metrics.value: values gives (); wanted is a tensor of a value for each token"),
+        ("--metrics.value", "metrics.value: values gives (); it must return a tensor of a value for each token"),
     ],
 )
 def test_a_plugins_formula_is_tried_at_the_check(

@@ -162,7 +162,7 @@ def test_a_damaged_shard_is_fetched_twice_and_named(folder: Path, tmp_path: Path
     (folder / "train-00005.bin").write_bytes(bytes(2 * TOKENS))
     prepared, cache = opened(folder, tmp_path)
     Lag.asked.clear()
-    with pytest.raises(DataError, match=r"prepared/train-00005\.bin: its checksum is not that of manifest\.json"):
+    with pytest.raises(DataError, match=r"prepared/train-00005\.bin: its checksum differs from manifest\.json"):
         download(prepared, cache, ["train-00005.bin"])
     assert Lag.asked == ["train-00005.bin"] * 2
     assert not shards_in(prepared) and not list(prepared.folder.glob("*.partial"))

@@ -59,7 +59,7 @@ def test_every_form_of_a_question(tmp_path: Path, record: dict[str, Any], messag
     [
         ({"messages": ASKED[:2]}, "a prompt must end with the message to answer"),
         ({"text": "what"}, "no prompt in it"),
-        ({"messages": [{"role": "system", "content": "be"}]}, "nothing asks for an answer"),
+        ({"messages": [{"role": "system", "content": "be"}]}, "and nothing to answer"),
         ({"prompt": " "}, "is empty"),
         ({"prompt": 3}, "neither a text nor messages"),
         ({"prompt": "what " * 50}, "it has 269 tokens, --max-tokens is 100$"),

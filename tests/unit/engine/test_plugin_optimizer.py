@@ -74,7 +74,7 @@ class Mine(Optimizer, choice="mine"):
         ("undeclared", "()", "return Own(groups)", "its class says state = (). Write state = ('m',)"),
         ("ones", "('m',)", "return Own(groups)", "do not step like the whole tensor"),
         ("raises", "()", "return Own(groups)", "step: {path} line 20: RuntimeError: as asked"),
-        ("sign", "()", "return groups", "build gives list; wanted is a torch.optim.Optimizer of all its groups"),
+        ("sign", "()", "return groups", "build returns list; it must return a torch.optim.Optimizer of all its groups"),
         ("sign", "()", "return Own(grps)", "build: {path} line 26: NameError: name 'grps' is not defined"),
     ],
 )

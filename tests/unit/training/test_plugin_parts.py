@@ -68,7 +68,7 @@ def test_whatever_a_method_raises_is_named_and_asks_all_ranks_to_stop(method: st
     ("method", "what", "told"),
     [
         ("request", "3", "it returns 3, but must return None or Request()"),
-        ("after_step", "3", "it returns int; wanted is None"),
+        ("after_step", "3", "it returns int, but must return None"),
         ("figures", "3", "AttributeError: 'int' object has no attribute 'items'"),
     ],
 )
