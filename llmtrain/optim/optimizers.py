@@ -22,7 +22,7 @@ class Group:
 
     name: str
     parameters: Iterable[Any]
-    """Those that do not train may be among them."""
+    """Its parameters; some of them may not train."""
     settings: Mapping[str, Any]
     """As of `Optimizer.group`, such as `{**self.group(), "lr": 1e-3}`."""
     state: tuple[str, ...] = ()
@@ -46,9 +46,9 @@ class Optimizer(Choice, section="optim"):
     state: ClassVar[tuple[str, ...]] = ()
     """Kinds of tensor that it may keep for a parameter, named as in checkpoints."""
     state_of_groups: ClassVar[tuple[str, ...]] = ()
-    """Those of them that only parameters of `groups` have."""
+    """The kinds in `state` that only parameters of `groups` have."""
     moments: ClassVar[int] = 2
-    """Largest number of them for one parameter."""
+    """Largest number of moments of one parameter."""
     host_ops: ClassVar[tuple[str, ...]] = ()
     """DeepSpeed's ops that are built at the start when its state is offloaded; everything else is torch's."""
     rules: ClassVar[tuple[Rule, ...]] = ()

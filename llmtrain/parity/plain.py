@@ -401,7 +401,7 @@ class PlainOptimizer:
         return norm
 
     def first_moments(self) -> dict[str, Tensor]:
-        """Return AdamW's or Lion's, by name."""
+        """Return the first moments of AdamW or Lion, by name."""
         if self._of_plugin is not None:
             return {}
         return {name: moment.cpu().clone() for name, moment in self._first.items() if name not in self._muon}

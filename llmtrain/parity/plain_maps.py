@@ -21,7 +21,8 @@ from llmtrain.parity.small import LoudSource, noise
 
 
 class LoudAdapter(AdaptedSource):
-    """Initial values with B not 0 and magnitudes unlike their row's length; else the first loss shows no adapter."""
+    """Initial values with B not 0 and magnitudes unlike their row's length; otherwise the first loss would not depend
+    on the adapter."""
 
     def _first(self, name: str) -> Tensor:
         values = super()._first(name)

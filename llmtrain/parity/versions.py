@@ -107,7 +107,7 @@ class Asked:
     """The comparison that a user asks for."""
 
     run: Run
-    """With the small copy's settings."""
+    """The run with the small copy's settings."""
     steps: int
     cpu: bool
     worker: str
@@ -151,7 +151,7 @@ def same_in_both(folder: Path, asked: Asked, plans: dict[str, Run], pythons: lis
 
 
 def values_of(source: ParameterSource) -> dict[str, Tensor]:
-    """Flat."""
+    """Return the flat values of a source, by name."""
     return {name: source.read(name, 0, math.prod(source.shape(name))) for name in source.order()}
 
 

@@ -167,7 +167,7 @@ def comparisons(precisions: list[str], steps: int, *, fp8: bool) -> list[tuple[s
 
 
 def worst_of(codes: list[int]) -> int:
-    """A different training is an answer even if another comparison has none."""
+    """Return the worst of some exit codes: a different training counts even if another comparison has no answer."""
     return next(code for code in (PARTS, NO_ANSWER, SAME) if code in codes)
 
 
@@ -230,7 +230,7 @@ def bluntness(name: str, verdict: Verdict, *, sharp: bool) -> list[str]:
 
 
 def report(title: str, verdict: Verdict, likely: str = "", passes: str = "PASS") -> list[str]:
-    """`passes`: the word for a pass."""
+    """Print a verdict. `passes`: the word for a pass."""
     lines = [f"  {passes if verdict.passed else 'FAIL'}  {title}"]
     for kind, worst in verdict.worst.items():
         where = f"step {worst.step}" + (f", {worst.name}" if worst.name else "")
