@@ -110,7 +110,7 @@ def test_a_reference_column_that_is_one_row_off_ends_the_run_at_its_start(
     assert math.isclose(first_loss(tmp_path / "b/run"), math.log(2), abs_tol=1e-6)
     late_by_one(data)
     said = refused(file, "objective.name dpo: before the first step the model and its reference have the same weights")
-    assert "of an answer differs from the reference's" in said and "llmtrain reference RUN.yaml" in said
+    assert "log-probabilities of an answer differ by" in said and "llmtrain reference RUN.yaml" in said
 
 
 def test_a_column_whose_prompts_with_other_answers_are_off_ends_a_run_of_kto(
@@ -120,7 +120,7 @@ def test_a_column_whose_prompts_with_other_answers_are_off_ends_a_run_of_kto(
     file = recipe(tmp_path / "a", base, data, {"name": "kto"})
     write_column(file, warm)
     late_by_one(data, from_half=True)
-    refused(file, "log-probability of a prompt with the answer to another differs")
+    refused(file, "log-probabilities of a prompt with the answer to another differ by")
 
 
 def other_sign(_: int) -> None:

@@ -219,8 +219,7 @@ def read_run(config: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
     if mix.bf16_moments:
         notes.append(
             f"{path}: bf16.bf16_optimizer_states: moments are kept in bf16, and the moments of a checkpoint are "
-            "rounded "
-            "to bf16 when it is loaded; master weights stay fp32, where DeepSpeed alone would ask for bf16"
+            "rounded to bf16 when it is loaded; master weights stay fp32, where DeepSpeed alone would ask for bf16"
         )
     if zero:
         tree["zero_optimization"] = zero

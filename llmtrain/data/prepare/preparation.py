@@ -210,7 +210,7 @@ def _check_splits(
         raise DataError(f"--validation-source {given}: it gives no document; add text, or {without}")
     count = sum(documents.values())
     least = math.ceil(lowest_draw * 1000 + 1e-9) / 1000
-    larger = f"hold out more: at least --validation-fraction {least:.3f} holds one out; or " if least < 1 else ""
+    larger = f"hold out more: --validation-fraction {least:.3f} or more; or " if least < 1 else ""
     raise DataError(
         f"--validation-fraction {settings.fraction}: by chance none of {_documents(count)} is in the validation "
         "split, so there would be no validation loss. Give text for validation: --validation-source FILE; or "

@@ -255,7 +255,7 @@ def test_a_folder_that_is_not_as_it_was_is_refused(
     places = {"A": at(outside, 1), "B": at(outside, 2), "OUT": tmp_path / "out", "RUN": outside}
     code, out, err = say(*(places.get(word, word) for word in command.split()))
     assert code == {"v": 1, "p": 0}.get(command[0], 2), (out, err)
-    assert str(tmp_path / "hf") in out + err and "as they were when the run began. Put that folder" in out + err
+    assert str(tmp_path / "hf") in out + err and "as it was when the run began. Put that folder" in out + err
     assert "a resume reads model.pretrained instead" in out + err
     assert (UP if how == "changed" else "hf/model-") in out + err or how == "other"
     assert not (tmp_path / "out").exists()

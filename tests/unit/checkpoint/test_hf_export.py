@@ -304,7 +304,7 @@ def test_a_tied_weight_that_is_written_twice_or_reshaped_is_seen(tmp_path, monke
     embedding = "model.embed_tokens.weight"
     for says, change in (
         (r"lm_head\.weight is missing or superfluous", lambda old: {"lm_head.weight": old[embedding].clone()}),
-        (r"embed_tokens\.weight has shape \[32, 96\]", lambda old: {embedding: old[embedding].reshape(32, 96)}),
+        (r"embed_tokens\.weight has the shape \[32, 96\]", lambda old: {embedding: old[embedding].reshape(32, 96)}),
     ):
 
         def write_and_change(folder, *args, change=change):

@@ -216,7 +216,7 @@ def test_code_in_a_folder_runs_only_when_it_is_trusted(folder, monkeypatch, tmp_
     [
         ({"num_hidden_layers": 3}, r"lacks 9 of the 30 parameters of LlamaForCausalLM, first model\.layers\.2"),
         ({"num_hidden_layers": 1}, r"holds 9 tensors"),
-        ({"intermediate_size": 64}, r"mlp\.\w+\.weight has shape \[.*\], config\.json makes it \["),
+        ({"intermediate_size": 64}, r"mlp\.\w+\.weight has the shape \[.*\], but \[.*\] by config\.json"),
         ({"tie_word_embeddings": True}, r"ties lm_head\.weight to model\.embed_tokens\.weight, but they differ"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantized weights are not read"),
         ({"model_type": "no_such"}, "is not a model configuration"),
@@ -250,4 +250,4 @@ def test_a_part_of_a_fused_parameter_that_is_missing(tmp_path):
     save_file({name: value for name, value in tensors.items() if name != lost}, folder / "model.safetensors")
     refused(folder, rf"lacks {lost}, a part of the model's model\.layers\.1\.mlp\.experts\.gate_up_proj")
     save_file({**tensors, lost: tensors[lost][:-1].clone()}, folder / "model.safetensors")
-    refused(folder, rf"{lost} has shape \[47, 32\], not \[48, 32\]")
+    refused(folder, rf"{lost} has the shape \[47, 32\] instead of \[48, 32\]")

@@ -318,9 +318,9 @@ def test_what_a_record_tells_its_template_is_told(encoder: Encoder) -> None:
         (row,) = one.rows(record(talk("q", "a"), chat_template_kwargs=said))
         assert text_of(one, row.ids).startswith(f"<|im_start|>system\nReasoning: {wanted}<|im_end|>"), (said, of_all)
     for said, reason in (
-        ({"efort": "high"}, "reads no 'efort', which the"),
+        ({"efort": "high"}, "sets 'efort' for the template, which does not read it"),
         ("x", "is a string and no JSON"),
-        ({"messages": []}, "has 'messages', which is no"),
+        ({"messages": []}, "has 'messages', which a record may not set"),
         ([1], "is list, not an"),
     ):
         with pytest.raises(RefusedError, match=reason):

@@ -266,7 +266,7 @@ def test_rows_say_which_tokens_are_counted(texts: Path, tmp_path: Path, capsys: 
     assert stream.read(0, 7).tolist() == [*rows[0], *rows[1]]
     assert (stream.counted(0, 7) == [False, False, True, True, False, True, True]).all()
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "set/rejected.jsonl").read_text().splitlines()]
-    for reason, expected in zip(reasons, ("do not shift", "3 input_ids and 2", "neither", "no list"), strict=True):
+    for reason, expected in zip(reasons, ("do not shift", "3 input_ids and 2", "neither", "not a list"), strict=True):
         assert expected in reason
     capsys.readouterr()
     assert prepare(tmp_path / "a.jsonl", tmp_path / "plain", texts) == 2

@@ -203,10 +203,10 @@ def test_the_rehearsal_notices_a_wrong_cut() -> None:
     ]
     layer = small.get_submodule("transformer.h.1")
     with attention_seen(small):
-        assert rehearse(layer, watch.calls[0], right, [], "attn", heads=4, kv_heads=4) == ("split_size",)
+        assert rehearse(layer, watch.calls[0], right, [], "attn", heads=(4, 4)) == ("split_size",)
         wrong = [Map(path="attn.c_attn", column=True, transposed=True, sections=None, bias=True), right[1]]
         with pytest.raises(ModelError, match="give another result than one rank"):
-            rehearse(layer, watch.calls[0], wrong, [], "attn", heads=4, kv_heads=4)
+            rehearse(layer, watch.calls[0], wrong, [], "attn", heads=(4, 4))
 
 
 def test_no_thread_of_a_proof_outlives_it() -> None:
