@@ -15,8 +15,6 @@ import xxhash
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
 from llmtrain.data.kinds import RowKind
-from llmtrain.data.kinds.packing import AnswerReader, RowReader
-from llmtrain.data.kinds.text import TextReader
 from llmtrain.data.manifest import SPLITS, Manifest, Split, other_begin
 from llmtrain.data.shards import FileSum, PreparedSet
 from llmtrain.data.stream.order import Mixture, permute, position_of
@@ -25,6 +23,8 @@ from llmtrain.data.windows import IGNORED, Window
 from llmtrain.objectives.by_token import Distill
 
 if TYPE_CHECKING:
+    from llmtrain.data.kinds.packing import RowReader
+    from llmtrain.data.kinds.text import TextReader
     from llmtrain.data.origins import Origins
     from llmtrain.data.stream.reference_and_teacher import TeacherColumn
 
@@ -108,6 +108,7 @@ class TrainData:
     def take_reference(self, precision: str) -> list[str]:
         """Add the reference's log-probabilities to the answers; returns each set's hash of the weights. Raises
         DataError when a set's column is missing or of other data."""
+        from llmtrain.data.kinds.packing import AnswerReader
         from llmtrain.data.stream.reference_and_teacher import read_reference
 
         hashes = []
