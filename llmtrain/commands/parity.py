@@ -9,6 +9,7 @@ from llmtrain.commands import completion
 from llmtrain.config.load import command_words, configs_in, parse, run_words
 from llmtrain.config.pinned import fetched
 from llmtrain.config.problems import COMMAND_LINE, stop
+from llmtrain.config.run import Run
 from llmtrain.parity.small_run import usual_ranks, wanted
 
 DESCRIPTION = """\
@@ -22,25 +23,31 @@ WORKER = "llmtrain.parity.trainer"
 
 def main(argv: list[str], worker: str = WORKER) -> int:
     """Returns the exit code. `worker`: the module that each rank runs. Raises UserError."""
-    args, words = _arguments(argv)
+    args, words = arguments(make_parser(), argv)
+    user, ranks, cpu = asked_run(args, words)
+    from llmtrain.parity.worlds import Asked, compare_worlds  # --help needs no torch
+
+    asked = Asked(run=user, steps=args.steps, cpu=cpu, worker=worker)
+    return compare_worlds(", ".join(configs_in(words)), asked, ranks)
+
+
+def asked_run(args: argparse.Namespace, words: list[str]) -> tuple[Run, list[int], bool]:
+    """Return the user's run, the world sizes to compare, and True for ranks on the CPU. Raises UserError."""
     parsed = parse(words, check_paths=False)
     user = wanted(fetched(parsed.config)[0], parsed.places)
     ranks = args.ranks or usual_ranks(user.mix.degrees)
     cpu = _on_cpu(args.device, max(ranks))
     if cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    from llmtrain.parity.worlds import Asked, compare_worlds  # --help needs no torch
-
-    asked = Asked(run=user, steps=args.steps, cpu=cpu, worker=worker)
-    return compare_worlds(", ".join(configs_in(words)), asked, ranks, args.against)
+    return user, ranks, cpu
 
 
-def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the command's own arguments, and the words of the run."""
+def make_parser(more: str = "") -> argparse.ArgumentParser:
+    """`more`: the usage of other arguments."""
     parser = argparse.ArgumentParser(
         prog="llmtrain parity",
-        usage="llmtrain parity RUN.yaml [--SECTION.FIELD VALUE ...] [--ranks N,N] [--steps N] [--device auto|cpu|cuda] "
-        "[--against VENV]",
+        usage="llmtrain parity RUN.yaml [--SECTION.FIELD VALUE ...] [--ranks N,N] [--steps N] "
+        f"[--device auto|cpu|cuda]{more}",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Other --SECTION.FIELD VALUE pairs override the YAML, as in `llmtrain config check`.",
@@ -59,7 +66,11 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default="auto",
         help="auto: cuda with a GPU for each rank, else cpu",
     )
-    parser.add_argument("--against", metavar="VENV", help="another environment to compare with, instead of PyTorch")
+    return parser
+
+
+def arguments(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the command's own arguments, and the words of the run. Raises ConfigError."""
     completion.offer_run(parser)
     args, words = command_words(parser, argv)
     words = run_words(words)

@@ -13,9 +13,10 @@ import math
 import os
 import pickle
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from llmtrain.base.errors import UserError
 from llmtrain.config import plugins
 from llmtrain.config.problems import COMMAND_LINE, stop
 from llmtrain.config.run import Run
-from llmtrain.engine.ranks.local_ranks import RankError, Ranks
+from llmtrain.engine.ranks.local_ranks import RankError
 from llmtrain.models.own_settings import trained_names
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
@@ -39,11 +40,11 @@ from llmtrain.parity.compare import MOVEMENT, NORM, SPREADS, Difference, share
 from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.small import noise
 from llmtrain.parity.small_run import PLAN
+from llmtrain.parity.worlds import PARTS, SAME, AgainstPlain, Asked
 from llmtrain.storage.pieces import byte_view
 
 FIRST = "first.pt"
 """File of the first values that an environment draws itself."""
-TIMEOUT_S = 900.0
 _NUDGED = 3
 """Trainings here whose weights differ by rounding; the tolerance is SPREADS times their largest difference."""
 _NUDGE = {"fp32": 2.5e-7, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -102,19 +103,27 @@ def package_lines(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:
             yield f"  only {title}: {', '.join(sorted(alone))}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The comparison that a user asks for."""
+class AgainstEnvironment(AgainstPlain):
+    """The ranks here against the ranks of another environment."""
 
-    run: Run
-    """With the small copy's settings."""
-    steps: int
-    cpu: bool
-    worker: str
-    """The module that each rank runs."""
+    def __init__(self, given: str) -> None:
+        """`given`: as for `packages_of`. Raises ConfigError."""
+        self._environments = [packages_of(python) for python in (sys.executable, given)]
 
-    def ranks(self, folder: Path, world_size: int, **others: Any) -> Ranks:
-        return Ranks(folder, world_size, cpu=self.cpu, module=self.worker, timeout_s=TIMEOUT_S, **others)
+    def comparable(self, user: Run) -> Run:
+        model = replace(user.config.model, compile_layers=False)  # a compiled layer calls no hooks of its parts
+        return replace(user, config=replace(user.config, model=model))
+
+    def before_ranks(self, user: Run) -> Iterator[int]:
+        here, there = (packages for _, packages in self._environments)
+        print("\n".join(package_lines(here, there)), flush=True)
+        yield from ()
+
+    def of_worlds(self, user: Run, worlds: list[int]) -> Iterator[int]:
+        yield from ()
+
+    def of_ranks(self, folder: Path, asked: Asked, plans: dict[str, Run]) -> int:
+        return SAME if same_in_both(folder, asked, plans, [python for python, _ in self._environments]) else PARTS
 
 
 def same_in_both(folder: Path, asked: Asked, plans: dict[str, Run], pythons: list[str]) -> bool:
