@@ -450,7 +450,6 @@ def finish(
         lines.append(("Hugging Face", str(folder.export)))
         if config.train.export_to is not None:
             _upload(config.train.export_to, newest, folder, tracker)
-    lines.append(("plots", f"llmtrain report {folder.path}"))
     if validation_loss is None:
         log.info("no validation loss: train.eval is off")
     elif not isinstance(config.objective, NextToken):
@@ -458,7 +457,7 @@ def finish(
     else:
         log.info(f"validation loss {validation_loss:.4f} nats/token (perplexity {perplexity(validation_loss):.2f})")
     for feature in features.asked(config):
-        feature.at_end(data, tracker)
+        lines += feature.at_end(data, tracker)
     if config.train.export and config.train.sample_prompt is not None:
         _sample(folder, config.train.sample_prompt, config.train.seed, tracker, device)
         lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))

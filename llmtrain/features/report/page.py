@@ -18,14 +18,17 @@ from llmtrain.base.files import replace_file
 from llmtrain.base.trees import leaves
 from llmtrain.config import strict_yaml
 from llmtrain.features import features
+from llmtrain.features.report.curves import Curve, Curves, smooth
 from llmtrain.objectives.objective import Chart, Objective, accuracies
 from llmtrain.optim.optimizers import Optimizer, norm_of
-from llmtrain.reports.charts import MARKED_BELOW, Curve, Curves, png, smooth
+from llmtrain.reports.charts import png
 from llmtrain.reports.page import escaped, html_page, table
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.metrics import metric_of, perplexity
 
 _EVENTS_SHOWN = 200
+_MARKED_BELOW = 10
+"""Points of a curve that is too short for an average: each gets a mark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +332,7 @@ def _series(metric: str, curve: Curve, name: str, color: int, *, dash: bool) -> 
     shown = sorted({*range(0, len(curve.steps), every), len(curve.steps) - 1})
     x = [curve.steps[index] for index in shown]
     about = {"color": color, "x": x, "dash": dash}
-    few = len(x) < MARKED_BELOW
+    few = len(x) < _MARKED_BELOW
     raw = {**about, "name": name, "y": [curve.values[i] for i in shown], "dots": few or metric.startswith("eval/")}
     if few or metric not in _SMOOTHED:
         return [raw]
