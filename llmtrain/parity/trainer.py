@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from llmtrain.config.plugin_import import use
 from llmtrain.config.run import Run, RunConfig
-from llmtrain.data.stream.run_data import RunData
+from llmtrain.data.stream.train_data import RunData
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.build import join_process_group
 from llmtrain.engine.ranks.local_ranks import failure_reported

@@ -64,8 +64,21 @@ class AgainstPlain:
     NO_ANSWER."""
 
     def comparable(self, user: Run) -> Run:
-        """Return the run with what a comparison needs. Raises ConfigError."""
-        _refuse_other_scales(user)
+        """Return the run with what a comparison needs.
+
+        Raises ConfigError: tensorwise fp8 where ranks and reference scale different tokens. Powers of two would not
+        matter: all but the smallest numbers round equally.
+        """
+        config = user.config
+        shares = {
+            "sequence_parallel_size": user.mix.degrees.sequence > 1,
+            "data.isolate_documents": config.data.isolate_documents,
+            "model.mlp_tile_tokens": config.model.mlp_tile_tokens is not None,
+        }
+        if config.model.fp8 == "tensorwise" and any(shares.values()):
+            key = next(key for key, cut in shares.items() if cut)
+            rule = f"a scale is of all tokens that a map computes at once, and with {key} the reference has others"
+            raise stop("model.fp8", config.model.fp8, rule, "compare with --model.fp8 rowwise")
         return user
 
     def before_ranks(self, user: Run) -> Iterator[int]:
@@ -79,8 +92,29 @@ class AgainstPlain:
         yield SAME if same else PARTS
 
     def of_ranks(self, folder: Path, asked: Asked, plans: dict[str, Run]) -> int:
-        """Raises RankError. `plans`: precision -> the small run."""
-        return _check(folder, asked, plans)
+        """Start the ranks, compute the references in the meantime, compare. Raises RankError. `plans`: precision -> the
+        small run."""
+        user, steps, device = asked.run, asked.steps, torch.device("cpu" if asked.cpu else "cuda")
+        (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps)))))
+        world_size = next(iter(plans.values())).mix.degrees.world_size
+        with asked.ranks(folder, world_size) as ranks:
+            torch.set_num_threads(1)  # small matrices, and the ranks need the cores
+            references = {
+                name: [train_plainly(run, steps, order, device) for order in orders(run.config.model, run.batch)]
+                for name, run in plans.items()
+            }
+            ranks.wait()
+
+        def more(name: str, until: int) -> list[Trace]:
+            every = nudged(orders(plans[name].config.model, plans[name].batch), COUNT)
+            return [train_plainly(plans[name], until, order, device) for order in every]
+
+        codes = []
+        for name, sharp, until in comparisons(list(plans), steps, fp8=user.config.model.fp8 is not None):
+            got = Trace(**torch.load(folder / f"{name}.trace", weights_only=True)).until(until)
+            want = [trace.until(until) for trace in references[name]]
+            codes.append(_tell(user, plans[name], got, want, functools.partial(more, name), sharp=sharp))
+        return worst_of(codes)
 
 
 def compare_worlds(title: str, asked: Asked, worlds: list[int], comparison: AgainstPlain | None = None) -> int:
@@ -137,47 +171,6 @@ def _worlds(title: str, asked: Asked, worlds: list[int], comparison: AgainstPlai
             except RankError as error:
                 print(f"  NO ANSWER  {untrusted.shown(error, lines=True)}", flush=True)
                 yield NO_ANSWER
-
-
-def _refuse_other_scales(user: Run) -> None:
-    """Refuse tensorwise fp8 where ranks and reference scale different tokens. Raises ConfigError. Powers of two would
-    not matter: all but the smallest numbers round equally."""
-    config = user.config
-    shares = {
-        "sequence_parallel_size": user.mix.degrees.sequence > 1,
-        "data.isolate_documents": config.data.isolate_documents,
-        "model.mlp_tile_tokens": config.model.mlp_tile_tokens is not None,
-    }
-    if config.model.fp8 == "tensorwise" and any(shares.values()):
-        key = next(key for key, cut in shares.items() if cut)
-        rule = f"a scale is of all tokens that a map computes at once, and with {key} the reference has others"
-        raise stop("model.fp8", config.model.fp8, rule, "compare with --model.fp8 rowwise")
-
-
-def _check(folder: Path, asked: Asked, plans: dict[str, Run]) -> int:
-    """Start the ranks, compute the references in the meantime, compare. Returns SAME, PARTS or NO_ANSWER; raises
-    RankError."""
-    user, steps, device = asked.run, asked.steps, torch.device("cpu" if asked.cpu else "cuda")
-    (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps)))))
-    world_size = next(iter(plans.values())).mix.degrees.world_size
-    with asked.ranks(folder, world_size) as ranks:
-        torch.set_num_threads(1)  # small matrices, and the ranks need the cores
-        references = {
-            name: [train_plainly(run, steps, order, device) for order in orders(run.config.model, run.batch)]
-            for name, run in plans.items()
-        }
-        ranks.wait()
-
-    def more(name: str, until: int) -> list[Trace]:
-        every = nudged(orders(plans[name].config.model, plans[name].batch), COUNT)
-        return [train_plainly(plans[name], until, order, device) for order in every]
-
-    codes = []
-    for name, sharp, until in comparisons(list(plans), steps, fp8=user.config.model.fp8 is not None):
-        got = Trace(**torch.load(folder / f"{name}.trace", weights_only=True)).until(until)
-        want = [trace.until(until) for trace in references[name]]
-        codes.append(_tell(user, plans[name], got, want, functools.partial(more, name), sharp=sharp))
-    return worst_of(codes)
 
 
 def comparisons(precisions: list[str], steps: int, *, fp8: bool) -> list[tuple[str, bool, int]]:

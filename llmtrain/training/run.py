@@ -33,8 +33,7 @@ from llmtrain.config.plugins import hashes, place_of
 from llmtrain.config.run import Run, RunConfig, same_command
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
-from llmtrain.data.stream.run_data import RunData
-from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.train_data import RunData, TrainData
 from llmtrain.engine.deepspeed.build import join_process_group
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.engine.ranks.device import device_name, max_memory_gib, use_deterministic_kernels
