@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from llmtrain.commands.parity import arguments, asked_run, make_parser
-from llmtrain.config.load import configs_in
+from llmtrain.commands.parity import ask, make_parser
 
-WORKER = "llmtrain.features.environments.trainer"
+WORKER = "llmtrain.features.environments.comparison"
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit code. Raises UserError."""
     parser = make_parser(" --against VENV")
     parser.add_argument("--against", metavar="VENV", help="another environment to compare with, instead of PyTorch")
-    args, words = arguments(parser, argv)
-    user, ranks, cpu = asked_run(args, words)
+    args, title, asked, ranks = ask(parser, argv, WORKER)
     from llmtrain.features.environments.comparison import AgainstEnvironment  # --help needs no torch
-    from llmtrain.parity.worlds import Asked, compare_worlds
+    from llmtrain.parity.worlds import compare_worlds
 
-    asked = Asked(run=user, steps=args.steps, cpu=cpu, worker=WORKER)
-    return compare_worlds(", ".join(configs_in(words)), asked, ranks, AgainstEnvironment(args.against))
+    return compare_worlds(title, asked, ranks, AgainstEnvironment(args.against))

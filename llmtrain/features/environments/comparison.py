@@ -1,7 +1,8 @@
 """Compares a small training in two environments, and finds the first value that differs by more than rounding.
 
 Ranks of both run this llmtrain, with the torch, transformers and DeepSpeed of their environment, from the same first
-values. They keep what each module gets and gives, gradients, moments and updates, in the order of the step.
+values. They keep what each module gets and gives, gradients, moments and updates, in the order of the step. As a
+program: a rank, like parity/trainer.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from llmtrain.config import plugins
 from llmtrain.config.problems import COMMAND_LINE, stop
 from llmtrain.config.run import Run
 from llmtrain.engine.ranks.local_ranks import RankError
+from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.features import parts_of
+from llmtrain.models.adapter import AdaptedSource
 from llmtrain.models.own_settings import trained_names
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
@@ -40,6 +44,7 @@ from llmtrain.parity.compare import MOVEMENT, NORM, SPREADS, Difference, share
 from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.small import noise
 from llmtrain.parity.small_run import PLAN
+from llmtrain.parity.trainer import main, set_up, spec_of, train_steps, whole_tensors
 from llmtrain.parity.worlds import PARTS, SAME, AgainstPlain, Asked
 from llmtrain.storage.pieces import byte_view
 
@@ -242,3 +247,41 @@ def watched(root: nn.Module) -> Iterator[Kept]:
                 if parameter.requires_grad:
                     hooks.enter_context(parameter.register_hook(partial(take, "gradient", own, module)))
         yield kept
+
+
+def train_all(folder: Path, ranks: Ranks, plans: dict[str, Run], steps: int, seeds: int) -> None:
+    """Train the small run of each precision from each seed's first values. Raises UserError, on all ranks."""
+    for name, seed in ((name, seed) for name in plans for seed in range(seeds)):
+        train_watched(plans[name], steps, ranks, folder / f"{name}-{seed}")
+
+
+def train_watched(run: Run, steps: int, ranks: Ranks, start: Path) -> None:
+    """Train from the first values in the file `start`, and keep all values of each step on each rank.
+
+    Raises: UserError, on all ranks.
+    """
+    spec = spec_of(run.config)
+    source = loud_source(spec, run.config.train.seed)
+    if ranks.rank == 0:
+        torch.save({name: summary(value) for name, value in values_of(source).items()}, start.parent / FIRST)
+    setup = set_up(run, ranks, AdaptedSource(source, {}, 0, torch.load(start, weights_only=True)))
+    setup.write()
+    parts = parts_of(setup)
+    for step in range(steps):
+        with watched(setup.engine.module.hf) as kept:
+            trace = train_steps(setup, step, step + 1, parts)
+        moments = whole_tensors(setup.engine, ranks, "exp_avg")
+        if ranks.rank == 0:
+            before, after = trace.parameters
+            kept["loss", "", 0] = "the objective", summary(torch.tensor(trace.losses))
+            for name, moment in moments.items():
+                kept["first moment", name, 0] = "reduction, clipping or betas", summary(moment)
+            kept["gradient norm", "", 0] = "the engine", summary(torch.tensor(trace.norms))
+            for name, value in after.items():
+                kept["update", name, 0] = "the optimizer", summary(value - before[name])
+        torch.save(kept, f"{start}.{step + 1}.{ranks.rank}")
+    setup.engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], train_all))

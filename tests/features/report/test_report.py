@@ -15,8 +15,7 @@ import pytest
 
 from llmtrain.base.errors import UserError
 from llmtrain.features.report.command import main
-from llmtrain.features.report.curves import smooth
-from llmtrain.features.report.page import charts_of, curves_of, facts_of, load, why_slow
+from llmtrain.features.report.page import charts_of, curves_of, facts_of, load, smooth, why_slow
 from llmtrain.tracking.local import JsonLines
 from tests.helpers.pages import Page
 
