@@ -46,7 +46,6 @@ from llmtrain.objectives.by_token import NextToken
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 from llmtrain.tracking.metrics import perplexity
-from llmtrain.tracking.sink import Sink
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.guards import DataCheck, Limits, SkippedSteps
 from llmtrain.training.parts import Done, Launch, Part
@@ -302,24 +301,20 @@ def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any
             stack.callback(part.close, error)
 
 
-def _trackers(config: RunConfig) -> dict[str, Sink]:
-    named = {f"trackers.{name}": sink for name, sink in config.trackers.items()}
-    return {**features.trackers(vars(config)), **named}
-
-
 def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict[str, Any]) -> Tracker:
-    first = setup.ranks.rank == 0
+    config, first = setup.run.config, setup.ranks.rank == 0
+    named = {f"trackers.{name}": sink for name, sink in config.trackers.items()}
     return Tracker(
         folder.path,
         run_id=start.run_id,
-        config={"run": asdict(setup.run.config), "deepspeed": setup.run.deepspeed, "environment": environment}
+        config={"run": asdict(config), "deepspeed": setup.run.deepspeed, "environment": environment}
         | {"parameters": setup.spec.facts.parameters},
         total_steps=setup.run.max_steps,
         enabled=first,
         start_step=start.position.step,
-        trackers=_trackers(setup.run.config) if first else {},
+        trackers={**features.trackers(vars(config)), **named} if first else {},
         where=place_of,
-        norm=norm_of(setup.run.config.optim.name, zero=setup.run.mix.zero_stage > 0),
+        norm=norm_of(config.optim.name, zero=setup.run.mix.zero_stage > 0),
         show=messages.show_progress(),
     )
 
