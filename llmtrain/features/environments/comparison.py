@@ -39,7 +39,7 @@ from llmtrain.models.adapter import AdaptedSource
 from llmtrain.models.own_settings import trained_names
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure.small_copy import tensors_of
+from llmtrain.models.structure.calls import tensors_of
 from llmtrain.parity.compare import MOVEMENT, NORM, SPREADS, Difference, share
 from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.small import noise
