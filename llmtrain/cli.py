@@ -26,7 +26,6 @@ CORE: dict[str, tuple[str, str]] = {
     "train": ("llmtrain.commands.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
     "parity": ("llmtrain.commands.parity", "hold a small copy of a run against plain PyTorch in one process"),
     "generate": ("llmtrain.commands.generate", "print a continuation of a prompt"),
-    "report": ("llmtrain.commands.report", "draw a run's loss, throughput and memory"),
     "checkpoint": ("llmtrain.commands.checkpoint", "list, verify, compare, convert and delete checkpoints"),
 }
 """Command -> (module with its `main`, what it does)."""

@@ -12,7 +12,9 @@ Each choice is a frozen keyword-only dataclass, each entry a keyword-only one. T
 
 from __future__ import annotations
 
+import importlib
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Self
@@ -113,6 +115,25 @@ def default_of(item: Field[Any]) -> Any:
     return item.metadata.get("default", item.default)
 
 
+class Classes(UserDict[str, Any]):
+    """Classes of a section by their names, in order.
+
+    The name of a module may stand for the class that it defines: the module is imported when the class is asked for.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        if isinstance(module := self.data[name], str):
+            importlib.import_module(module)
+        return self.data[name]
+
+    def __setitem__(self, name: str, cls: type) -> None:
+        """Raise ValueError if another module's class has this name."""
+        taken = self.data.get(name, cls)
+        if cls.__module__ != (taken if isinstance(taken, str) else taken.__module__):
+            raise ValueError(f"the name {name!r} of class {cls.__name__} is taken by {self[name].__qualname__}")
+        self.data[name] = cls
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """Base of the sections whose class is selected by a name in the section, such as `schedule.name`."""
@@ -120,8 +141,8 @@ class Choice:
     SECTION: ClassVar[str]
     SELECTOR: ClassVar[str]
     """The field that selects the class; a section's base class declares it, with init=False."""
-    CHOICES: ClassVar[dict[str, type[Any]]]
-    """Name -> class, in the order of their definition; the section's own, shared by its classes."""
+    CHOICES: ClassVar[Classes]
+    """The section's own, shared by its classes."""
     KEYWORD: ClassVar[str] = "choice"
     """Word that names a class in its definition."""
 
@@ -130,12 +151,11 @@ class Choice:
     ) -> None:
         super().__init_subclass__(**others)
         if section is not None:
-            cls.SECTION, cls.SELECTOR, cls.CHOICES = section, selector, {}
+            cls.SECTION, cls.SELECTOR, cls.CHOICES = section, selector, Classes()
         if choice is not None:  # a field of each class with one value: so it is in every dump
-            refuse_taken(cls, choice, cls.CHOICES)
+            cls.CHOICES[choice] = cls
             cls.__annotations__ = {**inspect.get_annotations(cls), cls.SELECTOR: "str"}
             setattr(cls, cls.SELECTOR, field(default=choice, init=False))
-            cls.CHOICES[choice] = cls
 
     @classmethod
     def of(cls, name: str, /, **values: Any) -> Self:
@@ -179,8 +199,8 @@ class Entry:
     NAME: ClassVar[str]
     """Key of the class in its section."""
     KEYWORD: ClassVar[str] = "entry"
-    SECTIONS: ClassVar[dict[str, dict[str, type[Any]]]] = {}
-    """Section -> name -> class, for all sections of entries."""
+    SECTIONS: ClassVar[dict[str, Classes]] = {}
+    """Section -> its classes, for all sections of entries."""
     OF_SECRETS: ClassVar[str] = "an environment variable"
     """Where a secret of it belongs, for the message that refuses one in the YAML."""
 
@@ -188,17 +208,10 @@ class Entry:
         super().__init_subclass__(**others)
         if section is not None:
             cls.SECTION = section
-            Entry.SECTIONS.setdefault(section, {})
+            Entry.SECTIONS.setdefault(section, Classes())
         if entry is not None:
-            refuse_taken(cls, entry, Entry.SECTIONS[cls.SECTION])
-            cls.NAME = entry
             Entry.SECTIONS[cls.SECTION][entry] = cls
-
-
-def refuse_taken(cls: type, name: str, classes: Mapping[str, type]) -> None:
-    """Raise ValueError if another module's class has this name."""
-    if name in classes and classes[name].__module__ != cls.__module__:
-        raise ValueError(f"the name {name!r} of class {cls.__name__} is taken by {classes[name].__qualname__}")
+            cls.NAME = entry
 
 
 def either(names: list[str]) -> str:

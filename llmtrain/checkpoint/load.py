@@ -96,7 +96,8 @@ def resume(
             what = f"took the parameters of {candidate} (step {reader.manifest.step})"
             taken = [f"{what}; moments, schedule and data begin again"]
         else:
-            taken = _taken_all(candidate, saved, current)
+            taken = [f"resumed from {candidate} at step {saved.step}"]
+            taken += [*(f"changed since: {line}" for line in saved.differences(current)), *_rate_jump(saved, current)]
         return Resumed(
             folder=candidate,
             trainer=saved,
@@ -110,14 +111,6 @@ def resume(
         f"no checkpoint can be resumed from. {' | '.join(rejected.values())}. Name another one (resume: PATH), or "
         "start over in another train.run_dir: training never begins on top of damaged checkpoints."
     )
-
-
-def _taken_all(folder: Path, saved: TrainerState, now: TrainerState) -> list[str]:
-    return [
-        f"resumed from {folder} at step {saved.step}",
-        *(f"changed since: {line}" for line in saved.differences(now)),
-        *_rate_jump(saved, now),
-    ]
 
 
 def _rate_jump(saved: TrainerState, now: TrainerState) -> list[str]:

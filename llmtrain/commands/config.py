@@ -28,7 +28,7 @@ from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.epoch import sequences_of_epoch
 
 if TYPE_CHECKING:  # without torch at run time
-    from llmtrain.data.stream.run_data import RunData
+    from llmtrain.data.stream.train_data import RunData
     from llmtrain.models.spec import ModelFacts
 
 USAGE = """\

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from llmtrain.commands import completion
 from llmtrain.config.load import command_words, configs_in, parse, run_words
 from llmtrain.config.pinned import fetched
 from llmtrain.config.problems import COMMAND_LINE, stop
 from llmtrain.parity.small_run import usual_ranks, wanted
+
+if TYPE_CHECKING:
+    from llmtrain.parity.worlds import Asked
 
 DESCRIPTION = """\
 Train a small copy of the run's model under the run's own DeepSpeed JSON, on a few ranks of this machine, and compare
@@ -22,25 +26,18 @@ WORKER = "llmtrain.parity.trainer"
 
 def main(argv: list[str], worker: str = WORKER) -> int:
     """Returns the exit code. `worker`: the module that each rank runs. Raises UserError."""
-    args, words = _arguments(argv)
-    parsed = parse(words, check_paths=False)
-    user = wanted(fetched(parsed.config)[0], parsed.places)
-    ranks = args.ranks or usual_ranks(user.mix.degrees)
-    cpu = _on_cpu(args.device, max(ranks))
-    if cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    from llmtrain.parity.worlds import Asked, compare_worlds  # --help needs no torch
+    _, title, asked, ranks = ask(make_parser(), argv, worker)
+    from llmtrain.parity.worlds import compare_worlds  # --help needs no torch
 
-    asked = Asked(run=user, steps=args.steps, cpu=cpu, worker=worker)
-    return compare_worlds(", ".join(configs_in(words)), asked, ranks, args.against)
+    return compare_worlds(title, asked, ranks)
 
 
-def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the command's own arguments, and the words of the run."""
+def make_parser(more: str = "") -> argparse.ArgumentParser:
+    """`more`: the usage of other arguments."""
     parser = argparse.ArgumentParser(
         prog="llmtrain parity",
-        usage="llmtrain parity RUN.yaml [--SECTION.FIELD VALUE ...] [--ranks N,N] [--steps N] [--device auto|cpu|cuda] "
-        "[--against VENV]",
+        usage="llmtrain parity RUN.yaml [--SECTION.FIELD VALUE ...] [--ranks N,N] [--steps N] "
+        f"[--device auto|cpu|cuda]{more}",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Other --SECTION.FIELD VALUE pairs override the YAML, as in `llmtrain config check`.",
@@ -59,13 +56,27 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default="auto",
         help="auto: cuda with a GPU for each rank, else cpu",
     )
-    parser.add_argument("--against", metavar="VENV", help="another environment to compare with, instead of PyTorch")
+    return parser
+
+
+def ask(
+    parser: argparse.ArgumentParser, argv: list[str], worker: str
+) -> tuple[argparse.Namespace, str, Asked, list[int]]:
+    """Return the command's own arguments, the run's YAML, the comparison, and the world sizes. Raises UserError."""
     completion.offer_run(parser)
     args, words = command_words(parser, argv)
     words = run_words(words)
     if not 1 <= args.steps <= 1000:
         raise stop("--steps", args.steps, "must be from 1 to 1000", "write --steps 20", COMMAND_LINE)
-    return args, words
+    parsed = parse(words, check_paths=False)
+    user = wanted(fetched(parsed.config)[0], parsed.places)
+    ranks = args.ranks or usual_ranks(user.mix.degrees)
+    cpu = _on_cpu(args.device, max(ranks))
+    if cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from llmtrain.parity.worlds import Asked
+
+    return args, ", ".join(configs_in(words)), Asked(run=user, steps=args.steps, cpu=cpu, worker=worker), ranks
 
 
 def _whole_numbers(text: str) -> list[int]:

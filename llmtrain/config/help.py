@@ -10,7 +10,7 @@ import json
 import operator
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -91,18 +91,14 @@ def _entry(field: FieldOf) -> FieldEntry:
     cls, item, doc = field.cls, field.item, _doc(field.cls, field.item.name)
     default = "required"
     if field.is_selector:
-        doc, default = _with_choices(doc, cls.CHOICES), show(default_choice(cls.SECTION))
+        described = (f"{name}: {' '.join((inspect.getdoc(one) or '').split())}" for name, one in cls.CHOICES.items())
+        doc, default = " ".join((doc, *described)), show(default_choice(cls.SECTION))
     elif not is_required(item):
         default = show(default_of(item) if item.default_factory is MISSING else item.default_factory())
     about = item.metadata
     return FieldEntry(
         key=field.key, kind=field.kind, default=default, doc=doc, bound=about.get("bound"), line=about.get("line")
     )
-
-
-def _with_choices(doc: str, choices: Mapping[str, type]) -> str:
-    described = (f"{name}: {' '.join((inspect.getdoc(cls) or '').split())}" for name, cls in choices.items())
-    return " ".join((doc, *described))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from llmtrain.base.choice import HOST_PATH, Choice, Entry, default_of
+from llmtrain.base.choice import HOST_PATH, Choice, Classes, Entry, default_of
 from llmtrain.base.redact import holds_secret, redact_text
 from llmtrain.config import strict_yaml
 from llmtrain.config.problems import Problems, remedy_of, show
@@ -258,7 +258,7 @@ def _section(cls: type[Any], given: Any, key: str, problems: Problems) -> Any:
 
 
 def _entries(section: str, given: Any, problems: Problems) -> Any:
-    known, made = Entry.SECTIONS.get(section, {}), {}
+    known, made = Entry.SECTIONS.get(section, Classes()), dict[str, Any]()
     if not isinstance(given, dict) and given is not None:
         problems.add(section, given, "is a section", "write `NAME: {FIELD: VALUE}` below it")
         return WRONG

@@ -76,7 +76,7 @@ def default_choice(section: str) -> str:
     return str(default.selected())
 
 
-def entry_sections() -> dict[str, dict[str, type[Any]]]:
+def entry_sections() -> dict[str, choice.Classes]:
     return {name: known for name, known in choice.Entry.SECTIONS.items() if name in ENTRIES}
 
 

@@ -15,7 +15,6 @@ import xxhash
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
-from llmtrain.config.encoding import special_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -199,6 +198,8 @@ def surrounds(folder: Path) -> bool:
     """Return True if the tokenizer's own encoding puts tokens around a text, other than a separator at the end. Raises
     DataError."""
     from tokenizers import Tokenizer
+
+    from llmtrain.config.encoding import special_tokens  # a run encodes nothing
 
     before, after = special_tokens(require(folder).read_bytes())
     if not before and len(after) == 1:

@@ -186,9 +186,10 @@ class Feature:
         """
         return None
 
-    def at_end(self, data: Any, tracker: Any) -> None:
-        """Tell what belongs to the figures of a complete run with the feature, on rank 0. `data`: the TrainData of the
-        last stage; `tracker`: the run's Tracker."""
+    def at_end(self, data: Any, tracker: Any) -> Iterable[tuple[str, str]]:
+        """Tell what belongs to the figures of a complete run with the feature, on rank 0. Returns its last lines:
+        (label, text). `data`: the TrainData of the last stage; `tracker`: the run's Tracker."""
+        return ()
 
     def reads_json(self, tree: Any, refuse: Callable[[str, Any, str, str], None]) -> Collection[str]:
         """Return dotted keys of a DeepSpeed JSON, as written, that the feature reads, where the core would refuse their

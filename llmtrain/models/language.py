@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.experts import Routing
 from llmtrain.models.head import Head, Loss
 from llmtrain.models.parameters import LocalParameter, local_parameter, named_tensors
 from llmtrain.models.score import at_the_last_place
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from llmtrain.models.neftune import Neftune
+    from llmtrain.models.routing import Routing
 
 
 class LanguageModel(nn.Module):

@@ -112,15 +112,11 @@ class RandomSource:
         values: dict[str, Tensor] = {f"{block}.{name}" if block else name: t for name, t in named_tensors(module)}
         for name, value in values.items():
             if name in self._shapes and bool(torch.isnan(value).any()):
-                self._refuse_unset(name, value)
+                raise ModelError(
+                    f"model.config: {type(self._model).__name__} does not initialise its parameter {name}. "
+                    "Start from a folder with weights instead (model.pretrained)."
+                )
         return values
-
-    def _refuse_unset(self, name: str, value: Tensor) -> None:
-        """Raises ModelError: the family's own code does not initialise a parameter."""
-        raise ModelError(
-            f"model.config: {type(self._model).__name__} does not initialise its parameter {name}. "
-            "Start from a folder with weights instead (model.pretrained)."
-        )
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -9,6 +9,7 @@ import math
 import pickle
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,13 +17,12 @@ import torch.distributed as dist
 
 from llmtrain.config.plugin_import import use
 from llmtrain.config.run import Run, RunConfig
-from llmtrain.data.stream.run_data import RunData
+from llmtrain.data.stream.train_data import RunData
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.build import join_process_group
 from llmtrain.engine.ranks.local_ranks import failure_reported
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.features import parts_of
-from llmtrain.models.adapter import AdaptedSource
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
@@ -46,45 +46,15 @@ def train_small(run: Run, steps: int, ranks: Ranks) -> Trace:
     return trace
 
 
-def train_watched(run: Run, steps: int, ranks: Ranks, start: Path) -> None:
-    """Train from the first values in the file `start`, and keep all values of each step on each rank (versions.py).
-
-    Raises: UserError, on all ranks.
-    """
-    from llmtrain.parity.versions import FIRST, summary, values_of, watched
-
-    spec = _spec_of(run.config)
-    source = loud_source(spec, run.config.train.seed)
-    if ranks.rank == 0:
-        torch.save({name: summary(value) for name, value in values_of(source).items()}, start.parent / FIRST)
-    setup = set_up(run, ranks, AdaptedSource(source, {}, 0, torch.load(start, weights_only=True)))
-    setup.write()
-    parts = parts_of(setup)
-    for step in range(steps):
-        with watched(setup.engine.module.hf) as kept:
-            trace = train_steps(setup, step, step + 1, parts)
-        moments = whole_tensors(setup.engine, ranks, "exp_avg")
-        if ranks.rank == 0:
-            before, after = trace.parameters
-            kept["loss", "", 0] = "the objective", summary(torch.tensor(trace.losses))
-            for name, moment in moments.items():
-                kept["first moment", name, 0] = "reduction, clipping or betas", summary(moment)
-            kept["gradient norm", "", 0] = "the engine", summary(torch.tensor(trace.norms))
-            for name, value in after.items():
-                kept["update", name, 0] = "the optimizer", summary(value - before[name])
-        torch.save(kept, f"{start}.{step + 1}.{ranks.rank}")
-    setup.engine.close()
-
-
 def set_up(run: Run, ranks: Ranks, source: ParameterSource | None = None) -> Setup:
     """Return a run's setup over synthetic data. `source`: of its first values; None: the same as in plain PyTorch."""
     config = run.config
-    spec = _spec_of(config)
+    spec = spec_of(config)
     tokens = synthetic(config, spec.facts.vocab_size)
     return Setup(run, spec, RunData(stages=(tokens,)), ranks, source or loud_source(spec, config.train.seed))
 
 
-def _spec_of(config: RunConfig) -> ModelSpec:
+def spec_of(config: RunConfig) -> ModelSpec:
     return ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
 
 
@@ -137,22 +107,25 @@ def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, 
     return whole
 
 
-def main(argv: list[str]) -> int:
-    """A failure is written to FOLDER for the command."""
+def train_all(folder: Path, ranks: Ranks, plans: dict[str, Run], steps: int) -> None:
+    """Train the small run of each precision. Raises UserError, on all ranks."""
+    for name, run in plans.items():
+        trace = train_small(run, steps, ranks)
+        if ranks.rank == 0:
+            torch.save(vars(trace), folder / f"{name}.trace")
+
+
+def main(argv: list[str], train: Callable[..., None] = train_all) -> int:
+    """A failure is written to FOLDER for the command. `train`: gets FOLDER, the ranks and the plan."""
     folder = Path(argv[0])
     warnings.filterwarnings("ignore", category=FutureWarning)
     with failure_reported(folder):
         # The command wrote it into a folder of its own; it may contain objects of plugins' classes.
         given, plan = pickle.loads((folder / PLAN).read_bytes())
         use(given)
-        plans, steps, watched = pickle.loads(plan)
+        asked = pickle.loads(plan)
         ranks = join_process_group(120.0)
-        for name, seed in ((name, seed) for name in plans for seed in range(watched)):
-            train_watched(plans[name], steps, ranks, folder / f"{name}-{seed}")
-        for name, run in () if watched else plans.items():
-            trace = train_small(run, steps, ranks)
-            if ranks.rank == 0:
-                torch.save(vars(trace), folder / f"{name}.trace")
+        train(folder, ranks, *asked)
         ranks.meet()
         dist.destroy_process_group()
     return 0

@@ -1,13 +1,14 @@
-"""The comparison on each world size: local ranks train, plain PyTorch trains, and the results are compared."""
+"""The comparison on each world size: local ranks train, plain PyTorch trains, and the results are compared.
+
+A feature may compare the ranks with something else, by a class of its own in place of `AgainstPlain`."""
 
 from __future__ import annotations
 
 import functools
 import pickle
-import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from llmtrain.base.files import scratch_folder
 from llmtrain.config import plugins
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, Run
-from llmtrain.engine.ranks.local_ranks import RankError, ending_on_sigterm
+from llmtrain.engine.ranks.local_ranks import RankError, Ranks, ending_on_sigterm
 from llmtrain.models.run.check import check_model
 from llmtrain.models.skeleton import layer_configs, load_config
 from llmtrain.objectives.by_token import ByToken, Distill
@@ -30,8 +31,8 @@ from llmtrain.parity.plain_objectives import PLAIN, with_small_teacher
 from llmtrain.parity.small import attention_here, own_settings_here, patterns_here, small_model, targets_here
 from llmtrain.parity.small_run import PLAN, degrees_text, resolve_in, small_run
 from llmtrain.parity.untrained import compare_course, compare_folder
-from llmtrain.parity.versions import Asked, package_lines, packages_of, same_in_both
 
+TIMEOUT_S = 900.0
 SAME, PARTS, NO_ANSWER = 0, 1, 3
 """Exit codes."""
 
@@ -43,13 +44,86 @@ _LAST_LINES = {
 }
 
 
-def compare_worlds(title: str, asked: Asked, worlds: list[int], against: str | None = None) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The comparison that a user asks for."""
+
+    run: Run
+    """With the small copy's settings."""
+    steps: int
+    cpu: bool
+    worker: str
+    """The module that each rank runs."""
+
+    def ranks(self, folder: Path, world_size: int, **others: Any) -> Ranks:
+        return Ranks(folder, world_size, cpu=self.cpu, module=self.worker, timeout_s=TIMEOUT_S, **others)
+
+
+class AgainstPlain:
+    """The ranks against plain PyTorch in one process. Each comparison prints its result, and gives SAME, PARTS or
+    NO_ANSWER."""
+
+    def comparable(self, user: Run) -> Run:
+        """Return the run with what a comparison needs.
+
+        Raises ConfigError: tensorwise fp8 where ranks and reference scale different tokens. Powers of two would not
+        matter: all but the smallest numbers round equally.
+        """
+        config = user.config
+        shares = {
+            "sequence_parallel_size": user.mix.degrees.sequence > 1,
+            "data.isolate_documents": config.data.isolate_documents,
+            "model.mlp_tile_tokens": config.model.mlp_tile_tokens is not None,
+        }
+        if config.model.fp8 == "tensorwise" and any(shares.values()):
+            key = next(key for key, cut in shares.items() if cut)
+            rule = f"a scale is of all tokens that a map computes at once, and with {key} the reference has others"
+            raise stop("model.fp8", config.model.fp8, rule, "compare with --model.fp8 rowwise")
+        return user
+
+    def before_ranks(self, user: Run) -> Iterator[int]:
+        if (of_folder := compare_folder(user.config, user.mix.precision)) is not None:
+            print("\n".join(of_folder[0]), flush=True)
+            yield SAME if of_folder[1] else PARTS
+
+    def of_worlds(self, user: Run, worlds: list[int]) -> Iterator[int]:
+        lines, same = compare_course(user, worlds)
+        print("\n".join(lines), flush=True)
+        yield SAME if same else PARTS
+
+    def of_ranks(self, folder: Path, asked: Asked, plans: dict[str, Run]) -> int:
+        """Start the ranks, compute the references in the meantime, compare. Raises RankError. `plans`: precision -> the
+        small run."""
+        user, steps, device = asked.run, asked.steps, torch.device("cpu" if asked.cpu else "cuda")
+        (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps)))))
+        world_size = next(iter(plans.values())).mix.degrees.world_size
+        with asked.ranks(folder, world_size) as ranks:
+            torch.set_num_threads(1)  # small matrices, and the ranks need the cores
+            references = {
+                name: [train_plainly(run, steps, order, device) for order in orders(run.config.model, run.batch)]
+                for name, run in plans.items()
+            }
+            ranks.wait()
+
+        def more(name: str, until: int) -> list[Trace]:
+            every = nudged(orders(plans[name].config.model, plans[name].batch), COUNT)
+            return [train_plainly(plans[name], until, order, device) for order in every]
+
+        codes = []
+        for name, sharp, until in comparisons(list(plans), steps, fp8=user.config.model.fp8 is not None):
+            got = Trace(**torch.load(folder / f"{name}.trace", weights_only=True)).until(until)
+            want = [trace.until(until) for trace in references[name]]
+            codes.append(_tell(user, plans[name], got, want, functools.partial(more, name), sharp=sharp))
+        return worst_of(codes)
+
+
+def compare_worlds(title: str, asked: Asked, worlds: list[int], comparison: AgainstPlain | None = None) -> int:
     """Compare on each number of ranks, and print the results. Returns SAME, PARTS or NO_ANSWER; raises UserError.
-    `title`: the user's YAML. `against`: an environment to compare with, instead of plain PyTorch."""
+    `title`: the user's YAML."""
     codes = []
     with ending_on_sigterm():
         try:
-            for code in _worlds(title, asked, worlds, against):
+            for code in _worlds(title, asked, worlds, comparison or AgainstPlain()):
                 codes.append(code)
         except UserError:
             raise
@@ -61,25 +135,16 @@ def compare_worlds(title: str, asked: Asked, worlds: list[int], against: str | N
     return code
 
 
-def _worlds(title: str, asked: Asked, worlds: list[int], against: str | None) -> Iterator[int]:
-    user, steps, cpu = asked.run, asked.steps, asked.cpu
-    both = [packages_of(python) for python in (sys.executable, against) if against and python]
-    if not both:
-        _refuse_other_scales(user)
+def _worlds(title: str, asked: Asked, worlds: list[int], comparison: AgainstPlain) -> Iterator[int]:
+    user, steps, cpu = comparison.comparable(asked.run), asked.steps, asked.cpu
     fields, shrunk_by = small_model(user.config.model, user.mix.degrees, scores=user.config.objective.scores)
     attention = attention_here(fields, user.config.model.attention, cpu=cpu)
     model = replace(user.config.model, attention=attention, **patterns_here(fields, user.config.model))
-    if both:  # a compiled layer calls no hooks of its parts
-        model = replace(model, compile_layers=False)
     adapter = targets_here(fields, user.config.adapter)
     optim = own_settings_here(fields, model, adapter, user.config.optim)
     user = replace(user, config=replace(user.config, model=model, adapter=adapter, optim=optim))
     print(f"{title} with {user.config.deepspeed}: {_words(fields)}, {steps} steps", flush=True)
-    if both:
-        print("\n".join(package_lines(*(packages for _, packages in both))), flush=True)
-    elif (of_folder := compare_folder(user.config, user.mix.precision)) is not None:
-        print("\n".join(of_folder[0]), flush=True)
-        yield SAME if of_folder[1] else PARTS
+    yield from comparison.before_ranks(user)
     with scratch_folder("parity") as made:
         if isinstance(user.config.objective, Distill):
             objective = with_small_teacher(user.config, fields, made / "teacher")
@@ -97,62 +162,15 @@ def _worlds(title: str, asked: Asked, worlds: list[int], against: str | None) ->
                 precision: resolve_in(folder, user, run, shrunk_by, ranks, precision) for precision in precisions
             }
             check_model(plans[precisions[0]])  # a model that training refuses is not compared
-        if not both:
-            lines, same = compare_course(user, worlds)
-            print("\n".join(lines), flush=True)
-            yield SAME if same else PARTS
+        yield from comparison.of_worlds(user, worlds)
         for folder, plans in every.items():
             degrees = plans[precisions[0]].mix.degrees
             print(f"{degrees.world_size} ranks on {'cpu' if cpu else 'cuda'} ({degrees_text(degrees)})", flush=True)
             try:
-                if both:
-                    yield SAME if same_in_both(folder, asked, plans, [each for each, _ in both]) else PARTS
-                else:
-                    yield _check(folder, asked, plans)
+                yield comparison.of_ranks(folder, asked, plans)
             except RankError as error:
                 print(f"  NO ANSWER  {untrusted.shown(error, lines=True)}", flush=True)
                 yield NO_ANSWER
-
-
-def _refuse_other_scales(user: Run) -> None:
-    """Refuse tensorwise fp8 where ranks and reference scale different tokens. Raises ConfigError. Powers of two would
-    not matter: all but the smallest numbers round equally."""
-    config = user.config
-    shares = {
-        "sequence_parallel_size": user.mix.degrees.sequence > 1,
-        "data.isolate_documents": config.data.isolate_documents,
-        "model.mlp_tile_tokens": config.model.mlp_tile_tokens is not None,
-    }
-    if config.model.fp8 == "tensorwise" and any(shares.values()):
-        key = next(key for key, cut in shares.items() if cut)
-        rule = f"a scale is of all tokens that a map computes at once, and with {key} the reference has others"
-        raise stop("model.fp8", config.model.fp8, rule, "compare with --model.fp8 rowwise")
-
-
-def _check(folder: Path, asked: Asked, plans: dict[str, Run]) -> int:
-    """Start the ranks, compute the references in the meantime, compare. Returns SAME, PARTS or NO_ANSWER; raises
-    RankError."""
-    user, steps, device = asked.run, asked.steps, torch.device("cpu" if asked.cpu else "cuda")
-    (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps, 0)))))
-    world_size = next(iter(plans.values())).mix.degrees.world_size
-    with asked.ranks(folder, world_size) as ranks:
-        torch.set_num_threads(1)  # small matrices, and the ranks need the cores
-        references = {
-            name: [train_plainly(run, steps, order, device) for order in orders(run.config.model, run.batch)]
-            for name, run in plans.items()
-        }
-        ranks.wait()
-
-    def more(name: str, until: int) -> list[Trace]:
-        every = nudged(orders(plans[name].config.model, plans[name].batch), COUNT)
-        return [train_plainly(plans[name], until, order, device) for order in every]
-
-    codes = []
-    for name, sharp, until in comparisons(list(plans), steps, fp8=user.config.model.fp8 is not None):
-        got = Trace(**torch.load(folder / f"{name}.trace", weights_only=True)).until(until)
-        want = [trace.until(until) for trace in references[name]]
-        codes.append(_tell(user, plans[name], got, want, functools.partial(more, name), sharp=sharp))
-    return worst_of(codes)
 
 
 def comparisons(precisions: list[str], steps: int, *, fp8: bool) -> list[tuple[str, bool, int]]:

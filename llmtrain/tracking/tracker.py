@@ -178,7 +178,7 @@ class Tracker:
         norm: str = "gradient",
         show: Callable[[str, float | None], None] | None = None,
     ) -> None:
-        self._began_s = time.monotonic()
+        self.run_dir, self._began_s = Path(run_dir), time.monotonic()
         run = config.get("run", {})
         self._parts = tuple(f"{name}/" for name in run.get("parts", {}))
         """Beginnings of the keys of plugins' figures."""
@@ -188,14 +188,13 @@ class Tracker:
         self._queued: list[Queued] = []
         if not enabled:
             return
-        run_dir = Path(run_dir)
-        files = LocalFiles(run_dir, start_step=start_step)
+        files = LocalFiles(self.run_dir, start_step=start_step)
         self._sinks = [
             Console(total_steps=total_steps, epochs=epochs, norm=norm, show=show),
             files,
         ]
         self._queued = [Queued(key, sink, where) for key, sink in (trackers or {}).items()]
-        self._hand_over("open", run_dir, run_id, redact(config), start_step)
+        self._hand_over("open", self.run_dir, run_id, redact(config), start_step)
         if files.dropped_rows:
             self.event("rewind", step=start_step, dropped_rows=files.dropped_rows)
 

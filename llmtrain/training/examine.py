@@ -23,8 +23,7 @@ from llmtrain.config.on_disk import starts_from_model
 from llmtrain.config.run import Run
 from llmtrain.config.stages import Stage, Stages
 from llmtrain.data.manifest import NEW_COLUMN, Manifest, check_vocabulary, other_begin
-from llmtrain.data.stream.run_data import RunData
-from llmtrain.data.stream.train_data import EvalSet, TrainData
+from llmtrain.data.stream.train_data import EvalSet, RunData, TrainData
 from llmtrain.engine.ranks.plugin_code import called
 from llmtrain.features import asked as asked_features
 from llmtrain.objectives.by_token import Distill

@@ -33,8 +33,7 @@ from llmtrain.config.plugins import hashes, place_of
 from llmtrain.config.run import Run, RunConfig, same_command
 from llmtrain.config.strict_yaml import dump
 from llmtrain.data.stream.loader import check_validation
-from llmtrain.data.stream.run_data import RunData
-from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.train_data import RunData, TrainData
 from llmtrain.engine.deepspeed.build import join_process_group
 from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.engine.ranks.device import device_name, max_memory_gib, use_deterministic_kernels
@@ -47,7 +46,6 @@ from llmtrain.objectives.by_token import NextToken
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 from llmtrain.tracking.metrics import perplexity
-from llmtrain.tracking.sink import Sink
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.guards import DataCheck, Limits, SkippedSteps
 from llmtrain.training.parts import Done, Launch, Part
@@ -319,24 +317,20 @@ def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any
             stack.callback(part.close, error)
 
 
-def _trackers(config: RunConfig) -> dict[str, Sink]:
-    named = {f"trackers.{name}": sink for name, sink in config.trackers.items()}
-    return {**features.trackers(vars(config)), **named}
-
-
 def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict[str, Any]) -> Tracker:
-    first = setup.ranks.rank == 0
+    config, first = setup.run.config, setup.ranks.rank == 0
+    named = {f"trackers.{name}": sink for name, sink in config.trackers.items()}
     return Tracker(
         folder.path,
         run_id=start.run_id,
-        config={"run": asdict(setup.run.config), "deepspeed": setup.run.deepspeed, "environment": environment}
+        config={"run": asdict(config), "deepspeed": setup.run.deepspeed, "environment": environment}
         | {"parameters": setup.spec.facts.parameters},
         total_steps=setup.run.max_steps,
         enabled=first,
         start_step=start.position.step,
-        trackers=_trackers(setup.run.config) if first else {},
+        trackers={**features.trackers(vars(config)), **named} if first else {},
         where=place_of,
-        norm=norm_of(setup.run.config.optim.name, zero=setup.run.mix.zero_stage > 0),
+        norm=norm_of(config.optim.name, zero=setup.run.mix.zero_stage > 0),
         show=messages.show_progress(),
     )
 
@@ -466,7 +460,6 @@ def finish(
         lines.append(("Hugging Face", str(folder.export)))
         if config.train.export_to is not None:
             _upload(config.train.export_to, newest, folder, tracker)
-    lines.append(("plots", f"llmtrain report {folder.path}"))
     if validation_loss is None:
         log.info("no validation loss: train.eval is off")
     elif not isinstance(config.objective, NextToken):
@@ -474,7 +467,7 @@ def finish(
     else:
         log.info(f"validation loss {validation_loss:.4f} nats/token (perplexity {perplexity(validation_loss):.2f})")
     for feature in features.asked(config):
-        feature.at_end(data, tracker)
+        lines += feature.at_end(data, tracker)
     if config.train.export and config.train.sample_prompt is not None:
         _sample(folder, config.train.sample_prompt, config.train.seed, tracker, device)
         lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))

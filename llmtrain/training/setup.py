@@ -28,7 +28,7 @@ from llmtrain.config.topology import Mix
 from llmtrain.data.batches import MicroBatch
 from llmtrain.data.manifest import NEW_COLUMN
 from llmtrain.data.stream.loader import Course, TrainLoader
-from llmtrain.data.stream.run_data import RunData
+from llmtrain.data.stream.train_data import RunData
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
 from llmtrain.engine.deepspeed.build import build_engine

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ from llmtrain.engine.api import Engine, Update
 from llmtrain.engine.losses.function import NEXT_TOKEN, LooksAhead, LossFunction
 from llmtrain.engine.losses.with_metrics import quotients
 from llmtrain.engine.ranks.ranks import Ranks
-from llmtrain.models.experts import RoutingFigures
+
+if TYPE_CHECKING:
+    from llmtrain.models.routing import RoutingFigures
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,7 @@ from llmtrain.config.stages import StageConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.data.batches import AnswerBatch
 from llmtrain.data.stream.loader import StepBatch
-from llmtrain.data.stream.run_data import RunData
-from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.train_data import RunData, TrainData
 from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.deepspeed.build import join_process_group
 from llmtrain.engine.deepspeed.engine import ZeroEngine

@@ -21,9 +21,9 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.log import rank
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models import experts
-from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.parallel import expert_parallel
 from llmtrain.models.parallel.deepspeed_private import TravellingTokens
+from llmtrain.models.routing import RoutingFigures
 from tests.gpu.test_syncs import recorded_waits
 from tests.helpers.families import FAMILIES, FROZEN, VARIANTS
 from tests.helpers.training import (

@@ -42,7 +42,7 @@ OF_FEATURES_TOO = (
 
 
 THAT_ASK_FEATURES = [
-    *("tests/unit/" + part for part in ("commands", "config", "reports", "tracking", "training")),
+    *("tests/unit/" + part for part in ("commands", "config", "tracking", "training")),
     "tests/unit/test_cli.py",
 ]
 """Tests of what asks the registry of features most: sections, rules, commands, parts, metrics and pages."""

@@ -49,6 +49,7 @@ LIGHT = (
     "commands/init.py",
     "commands/launch.py",
     "features/doctor",
+    "features/report",
     "features/watch",
     "cli.py",
     "__main__.py",

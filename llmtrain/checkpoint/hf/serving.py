@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -16,9 +16,6 @@ from llmtrain.data import manifest as manifests
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenizer_folder import named_token
 from llmtrain.storage.addresses import is_url
-
-if TYPE_CHECKING:
-    pass
 
 SETTINGS = "generation_config.json"
 

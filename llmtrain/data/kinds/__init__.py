@@ -1,18 +1,29 @@
-"""The kinds of rows, one class for each. Importing this package imports all that llmtrain has."""
+"""The kinds of rows, one class for each: imported when a folder, an objective or a command asks for it."""
 
 from llmtrain.base.errors import DataError
-
-from llmtrain.data.kinds import text, tokens, chat, preference, judged, prompts, choices  # isort: skip  # as in --help
 from llmtrain.data.kinds.kind import RowKind
 from llmtrain.data.manifest import Manifest
 
-__all__ = ["RowKind", "chat", "choices", "class_of", "judged", "kind_of", "preference", "prompts", "text", "tokens"]
+__all__ = ["RowKind", "class_of", "kind_of"]
+
+RowKind.CHOICES |= {  # in the order of --help
+    "text": "llmtrain.data.kinds.text",
+    "tokens": "llmtrain.data.kinds.tokens",
+    "token-rows": "llmtrain.data.kinds.tokens",
+    "chat": "llmtrain.data.kinds.chat",
+    "preference": "llmtrain.data.kinds.preference",
+    "unpaired": "llmtrain.data.kinds.judged",
+    "prompt": "llmtrain.data.kinds.prompts",
+    "choices": "llmtrain.data.kinds.choices",
+}
 
 
 def class_of(manifest: Manifest) -> type[RowKind] | None:
     """The class of a folder's rows; None: a plugin that this process does not have brings it."""
-    format = manifest.settings.get("format", "text" if manifest.chat is None else "chat")
-    return next((kind for name, kind in RowKind.CHOICES.items() if format in (name, *kind.also)), None)
+    try:
+        return RowKind.named(manifest.settings.get("format", "text" if manifest.chat is None else "chat"))
+    except KeyError:
+        return None
 
 
 def kind_of(manifest: Manifest, name: str) -> RowKind:

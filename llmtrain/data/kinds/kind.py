@@ -18,7 +18,6 @@ import numpy as np
 
 from llmtrain.base.choice import Choice
 from llmtrain.config.run import DataConfig
-from llmtrain.data.kinds.packing import AnswerReader, RowReader
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.row import RefusedError, Row, RowOptions
 from llmtrain.data.token_stream import TokenStream
@@ -82,8 +81,10 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
 
     @classmethod
     def named(cls, format: str) -> type[RowKind]:
-        """The class for a value of --format."""
-        return next(each for name, each in cls.CHOICES.items() if format in (name, *each.also))
+        """The class for a value of --format. Raises KeyError: there is none."""
+        also = (name for name, kind in cls.CHOICES.items() if format in kind.also)
+        named: type[RowKind] = cls.CHOICES[format if format in cls.CHOICES else next(also, format)]
+        return named
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RowKind:
@@ -173,6 +174,8 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
 
     def reader(self, stream: TokenStream, config: DataConfig, manifest: Manifest) -> Any:
         """The sequences of a split. Raises DataError."""
+        from llmtrain.data.kinds.packing import AnswerReader, RowReader  # a run over texts packs nothing
+
         reads = AnswerReader if self.answers else RowReader
         return reads(stream, config, manifest.separator_id, self.together)
 

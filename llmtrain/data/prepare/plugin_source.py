@@ -45,7 +45,7 @@ _open: dict[str, Source] = {}
 """The sources of this process's latest preparation."""
 
 
-def classes() -> dict[str, type[Source]]:
+def classes() -> Mapping[str, type[Source]]:
     return Entry.SECTIONS["sources"]
 
 

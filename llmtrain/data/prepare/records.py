@@ -262,7 +262,7 @@ def _read_jsonl(count: Lines, piece: Piece, field: str | None, max_bytes: int) -
 def _form_of(names: Iterable[str]) -> str:
     """Name the option that reads a record without the text field: --format, or --field."""
     given = set(names)
-    columns_of = [(columns, kind) for kind in reversed(RowKind.CHOICES.values()) for columns in kind.columns]
+    columns_of = [(columns, kind) for kind in reversed([*RowKind.CHOICES.values()]) for columns in kind.columns]
     fitting = [(len(columns), kind) for columns, kind in columns_of if given.issuperset(columns)]
     if not fitting:
         return "see --field"

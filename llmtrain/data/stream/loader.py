@@ -273,10 +273,15 @@ class TrainLoader:
         config = self._course.stages[reading.stage].data
         if not (config.exclude or config.skip_steps):
             return reading.data.window_at, 0
-        from llmtrain.data.stream.excluded import reader_without
-
+        data, all_of_step = reading.data, step + 1 in (config.skip_steps or ())
         sequences = range(reading.index, reading.index + reading.batch.global_batch)
-        return reader_without(reading.data, sequences, whole=step + 1 in (config.skip_steps or ()))
+        left_out = {index for index in sequences if all_of_step or data.place_of(index) in data.excluded}
+
+        def read(index: int) -> Window:
+            window = data.window_at(index)
+            return window.emptied(data.separator_id) if index in left_out else window
+
+        return read, len(left_out)
 
     def row(self, step: int, index: int | None) -> MicroBatch:
         """Return sequence `index` of a step alone; None: a sequence without a counted token."""

@@ -1,10 +1,10 @@
-"""Prepared folders as training sequences: windows over the token streams, in a reproducible order."""
+"""Prepared folders as training sequences, in a reproducible order, and all data that a run reads."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,6 @@ import xxhash
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
 from llmtrain.data.kinds import RowKind
-from llmtrain.data.kinds.packing import AnswerReader, RowReader
-from llmtrain.data.kinds.text import TextReader
 from llmtrain.data.manifest import SPLITS, Manifest, Split, other_begin
 from llmtrain.data.shards import FileSum, PreparedSet
 from llmtrain.data.stream.order import Mixture, permute, position_of
@@ -25,7 +23,10 @@ from llmtrain.data.windows import IGNORED, Window
 from llmtrain.objectives.by_token import Distill
 
 if TYPE_CHECKING:
+    from llmtrain.data.kinds.packing import RowReader
+    from llmtrain.data.kinds.text import TextReader
     from llmtrain.data.origins import Origins
+    from llmtrain.data.stream.choices import ChoiceSet
     from llmtrain.data.stream.reference_and_teacher import TeacherColumn
 
 
@@ -108,6 +109,7 @@ class TrainData:
     def take_reference(self, precision: str) -> list[str]:
         """Add the reference's log-probabilities to the answers; returns each set's hash of the weights. Raises
         DataError when a set's column is missing or of other data."""
+        from llmtrain.data.kinds.packing import AnswerReader
         from llmtrain.data.stream.reference_and_teacher import read_reference
 
         hashes = []
@@ -377,3 +379,25 @@ def counted_bytes(data: TrainData, sequences: int, lengths: np.ndarray) -> int:
         _, labels = data.validation_sequence(index)
         total += int(lengths[labels[labels != IGNORED]].sum())
     return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """All data of a run, with the objective's columns."""
+
+    stages: tuple[TrainData, ...]
+    """Data of each stage; equal data is one object."""
+    sets: dict[str, EvalSet] = field(default_factory=dict)
+    """The sets of the section `eval`, by name."""
+    choices: dict[str, ChoiceSet] = field(default_factory=dict)
+    """Sets of multiple-choice questions, by name."""
+    references: list[str] | None = None
+    """Distinct hashes of the weights that computed the reference's log-probabilities; None: no reference column."""
+    teachers: list[str] = field(default_factory=list)
+    """Distinct hashes of the weights that computed the teacher's columns."""
+    teacher_config: dict[str, Any] | None = None
+    """Configuration of the teacher; None: no teacher, or columns without a configuration."""
+
+    @property
+    def first(self) -> TrainData:
+        return self.stages[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from llmtrain.features import Feature
@@ -18,10 +19,11 @@ class NgramsFeature(Feature):
 
         return config.train.eval and isinstance(config.objective, NextToken)
 
-    def at_end(self, data: TrainData, tracker: Tracker) -> None:
+    def at_end(self, data: TrainData, tracker: Tracker) -> Iterable[tuple[str, str]]:
         from llmtrain.features.ngrams.counting import tell
 
         tell(data, tracker)
+        return ()
 
 
 FEATURE = NgramsFeature()

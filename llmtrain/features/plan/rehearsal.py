@@ -27,7 +27,7 @@ from llmtrain.checkpoint.snapshot import RankFile, written
 from llmtrain.config.run import ModelConfig, Run
 from llmtrain.config.stages import Stages
 from llmtrain.config.topology import Degrees
-from llmtrain.data.stream.run_data import RunData
+from llmtrain.data.stream.train_data import RunData
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.losses.function import LooksAhead

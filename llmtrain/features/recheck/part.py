@@ -28,7 +28,7 @@ from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.ranks.device import device_id
 from llmtrain.features.recheck import RecheckConfig
 from llmtrain.models import compiler
-from llmtrain.models.experts import unwatched
+from llmtrain.models.routing import unwatched
 from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.replica_check import ReplicaCheck
 from llmtrain.training.replicas import Difference, Replicas, ReplicasDiffer, tensor_hash

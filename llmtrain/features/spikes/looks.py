@@ -28,9 +28,9 @@ from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.features.spikes.record import Record
 from llmtrain.features.spikes.steps import LOOKS, REPLAYED
 from llmtrain.models import compiler
-from llmtrain.models.experts import unwatched
 from llmtrain.models.head import Head
-from llmtrain.models.structure.small_copy import tensors_of
+from llmtrain.models.routing import unwatched
+from llmtrain.models.structure.calls import tensors_of
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.storage.region import Region
 from llmtrain.tracking.local import to_json

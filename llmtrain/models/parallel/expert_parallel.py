@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError
 from llmtrain.config.topology import Mix
-from llmtrain.models.experts import (
-    ExpertBlock,
-    Routing,
-    expert_blocks,
-    experts_per_token,
-    fit_grouped_product,
-    set_leaf_modules,
-)
+from llmtrain.models.experts import ExpertBlock, expert_blocks, experts_per_token, fit_grouped_product, set_leaf_modules
 from llmtrain.models.parallel.deepspeed_private import (
     TravellingTokens,
     activate_in_pytorch,
@@ -32,6 +25,7 @@ from llmtrain.models.parallel.deepspeed_private import (
 )
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Shard, frozen_tensors, set_shard
+from llmtrain.models.routing import Routing
 from llmtrain.models.skeleton import DTYPES, materialise
 from llmtrain.models.structure.small_copy import probe_copy
 from llmtrain.models.transformers_private import with_values

@@ -26,7 +26,8 @@ from llmtrain.base.units import divisors
 from llmtrain.models.language import LanguageModel, documents_in_rows
 from llmtrain.models.neftune import text_lengths
 from llmtrain.models.parallel.deepspeed_private import all_to_all
-from llmtrain.models.structure.small_copy import attention_seen, probe_copy, run_decoder
+from llmtrain.models.structure.calls import attention_seen
+from llmtrain.models.structure.small_copy import probe_copy, run_decoder
 from llmtrain.models.transformers_private import masks_of_whole_rows, stand_before_attention
 
 if TYPE_CHECKING:

@@ -353,7 +353,10 @@ def check_model(run: Run) -> tuple[ModelSpec, tuple[str, ...]]:
     problems.raise_if_any()
     if run.mix.degrees.pipeline > 1:
         _check_stages(hf, run.pipeline_partition, run.mix.degrees.pipeline)
-    _check_recomputed(hf, model.recompute.layers, problems)
+    layers, recomputed = len(decoder_layers(hf)), model.recompute.layers
+    if isinstance(recomputed, int) and recomputed > layers:
+        problems.add("model.recompute.layers", recomputed, f"the model has {layers} decoder layers", "write all")
+    problems.raise_if_any()
     _check_experts(hf, run, problems)
     for feature in features.asked(config):
         feature.check_model(config, hf, problems)
@@ -363,13 +366,6 @@ def check_model(run: Run) -> tuple[ModelSpec, tuple[str, ...]]:
     if config.train.export:
         _check_export(spec)
     return spec, notes
-
-
-def _check_recomputed(hf: PreTrainedModel, asked: int | str | None, problems: Problems) -> None:
-    layers, key = len(decoder_layers(hf)), "model.recompute.layers"
-    if isinstance(asked, int) and asked > layers:
-        problems.add(key, asked, f"the model has {layers} decoder layers", "write all")
-    problems.raise_if_any()
 
 
 def _check_adapter(hf: PreTrainedModel, adapter: AdapterConfig, places: Places) -> tuple[str, ...]:

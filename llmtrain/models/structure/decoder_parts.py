@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from llmtrain.base.errors import ModelError
 from llmtrain.models.loss import HeadForm
 from llmtrain.models.parameters import named_tensors
-from llmtrain.models.structure.small_copy import Watch, attention_seen, check_same_structure, probe_copy, run_copy
+from llmtrain.models.structure.calls import Watch, attention_seen
+from llmtrain.models.structure.small_copy import check_same_structure, probe_copy, run_copy
 from llmtrain.models.transformers_private import with_values
 
 # Replacements for the parts of a decoder that a rank does not have: transformers' own forward then runs without them.

@@ -20,18 +20,10 @@ from torch import Tensor, nn
 from llmtrain.base.errors import ModelError
 from llmtrain.models.experts import expert_blocks
 from llmtrain.models.skeleton import decoder_layers
+from llmtrain.models.structure.calls import Attended, Call, Watch, attention_seen, with_hidden
 from llmtrain.models.structure.decoder_parts import Anatomy, layer_paths, probe_tokens
 from llmtrain.models.structure.sharding_proof import InnerNorm, Map, rehearse
-from llmtrain.models.structure.small_copy import (
-    Attended,
-    Call,
-    Watch,
-    attention_seen,
-    probe_copy,
-    run_copy,
-    structure,
-    with_hidden,
-)
+from llmtrain.models.structure.small_copy import probe_copy, run_copy, structure
 from llmtrain.models.transformers_private import with_values
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError, UserError
-from llmtrain.models.structure.small_copy import Call
+from llmtrain.models.structure.calls import Call
 
 _SECONDS = 60.0
 """Longest time that a rank of the rehearsal waits for the others."""

@@ -18,8 +18,8 @@ from llmtrain.engine.losses.function import NEXT_TOKEN
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.features.spikes import looks
 from llmtrain.features.spikes.looks import GradientCopy, gradient_norm
-from llmtrain.models.experts import unwatched
 from llmtrain.models.loss import IGNORE
+from llmtrain.models.routing import unwatched
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import Case, case_degrees, make_engine, one_step, plain_model, view_of
 

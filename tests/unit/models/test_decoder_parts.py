@@ -25,8 +25,8 @@ from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.skeleton import construct, load_config, skeleton
+from llmtrain.models.structure.calls import Watch
 from llmtrain.models.structure.decoder_parts import AbsentAfter, AbsentBefore, AbsentLayer, Anatomy, anatomy_of
-from llmtrain.models.structure.small_copy import Watch
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.renamed import renamed
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from llmtrain.base.errors import ModelError, UserError
 from llmtrain.models.structure import sharding_proof
+from llmtrain.models.structure.calls import Call, Watch, attention_seen
 from llmtrain.models.structure.decoder_parts import anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
 from llmtrain.models.structure.sharding_proof import Map, TooSlow, rehearse
-from llmtrain.models.structure.small_copy import Call, Watch, attention_seen, probe_copy, run_copy
+from llmtrain.models.structure.small_copy import probe_copy, run_copy
 from tests.helpers.families import FAMILIES, FROZEN, HYBRID, VARIANTS
 from tests.helpers.renamed import renamed
 from tests.unit.models.test_decoder_parts import meta

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmtrain.parity.versions import _compare, _relative, package_lines, summary, watched
+from llmtrain.features.environments.comparison import _compare, _relative, package_lines, summary, watched
 
 
 @pytest.mark.parametrize("shape", [(64,), (2, 32, 64), (1024, 64)])

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import UserError
-from llmtrain.commands.report import main
-from llmtrain.reports.charts import smooth
-from llmtrain.reports.report import charts_of, curves_of, facts_of, load, why_slow
+from llmtrain.features.report.command import main
+from llmtrain.features.report.page import charts_of, curves_of, facts_of, load, smooth, why_slow
 from llmtrain.tracking.local import JsonLines
 from tests.helpers.pages import Page
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from llmtrain import cli
 from llmtrain.base.errors import UserError
-from llmtrain.commands.parity import main
+from llmtrain.features.environments.command import main
 from tests.helpers.launching import installed_by_make, write_run
 
 ZERO1, ZERO3 = {"zero_optimization": {"stage": 1}}, {"zero_optimization": {"stage": 3}}
@@ -90,7 +91,7 @@ def against(folder: Path, python: Path, ds: dict[str, Any], ranks: int = 1, mode
     words = ["--model.config.model_type", model, "--ranks", str(ranks), "--steps", "2", "--device", "cpu"]
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
-        code = main([str(recipe), *words, "--against", str(python)])
+        code = cli.main(["parity", str(recipe), *words, "--against", str(python)])
     return code, told.getvalue()
 
 

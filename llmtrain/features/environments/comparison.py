@@ -1,7 +1,8 @@
 """Compares a small training in two environments, and finds the first value that differs by more than rounding.
 
 Ranks of both run this llmtrain, with the torch, transformers and DeepSpeed of their environment, from the same first
-values. They keep what each module gets and gives, gradients, moments and updates, in the order of the step.
+values. They keep what each module gets and gives, gradients, moments and updates, in the order of the step. As a
+program: a rank, like parity/trainer.py.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import math
 import os
 import pickle
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,20 +32,24 @@ from llmtrain.base.errors import UserError
 from llmtrain.config import plugins
 from llmtrain.config.problems import COMMAND_LINE, stop
 from llmtrain.config.run import Run
-from llmtrain.engine.ranks.local_ranks import RankError, Ranks
+from llmtrain.engine.ranks.local_ranks import RankError
+from llmtrain.engine.ranks.ranks import Ranks
+from llmtrain.features import parts_of
+from llmtrain.models.adapter import AdaptedSource
 from llmtrain.models.own_settings import trained_names
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure.small_copy import tensors_of
+from llmtrain.models.structure.calls import tensors_of
 from llmtrain.parity.compare import MOVEMENT, NORM, SPREADS, Difference, share
 from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.small import noise
 from llmtrain.parity.small_run import PLAN
+from llmtrain.parity.trainer import main, set_up, spec_of, train_steps, whole_tensors
+from llmtrain.parity.worlds import PARTS, SAME, AgainstPlain, Asked
 from llmtrain.storage.pieces import byte_view
 
 FIRST = "first.pt"
 """File of the first values that an environment draws itself."""
-TIMEOUT_S = 900.0
 _NUDGED = 3
 """Trainings here whose weights differ by rounding; the tolerance is SPREADS times their largest difference."""
 _NUDGE = {"fp32": 2.5e-7, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -102,19 +108,27 @@ def package_lines(here: dict[str, str], there: dict[str, str]) -> Iterator[str]:
             yield f"  only {title}: {', '.join(sorted(alone))}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The comparison that a user asks for."""
+class AgainstEnvironment(AgainstPlain):
+    """The ranks here against the ranks of another environment."""
 
-    run: Run
-    """The run with the small copy's settings."""
-    steps: int
-    cpu: bool
-    worker: str
-    """The module that each rank runs."""
+    def __init__(self, given: str) -> None:
+        """`given`: as for `packages_of`. Raises ConfigError."""
+        self._environments = [packages_of(python) for python in (sys.executable, given)]
 
-    def ranks(self, folder: Path, world_size: int, **others: Any) -> Ranks:
-        return Ranks(folder, world_size, cpu=self.cpu, module=self.worker, timeout_s=TIMEOUT_S, **others)
+    def comparable(self, user: Run) -> Run:
+        model = replace(user.config.model, compile_layers=False)  # a compiled layer calls no hooks of its parts
+        return replace(user, config=replace(user.config, model=model))
+
+    def before_ranks(self, user: Run) -> Iterator[int]:
+        here, there = (packages for _, packages in self._environments)
+        print("\n".join(package_lines(here, there)), flush=True)
+        yield from ()
+
+    def of_worlds(self, user: Run, worlds: list[int]) -> Iterator[int]:
+        yield from ()
+
+    def of_ranks(self, folder: Path, asked: Asked, plans: dict[str, Run]) -> int:
+        return SAME if same_in_both(folder, asked, plans, [python for python, _ in self._environments]) else PARTS
 
 
 def same_in_both(folder: Path, asked: Asked, plans: dict[str, Run], pythons: list[str]) -> bool:
@@ -239,3 +253,41 @@ def watched(root: nn.Module) -> Iterator[Kept]:
                 if parameter.requires_grad:
                     hooks.enter_context(parameter.register_hook(partial(take, "gradient", own, module)))
         yield kept
+
+
+def train_all(folder: Path, ranks: Ranks, plans: dict[str, Run], steps: int, seeds: int) -> None:
+    """Train the small run of each precision from each seed's first values. Raises UserError, on all ranks."""
+    for name, seed in ((name, seed) for name in plans for seed in range(seeds)):
+        train_watched(plans[name], steps, ranks, folder / f"{name}-{seed}")
+
+
+def train_watched(run: Run, steps: int, ranks: Ranks, start: Path) -> None:
+    """Train from the first values in the file `start`, and keep all values of each step on each rank.
+
+    Raises: UserError, on all ranks.
+    """
+    spec = spec_of(run.config)
+    source = loud_source(spec, run.config.train.seed)
+    if ranks.rank == 0:
+        torch.save({name: summary(value) for name, value in values_of(source).items()}, start.parent / FIRST)
+    setup = set_up(run, ranks, AdaptedSource(source, {}, 0, torch.load(start, weights_only=True)))
+    setup.write()
+    parts = parts_of(setup)
+    for step in range(steps):
+        with watched(setup.engine.module.hf) as kept:
+            trace = train_steps(setup, step, step + 1, parts)
+        moments = whole_tensors(setup.engine, ranks, "exp_avg")
+        if ranks.rank == 0:
+            before, after = trace.parameters
+            kept["loss", "", 0] = "the objective", summary(torch.tensor(trace.losses))
+            for name, moment in moments.items():
+                kept["first moment", name, 0] = "reduction, clipping or betas", summary(moment)
+            kept["gradient norm", "", 0] = "the engine", summary(torch.tensor(trace.norms))
+            for name, value in after.items():
+                kept["update", name, 0] = "the optimizer", summary(value - before[name])
+        torch.save(kept, f"{start}.{step + 1}.{ranks.rank}")
+    setup.engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], train_all))

@@ -8,7 +8,8 @@ import shlex
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from llmtrain.config import strict_yaml
 from llmtrain.features import features
 from llmtrain.objectives.objective import Chart, Objective, accuracies
 from llmtrain.optim.optimizers import Optimizer, norm_of
-from llmtrain.reports.charts import MARKED_BELOW, Curve, Curves, png, smooth
+from llmtrain.reports.charts import png
 from llmtrain.reports.page import escaped, html_page, table
 from llmtrain.tracking.local import read_rows
-from llmtrain.tracking.metrics import metric_of, perplexity
+from llmtrain.tracking.metrics import loss_unit, metric_of, perplexity
 
 _EVENTS_SHOWN = 200
+_MARKED_BELOW = 10
+"""Points of a curve that is too short for an average: each gets a mark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,57 @@ def _finite(value: Any) -> float | None:
     except OverflowError:  # a whole number with hundreds of digits
         return None
     return number if abs(number) <= _MOST else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Finite values of one metric over steps, in order."""
+
+    steps: Sequence[float] = ()
+    values: Sequence[float] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """A run's curves by metric name, its resume points (steps) and its baselines (name -> nats/token)."""
+
+    by_name: dict[str, Curve]
+    resumes: Sequence[float] = ()
+    borders: dict[int, float] = field(default_factory=dict)
+    """Stage -> number of earlier steps, for stages after the first."""
+    baselines: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        return loss_unit(self.by_name)
+
+    def __getitem__(self, name: str) -> Curve:
+        return self.by_name.get(name, Curve())
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean over a centred window: a fiftieth of the curve, at least 5 points.
+
+    Centred, because a running average lags a loss that falls fast. Within half a window of an end, the values are the
+    straight line through the last complete window (as in Savitzky and Golay's filter).
+    """
+    reach = max(2, len(values) // 100)
+    width = 2 * reach + 1
+    if len(values) < width:
+        return list(values)
+    sums = [0.0, *accumulate(values)]
+    means = [(sums[start + width] - sums[start]) / width for start in range(len(values) - width + 1)]
+    squares = reach * (reach + 1) * width / 3  # of the distances from the middle
+
+    def line(window: Sequence[float], mean: float, distances: range) -> list[float]:
+        slope = sum((index - reach) * value for index, value in enumerate(window)) / squares
+        return [mean + slope * distance for distance in distances]
+
+    head = line(values[:width], means[0], range(-reach, 0))
+    return [*head, *means, *line(values[-width:], means[-1], range(1, reach + 1))]
 
 
 def curves_of(run: Run) -> Curves:
@@ -329,7 +383,7 @@ def _series(metric: str, curve: Curve, name: str, color: int, *, dash: bool) -> 
     shown = sorted({*range(0, len(curve.steps), every), len(curve.steps) - 1})
     x = [curve.steps[index] for index in shown]
     about = {"color": color, "x": x, "dash": dash}
-    few = len(x) < MARKED_BELOW
+    few = len(x) < _MARKED_BELOW
     raw = {**about, "name": name, "y": [curve.values[i] for i in shown], "dots": few or metric.startswith("eval/")}
     if few or metric not in _SMOOTHED:
         return [raw]

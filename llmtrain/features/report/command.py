@@ -7,7 +7,7 @@ from pathlib import Path
 from llmtrain.base import log
 from llmtrain.commands import completion
 from llmtrain.commands.arguments import Parser
-from llmtrain.reports.report import write_report
+from llmtrain.features.report.page import write_report
 
 
 def main(argv: list[str]) -> int:
