@@ -73,7 +73,7 @@ OF_EVERY_RUN = (
     "cli", "commands/train", "training/examine", "models/run/check", "training/run", "checkpoint/hf/exporting",
     "checkpoint/hf/inference",
 )  # fmt: skip
-MOST_MODULES, MOST_LINES = 155, 28_600
+MOST_MODULES, MOST_LINES = 143, 27_300
 MODULE = re.compile(r"\bllmtrain(?:\.\w+)+")
 SOURCE = re.compile(r"(?:\w+/)+\w+\.py\b")
 
