@@ -142,6 +142,10 @@ class Feature:
         """Return the URLs of folders in object stores to which a run with the feature writes, by their keys."""
         return {}
 
+    def disks(self, run: Any) -> Mapping[str, str]:
+        """Return the folders, on a disk of each host, that the ranks write and read in each step, by their keys."""
+        return {}
+
     def before_resume(self, config: Any, checkpoints: Any, ranks: Any) -> None:
         """Called on all ranks together before a run with the feature looks for a checkpoint to resume from.
         `checkpoints`: its CheckpointFolder. Raises: AgreedError."""
@@ -345,6 +349,10 @@ def summary(run: Any) -> list[str]:
 
 def stores(config: Any) -> dict[str, str]:
     return {key: url for feature in asked(config) for key, url in feature.stores(config).items()}
+
+
+def disks(run: Any) -> dict[str, str]:
+    return {key: path for feature in features().values() for key, path in feature.disks(run).items()}
 
 
 def notes(run: Any) -> list[str]:

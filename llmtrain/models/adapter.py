@@ -229,15 +229,16 @@ def put_around(
     share: Callable[[str, Any], None] | None = None,
     *,
     packed: bool = False,
+    shares_inputs: bool = False,
 ) -> list[nn.Module]:
     """Give maps of `hf` (or a pipeline's stage) the layers of `like`, with uninitialised values, and return them.
     `share`: called with each path and new layer, to take a tensor-parallel part. `packed`: the maps get room for 4 bits
-    an element."""
+    an element. `shares_inputs`: layers with the same input multiply by their A at once, which rounds differently."""
     from peft.tuners.lora import LoraLayer
 
-    from llmtrain.models.lora import scaled_first
+    from llmtrain.models.lora import scaled_first, share_inputs
 
-    made: list[nn.Module] = []
+    made: dict[str, nn.Module] = {}
     maps = dict(hf.named_modules())
     for path, module in list(like.named_modules()):
         if not isinstance(module, LoraLayer) or path not in maps:
@@ -251,8 +252,10 @@ def put_around(
         _name(path, layer)
         parent, _, name = path.rpartition(".")
         setattr(hf.get_submodule(parent), name, layer)
-        made.append(layer)
-    return made
+        made[path] = layer
+    if shares_inputs:
+        share_inputs(made)
+    return list(made.values())
 
 
 @contextlib.contextmanager

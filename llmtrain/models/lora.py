@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
@@ -20,9 +22,51 @@ class _AddedTo(nn.Linear):
         return torch.addmm(output.flatten(0, -2), few.flatten(0, -2), self.weight.T).view_as(output)
 
 
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of maps that get one tensor in the families that have them; one that gets another is found as it comes."""
+
+
+class SharedInput:
+    """Layers that get the same tensor, whose A are one product when the first of them is called."""
+
+    def __init__(self, layers: list[ScaledFirst]) -> None:
+        self._layers = layers
+        self._x: Tensor | None = None
+        self._few: dict[int, Tensor] = {}
+        """Place of a layer -> its A x, until it takes that."""
+        for place, layer in enumerate(layers):
+            layer.shared, layer.place = self, place
+
+    def take(self, place: int, x: Tensor) -> Tensor:
+        """A x of the layer of that place. x: [..., in]. Returns [..., r]."""
+        if place == 0:
+            weights = [layer.weight_of_a() for layer in self._layers]
+            few = F.linear(x.to(weights[0].dtype), torch.cat(weights)).split([len(a) for a in weights], dim=-1)
+            self._x, self._few = x, dict(enumerate(few))
+        elif self._x is not x or place not in self._few:
+            return self._layers[place].apply_a(x)
+        mine = self._few.pop(place)
+        if not self._few:
+            self._x = None
+        return mine
+
+
 class ScaledFirst(Linear):
     """Wx + B (s A x) instead of peft's Wx + s (B A x), s = alpha / r: s multiplies r features of a token, not all
     outputs, also in the gradient. If s is a power of two, both have equal rounding."""
+
+    shared: SharedInput | None = None
+    place = 0
+
+    def weight_of_a(self) -> Tensor:
+        (name,) = self.active_adapters
+        weight: Tensor = self.lora_A[name].weight  # type: ignore[assignment]
+        return weight
+
+    def apply_a(self, x: Tensor) -> Tensor:
+        (name,) = self.active_adapters
+        few: Tensor = self.lora_A[name](self.lora_dropout[name](x.to(self.weight_of_a().dtype)))
+        return few
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x: [..., in]. Returns [..., out]."""
@@ -30,11 +74,9 @@ class ScaledFirst(Linear):
             result: Tensor = super().forward(x, *args, **kwargs)
             return result
         (name,) = self.active_adapters
-        a, b = self.lora_A[name], self.lora_B[name]
         result = self.base_layer(x, *args, **kwargs)
-        weight: Tensor = a.weight  # type: ignore[assignment]
-        few = a(self.lora_dropout[name](x.to(weight.dtype))) * self.scaling[name]
-        return b(few, result).to(result.dtype)
+        few = self.apply_a(x) if self.shared is None else self.shared.take(self.place, x)
+        return self.lora_B[name](few * self.scaling[name], result).to(result.dtype)
 
 
 def scaled_first(layer: Any) -> Any:
@@ -44,3 +86,20 @@ def scaled_first(layer: Any) -> Any:
         for b in layer.lora_B.values():
             b.__class__ = _AddedTo
     return layer
+
+
+def share_inputs(layers: Mapping[str, Any]) -> None:
+    """Let layers of one module read a tensor that they share once, if they have no dropout, which differs between them.
+    `layers`: by path. Where other ranks have a part of a layer's A, it must stay a product of its own."""
+    alike = {
+        path: layer
+        for path, layer in layers.items()
+        if type(layer) is ScaledFirst and all(type(drop) is nn.Identity for drop in layer.lora_dropout.values())
+    }
+    for path in alike:
+        parent, _, first = path.rpartition(".")
+        for names in _SAME_INPUT:
+            paths = [".".join(filter(None, (parent, name))) for name in names]
+            group = [alike[other] for other in paths if other in alike]
+            if first == names[0] and len(group) > 1:
+                SharedInput(group)

@@ -130,6 +130,34 @@ def test_every_form_agrees_with_the_definition_in_plain_pytorch(pools, small_dat
     assert all(bool(got.parameters[name].any()) for name in adapter), "a lora_B has not moved"
 
 
+def trained_as_on_a_gpu(case: Case) -> tuple[Trace, set[str], int]:
+    """`trained`, and how many layers share their input, which they do on a GPU only."""
+    from llmtrain.models import adapter
+    from llmtrain.models.lora import ScaledFirst
+
+    put_around, layers = adapter.put_around, list[Any]()
+
+    def sharing(*args: Any, **options: Any) -> list[Any]:
+        layers.extend(made := put_around(*args, **{**options, "shares_inputs": True}))
+        return made
+
+    with patch.object(adapter, "put_around", sharing):
+        trace, stepped = trained(case)
+    return trace, stepped, sum(isinstance(layer, ScaledFirst) and layer.shared is not None for layer in layers)
+
+
+@pytest.mark.parametrize(
+    "form", [{"stage": 2, "accumulation": 2}, {"stage": 1, "recompute": {"layers": "all"}}], ids=str
+)
+def test_layers_that_share_their_input_agree_with_the_definition(pools, small_data, form):
+    want = reference(small_data, "lora")
+    got, stepped, shared = pools(2).run(trained_as_on_a_gpu, Case(data=small_data, adapter=LORA, lr=LR, **form))[0]
+    assert_agrees(got, want, loss=2e-6, norm=1e-5)
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    assert shared == 5 * LLAMA["num_hidden_layers"]  # q, k and v, gate and up
+    assert stepped <= {name for name in want.parameters if ".lora_" in name}
+
+
 def test_a_stage_without_a_target_is_refused_by_name(pools, small_data):
     case = Case(data=small_data, adapter=LORA | {"targets": ["model.layers.0.*"]}, stage=1, pipeline=2, accumulation=2)
     with pytest.raises(RankFailed, match=r"(?s)adapter.targets.*pipeline.stages 2"):

@@ -22,6 +22,8 @@ Level = Literal["red", "yellow"]
 RANK_MEMORY_BYTES = GIB
 SHM_A_RANK_BYTES = 128 << 20
 """Shared memory for NCCL, DeepSpeed's own all-reduce (69 MB) and the loader's workers; docker's default is 64 MiB."""
+SLOW_DISK = 1e9
+"""Bytes a second: an NVMe disk of 2018 writes 2e9."""
 SKEW_S = 5.0
 """Least clock difference with which logs and events of hosts cannot be put in order."""
 STALE_S = 600.0
@@ -74,6 +76,8 @@ class Needs:
     """Seconds without progress on any rank after which the run is ended."""
     ops: tuple[str, ...]
     """DeepSpeed ops that the run compiles at its start."""
+    disks: Mapping[str, str] = field(default_factory=dict)
+    """Key -> folder on a disk of each host that the run writes and reads in each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +232,19 @@ def _disk(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding
             yield Finding(host=host.name, check=check, level="red", what=what, fix=fix)
 
 
+def _disks_of_steps(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    for key, disk in facts.get("disks", {}).items():
+        place, speeds = f"{disk['path']} ({key})", disk.get("speeds", {})
+        slowest = min(speeds, key=speeds.__getitem__, default="")
+        if disk["reason"]:
+            fix = f"name a folder on a local disk of {host.name}, with the same path on each host"
+            yield Finding(host=host.name, check="disk", level="red", what=f"{place}: {disk['reason']}", fix=fix)
+        elif slowest and speeds[slowest] < SLOW_DISK:
+            what = f"{place}: {slowest}s {size(speeds[slowest])} a second; a step moves 32 bytes a parameter"
+            fix = "use an NVMe disk, several as one RAID 0, or offload to host memory (device: cpu)"
+            yield Finding(host=host.name, check="disk", level="yellow", what=what, fix=fix)
+
+
 def _memory(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
     memory = facts.get("memory")
     if memory and memory["free"] < host.slots * RANK_MEMORY_BYTES:
@@ -316,7 +333,21 @@ def _nonce(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Findin
 
 
 _OF_ONE_HOST: Sequence[Callable[[Host, dict[str, Any], Survey], Iterator[Finding]]] = (
-    *(_unanswered, _python, _folder, _slots, _clock, _disk, _memory, _shm, _limits, _ops, _port, _nonce),
+    *(
+        _unanswered,
+        _python,
+        _folder,
+        _slots,
+        _clock,
+        _disk,
+        _disks_of_steps,
+        _memory,
+        _shm,
+        _limits,
+        _ops,
+        _port,
+        _nonce,
+    ),
 )
 
 

@@ -14,6 +14,7 @@ from llmtrain.config.run import Run, RunConfig
 from llmtrain.config.stages import data_of
 from llmtrain.data.manifest import SPLITS, read_manifest
 from llmtrain.data.stream.reference_and_teacher import column_stem
+from llmtrain.features import disks
 from llmtrain.features.doctor.checks import Folder, Needs
 from llmtrain.optim.optimizers import Optimizer
 from llmtrain.storage.addresses import INDEX, is_name, is_url
@@ -28,7 +29,8 @@ def needs(words: Sequence[str], run: Run) -> Needs:
         folders=tuple(_read_by(config)),
         folder=config.checkpoint.dir or run.run_dir,
         own_folders=config.checkpoint.dir is not None,
-        ops=Optimizer.CHOICES[run.mix.optimizer].host_ops if run.mix.offload_optimizer else (),
+        ops=Optimizer.CHOICES[run.mix.optimizer].host_ops if run.mix.offload_optimizer and not run.mix.swaps else (),
+        disks=disks(run),
     )
 
 

@@ -26,6 +26,7 @@ import threading
 import time
 from typing import Any
 
+from llmtrain.base.disks import disk_speed, why_no_disk
 from llmtrain.base.rank.op_builds import is_held, users_of
 
 MARK = "llmtrain-facts "
@@ -204,6 +205,16 @@ def look_disk(ask: Facts) -> Facts:
             "inodes": space.f_favail if space.f_files else None,
             "error": try_to_write(folder),
         }
+    return disks
+
+
+def look_disks(ask: Facts) -> Facts:
+    """Return facts of folders on disks that a run writes and reads in each step."""
+    disks = {}
+    for key, path in ask.get("disks", {}).items():
+        disks[key] = {"path": path, "reason": why_no_disk(path)}
+        with contextlib.suppress(OSError):
+            disks[key]["speeds"] = disk_speed(path)
     return disks
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain.base import disks
 from llmtrain.base.child import read_marked
 from llmtrain.base.rank import op_builds
 from llmtrain.cluster import gpus
@@ -84,6 +85,7 @@ def look(hosts: Sequence[Host], run: Needs | None, port: int, ssh_port: int | No
         "extensions": os.environ.get("TORCH_EXTENSIONS_DIR"),  # a launch passes it to its hosts
         "folders_read": {read.path: read.files for read in folders},
         "folders": {name: os.path.abspath(path) for name, path in written.items()},
+        "disks": {} if run is None else dict(run.disks),
         "hosts": names,
         "first": names[0],
         "port": port,
@@ -119,7 +121,8 @@ def _facts(survey: Survey, questions: Mapping[str, Any]) -> Survey:
     names = [host.name for host in survey.hosts]
 
     def one(name: str) -> tuple[Answer, float, float]:
-        text = program(Path(probe.__file__), {**questions, "host": name}, Path(gpus.__file__), Path(op_builds.__file__))
+        files = [Path(str(module.__file__)) for module in (gpus, op_builds, disks)]
+        text = program(Path(probe.__file__), {**questions, "host": name}, *files)
         began = time.time()
         answer = ask_python(name, text, survey, timeout_s=_ANSWER_S)
         return answer, began, time.time()

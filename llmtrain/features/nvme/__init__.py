@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.base.trees import lookup
@@ -39,11 +38,14 @@ class NvmeFeature(Feature):
 
     def decided(self, run: Run, ranks: Ranks, *, trains: bool) -> Run:
         if trains and run.mix.swaps:
-            from llmtrain.features.nvme.folders import check_folder
+            from llmtrain.features.nvme.building import check_folder
 
             with ranks.together():
-                check_folder(KEY, Path(lookup(run.deepspeed, KEY)))
+                check_folder(KEY, lookup(run.deepspeed, KEY))
         return run
+
+    def disks(self, run: Run) -> dict[str, str]:
+        return {KEY: lookup(run.deepspeed, KEY)} if run.mix.swaps else {}
 
     def building(
         self, model: LanguageModel, run: Run, ranks: Ranks, tree: dict[str, Any]

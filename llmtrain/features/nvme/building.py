@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmtrain.base import units
+from llmtrain.base import disks, units
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.trees import lookup
 from llmtrain.checkpoint.snapshot import boot_id
@@ -35,6 +36,15 @@ def building(model: LanguageModel, run: Run, ranks: Ranks, tree: dict[str, Any])
         zero = {**tree["zero_optimization"], "offload_optimizer": settings}
         # Sizes that DeepSpeed makes multiples of 1 KiB x intra_op_parallelism are pages, as direct I/O needs them.
         yield {**tree, "zero_optimization": zero, "aio": {"intra_op_parallelism": store.PAGE // 1024}}
+
+
+def check_folder(key: str, folder: str) -> None:
+    """Raises ConfigError: the folder is missing, cannot be written, or is not on a disk of this host."""
+    if reason := disks.why_no_disk(folder):
+        rule = "the ranks of a host keep the optimizer's state in files there, on a disk of the host"
+        remedy = "name a folder on a local disk that the run may write, with the same path on each host"
+        where = f"{key} = {folder!r}: {reason} (on {os.uname().nodename})"
+        raise ConfigError(f"{where}\n    rule:   {rule}\n    remedy: {remedy}")
 
 
 def _check_room(model: LanguageModel, run: Run, ranks: Ranks, folder: Path) -> None:

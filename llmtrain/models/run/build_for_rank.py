@@ -43,7 +43,9 @@ def build_model(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) -> 
             from llmtrain.models.adapter import put_around
 
             packed = spec.adapter.quantize is not None
-            put_around(hf, spec.adapted, device, DTYPES[mix.precision], packed=packed)
+            # On a CPU nothing would be gained; ZeRO 3 takes a gradient of A only where its own module is called.
+            shares = device.type == "cuda" and mix.zero_stage < 3 and not packed
+            put_around(hf, spec.adapted, device, DTYPES[mix.precision], packed=packed, shares_inputs=shares)
             if packed and mix.degrees.expert == 1:
                 materialise(hf, device, DTYPES[mix.precision])  # all but the packed maps
         if model.fp8 is not None:  # before the ranks divide the experts, which show the routers

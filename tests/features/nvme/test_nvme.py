@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.base import disks
 from llmtrain.base.errors import ConfigError
 from llmtrain.cli import main
-from llmtrain.features.nvme import folders
-from llmtrain.features.nvme.folders import check_folder
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.features.doctor import checks, probe
+from llmtrain.features.nvme.building import check_folder
 from llmtrain.features.nvme.store import Handle, Store, SwapError
 from tests.unit.config.conftest import here
 from tests.unit.config.test_config_right import loaded
@@ -55,21 +57,36 @@ def test_keys_of_swap_files_are_read_with_them_alone(here: Path) -> None:
 
 
 def test_folders_that_are_no_disk_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_folder(KEY, tmp_path)
+    check_folder(KEY, str(tmp_path))
     (tmp_path / "file").touch()
     wrong = {"missing": "no such folder", "file": "it is no folder", "/dev/shm": "it lies in memory (tmpfs)"}
     for name, reason in wrong.items():
         with pytest.raises(ConfigError, match=f"{KEY} = .*{name}.*") as refused:
-            check_folder(KEY, tmp_path / name)
+            check_folder(KEY, str(tmp_path / name))
         assert reason in str(refused.value) and "remedy: name a folder on a local disk" in str(refused.value)
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "file_system", lambda _: "nfs4")
+        patch.setattr(disks, "file_system", lambda _: "nfs4")
         with pytest.raises(ConfigError, match=r"network file system \(nfs4\)"):
-            check_folder(KEY, tmp_path)
+            check_folder(KEY, str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", _raising(errno.EROFS))
         with pytest.raises(ConfigError, match="cannot be written: Read-only file system"):
-            check_folder(KEY, tmp_path)
+            check_folder(KEY, str(tmp_path))
+
+
+def test_doctor_measures_the_disk(tmp_path: Path) -> None:
+    facts = {"disks": probe.look_disks({"disks": {KEY: str(tmp_path), "other": str(tmp_path / "missing")}})}
+    assert facts["disks"][KEY]["speeds"].keys() == {"write", "read"} and min(facts["disks"][KEY]["speeds"].values()) > 0
+    facts["disks"][KEY]["speeds"] = {"write": 3e8, "read": 2e9}
+    survey = checks.Survey(
+        hosts=(Host(name="node-1", slots=2, devices=(0, 1), line=1),),
+        python="python",
+        folder="/",
+        facts={"node-1": facts},
+    )
+    slow, missing = [found for found in checks.each_host(survey) if found.check == "disk"]
+    assert (slow.level, missing.level) == ("yellow", "red")
+    assert f"{tmp_path} ({KEY}): writes 286.1 MiB a second" in slow.what and "no such folder" in missing.what
 
 
 def _raising(number: int) -> Any:

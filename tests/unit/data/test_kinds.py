@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import xxhash
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.config.run import DataConfig
+from llmtrain.data.kinds import RowKind
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.windows import IGNORED
@@ -106,3 +109,15 @@ def test_texts_have_no_rows_to_keep_apart(tmp_path: Path, monkeypatch: pytest.Mo
     folder = str(prepared("auto", tmp_path))
     with pytest.raises(DataError, match=r"data\.pack is false"):
         TrainData(DataConfig(path=folder, sequence_length=16, pack=False))
+
+
+def test_a_kind_that_no_folder_asked_for_keeps_its_name() -> None:
+    """A plugin's class is refused before llmtrain's own of that name is imported."""
+    script = (
+        "import sys; from llmtrain.data.kinds import RowKind\n"
+        "assert 'llmtrain.data.kinds.prompts' not in sys.modules\n"
+        "type('Mine', (RowKind,), {'__module__': 'mine'}, format='prompt')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "ValueError: the name 'prompt' of class Mine is taken by Prompts" in done.stderr
+    assert [kind.selected() for kind in RowKind.CHOICES.values()] == [*RowKind.CHOICES]
