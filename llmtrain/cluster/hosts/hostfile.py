@@ -235,18 +235,6 @@ def _filter(hosts: Sequence[Host], text: str) -> tuple[dict[str, tuple[int, ...]
     return named, problems
 
 
-def render(hosts: Sequence[Host]) -> str:
-    """Return a hostfile for DeepSpeed; `include_of(hosts)` restricts it to exactly these devices."""
-    return "".join(f"{host.name} slots={host.devices[-1] + 1}\n" for host in hosts)
-
-
-def include_of(hosts: Sequence[Host]) -> str:
-    """Return --include for `render(hosts)`: "" when every host uses all devices from 0 on."""
-    if all(host.devices == tuple(range(len(host.devices))) for host in hosts):
-        return ""
-    return "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in hosts)
-
-
 def this_machine() -> Host:
     """Return this machine with all of its NVIDIA GPUs, or two ranks on its CPU if it has none or they are hidden."""
     slots = 0

@@ -1,8 +1,8 @@
 """Environment variables: the user's --env-file, variables for the ranks of other hosts, secrets.
 
-DeepSpeed passes on four prefixes and `.deepspeed_env`, unescaped, in the argv of pdsh and ssh: Hugging Face's
-and trackers' are left out, a token is in `ps` on every host, and `$(...)` runs. Here an allow-list travels, escaped,
-and secrets travel in a file of mode 0600 through ssh's standard input.
+`deepspeed` passes on four prefixes and `.deepspeed_env`, unescaped, in the argv of pdsh and ssh: Hugging Face's and
+trackers' are left out, a token is in `ps` on every host, and `$(...)` runs. Here an allow-list travels, quoted, and
+secrets travel in a file of mode 0600 through ssh's standard input.
 
 An --env-file is a strict part of a POSIX shell's grammar: `. FILE` gives the same values. Text that a shell would
 expand is refused.
@@ -24,8 +24,7 @@ from llmtrain.base.rank.messages import SECRETS
 from llmtrain.base.redact import is_secret, redact_text
 from llmtrain.cluster.hosts.ssh import on_hosts
 
-# Variables that decide how a rank computes, logs and communicates. DeepSpeed itself passes on MLFLOW, PYTHON, MV2, UCX
-# and NCCL (on CUDA), unescaped: here they are all taken, and the file of `deepspeed_env` comes after those.
+# Variables that decide how a rank computes, logs and communicates; with all that DeepSpeed itself passes on.
 PREFIXES = (
     *("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WANDB_", "HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_"),
     *("TOKENIZERS_", "GLOO_", "FI_", "TORCH_", "PYTORCH_", "TP_", "CUDA_", "TRITON_", "CUBLAS_"),
@@ -44,7 +43,7 @@ _MAX_OPEN_BYTES = 8 << 10
 @dataclass(frozen=True, kw_only=True)
 class Travel:
     open: dict[str, str]
-    """Through DeepSpeed's command line: all users of a host can read them."""
+    """On the command line of a host: all users of the host can read them."""
     private: dict[str, str]
     """Through `deliver`: secrets, and values that no command line can carry."""
 
@@ -70,7 +69,7 @@ def travelling(environ: Mapping[str, str], extra: Mapping[str, str] | None = Non
 
 
 def _unfit(value: str) -> str | None:
-    """Return the reason why a line of DeepSpeed's environment file cannot carry `value`, or None."""
+    """Return the reason why a command line cannot carry `value`, or None."""
     if re.search(r"[\r\n\0]", value):
         return "its value has more than one line"
     if len(value.encode("utf-8", "surrogateescape")) > _MAX_OPEN_BYTES:
@@ -80,39 +79,15 @@ def _unfit(value: str) -> str | None:
     return None
 
 
-def deepspeed_env(variables: Mapping[str, str]) -> str:
-    """Return a file for DS_ENV_FILE from which these values arrive unchanged over pdsh: DeepSpeed puts each between
-    double quotes, pdsh replaces %h, %n and %u, and a shell reads it. Made in the working directory of DeepSpeed's
-    starter."""
-    lines = []
-    for name, value in variables.items():
-        assert NAME.fullmatch(name) and not _unfit(value), name
-        if name == "PYTHONPATH":
-            value = f"{os.getcwd()}:{value}"  # like DeepSpeed's own handling
-        escaped = re.sub(r'([\\"$`])', r"\\\1", value).replace("%", "%%")
-        if value != value.strip():
-            # DeepSpeed's quotes close and open around ours, so that its strip() meets no blank.
-            escaped = f'""{escaped}""'
-        lines.append(f"{name}={escaped}\n")
-    return "".join(lines)
+def assignments(variables: Mapping[str, str]) -> list[str]:
+    """Return NAME=VALUE words, quoted by `for_pdsh`; Python finds modules of the working directory, too."""
+    path = ":".join(filter(None, (os.getcwd(), variables.get("PYTHONPATH"))))
+    return [for_pdsh(f"{name}={value}") for name, value in {**variables, "PYTHONPATH": path}.items()]
 
 
 def for_pdsh(word: str) -> str:
-    """Quote a script's argument for `deepspeed` over pdsh: it escapes only words with a blank (multinode_runner.py
-    `parse_user_args`) and passes others to the host's shell."""
-    if " " in word:
-        quoted = re.sub(r"([\\$`])", r"\\\1", word)
-    else:
-        quoted = shlex.quote(word)
-    return quoted.replace("%", "%%")
-
-
-def path_problem(path: str) -> str | None:
-    """Return why `path` cannot be the working directory or the Python of a launch over pdsh, which quotes neither."""
-    odd = re.search(r"[^\w@+=:,./-]", path)
-    if odd is None:
-        return None
-    return f"{path!a}: DeepSpeed's launcher gives it to a shell unquoted, and {odd[0]!a} breaks it: rename the folder"
+    """Quote a word for the shell of a host; pdsh replaces %h, %n and %u before."""
+    return shlex.quote(word).replace("%", "%%")
 
 
 _FOLDER = "~/.llmtrain/secrets"

@@ -28,8 +28,9 @@ INTERRUPTED_CODE = 130
 """Ctrl-C."""
 
 BACKOFF_S, MAX_BACKOFF_S = 5.0, 300.0
+_AT_ONCE = ("killed", "crashed", "host_lost")
+"""Causes after which a first restart needs no wait: the ranks that ended hold nothing any more."""
 _KILLED = {
-    0: "DeepSpeed's launcher was killed or hung up",  # then its runner exits with 0
     255: "its ssh connection broke",
     137: "it was killed",
     143: "it was terminated",
@@ -193,7 +194,8 @@ class Supervisor:
             self._good_until_s = max(attempt.saved_s or 0.0, attempt.met_s or 0.0, attempt.began_s)
         self._faults_at_rest = 0 if attempt.newest > self._newest_step else self._faults_at_rest + 1
         self._newest_step = max(self._newest_step, attempt.newest)
-        wait_s = min(BACKOFF_S * 2**self._faults_at_rest, MAX_BACKOFF_S)
+        at_once = self._faults_at_rest == 0 and (attempt.fault or {}).get("cause") in _AT_ONCE
+        wait_s = 0.0 if at_once else min(BACKOFF_S * 2**self._faults_at_rest, MAX_BACKOFF_S)
         return Decision(restart=True, wait_s=wait_s, text=outcome.text)
 
     def _give_up(self, text: str, code: int = FAULT_CODE) -> Decision:
@@ -300,7 +302,7 @@ class Attempts:
             if by_force or (attempt.last_word_s is not None and now - attempt.last_word_s > _LEAVES_S):
                 self._launcher.end(placement, job)
                 job.kill()
-        if code == 0 and not attempt.ranks:  # ranks that have not met have nothing to save
+        if code <= 0 and not attempt.ranks:  # ranks that have not met have nothing to save
             self._launcher.end(placement, job)
         for message in job.rest():
             self._take_message(placement, attempt, message)
@@ -337,7 +339,8 @@ class Attempts:
 
     def _prepare_restart(self, attempt: Attempt, signature: str, wait_s: float) -> str | None:
         """Choose the hosts for a restart; return the reason if there are none."""
-        say(f"launch: restart {self._supervisor.restarts} of {self._options.max_restarts} in {wait_s:.0f} s")
+        when = f"in {wait_s:.0f} s" if wait_s else "now"
+        say(f"launch: restart {self._supervisor.restarts} of {self._options.max_restarts} {when}")
         self._sleep(wait_s)
         if attempt.fault and attempt.fault.get("unfit"):
             self._unfit |= {host_of_rank(self._hosts, rank) for rank in attempt.fault.get("ranks", ())} - {""}

@@ -13,7 +13,6 @@ import json
 import os
 import queue
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -210,15 +209,15 @@ _SAVES_S = 1800.0
 class Guardian:
     """Guards one complete attempt, as a context manager."""
 
-    def __init__(self, hosts: Sequence[str], mark: str, folder: str, secret: str | None, output: int) -> None:
-        """`folder`: launch's own files; `secret`: path from `deliver`; `output`: descriptor of the job's output."""
+    def __init__(self, hosts: Sequence[str], mark: str, secret: str | None, output: int) -> None:
+        """`secret`: path from `deliver`; `output`: descriptor of the job's output."""
         self._process = subprocess.Popen(
             (sys.executable, "-m", "llmtrain.cluster.launch.job", str(output)),
             stdin=subprocess.PIPE,
             pass_fds=(output,),
             start_new_session=True,  # a signal to launch's process group does not reach it
         )
-        self._send_facts(hosts=list(hosts), mark=mark, folder=folder, secret=secret)
+        self._send_facts(hosts=list(hosts), mark=mark, secret=secret)
 
     def __enter__(self) -> Guardian:
         return self
@@ -263,7 +262,6 @@ def take_over(facts: dict[str, Any], output: int) -> None:
         _print(f"warning: {line}")
     if facts["secret"] is not None:
         remove(hosts, facts["secret"])
-    shutil.rmtree(facts["folder"], ignore_errors=True)
 
 
 def _print(text: str) -> None:

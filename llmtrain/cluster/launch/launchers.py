@@ -32,8 +32,8 @@ from llmtrain.cluster.launch.placement import (
     check_programs,
     command,
     environment,
+    launcher_words,
     threads,
-    write_files,
 )
 
 _ANSWER_S = 10.0
@@ -82,7 +82,8 @@ class Pdsh(Launcher):
         check(placement)
 
     def command(self, placement: Placement) -> list[str]:
-        return command(placement, "FOLDER", "ADDRESS", "PORT")
+        over = () if placement.alone else ("pdsh", "-w", ",".join(placement.names))
+        return [*over, *launcher_words(placement, "ADDRESS", "PORT")]
 
     @contextlib.contextmanager
     def start(self, placement: Placement) -> Iterator[Job]:
@@ -97,11 +98,9 @@ class Pdsh(Launcher):
             placement = placement.sending(**{messages.SECRETS: secret})
         with contextlib.ExitStack() as stack:
             try:
-                folder = stack.enter_context(scratch_folder("launch"))
-                write_files(placement, folder)
-                argv = command(placement, folder, address, port)
-                with Job(argv, environment(placement, folder, os.environ), self._mark) as job:
-                    guardian = Guardian(placement.names, self._mark, str(folder), secret, job.output)
+                argv = command(placement, address, port)
+                with Job(argv, environment(placement, os.environ), self._mark) as job:
+                    guardian = Guardian(placement.names, self._mark, secret, job.output)
                     self._guardian = stack.enter_context(guardian)
                     yield job
             finally:

@@ -12,16 +12,15 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank import messages
 from llmtrain.base.redact import redact_argv
-from llmtrain.cluster.hosts.hostfile import Host, include_of, is_alone, render
+from llmtrain.cluster.hosts.hostfile import Host, is_alone
 from llmtrain.cluster.hosts.ssh import NO_PDSH
-from llmtrain.cluster.hosts.variables import Travel, deepspeed_env, for_pdsh, path_problem, read_env_file, travelling
+from llmtrain.cluster.hosts.variables import Travel, assignments, for_pdsh, read_env_file, travelling
 from llmtrain.cluster.launch.job import TRAIN, on_terminal
 
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
@@ -30,6 +29,8 @@ _MAX_COMMAND = (128 << 10) - 1
 """Longest argument in Linux (MAX_ARG_STRLEN); pdsh and sshd make one argument of the complete command."""
 _STARTS = ("--no_local_rank", "--module")
 """DeepSpeed's flags for `python -m`; a rank knows its number by LOCAL_RANK."""
+_NUMBER = "--node_rank=%n"
+"""pdsh writes a host's place in its list for %n."""
 _SPARE = 512
 """Bytes of the command kept free for later values: address, port, threads, the secrets' file."""
 
@@ -110,33 +111,23 @@ def make_placement(options: Options, hosts: Sequence[Host], mark: str, words: Se
 
 
 def check(placement: Placement) -> None:
-    """Raises ConfigError for a placement that would break DeepSpeed's launcher over pdsh."""
+    """Raises ConfigError for a placement that pdsh cannot start."""
     if placement.alone:
         return
-    problems = [path_problem(path) for path in (os.getcwd(), sys.executable)]
-    problems += [
+    problems = [
         f"the argument {word!a} has a line break, and no shell can pass it on: put the value into the YAML"
         for word in placement.words
         if "\n" in word or "\r" in word
     ]
-    if wrong := [problem for problem in dict.fromkeys(problems) if problem]:
-        raise ConfigError("\n".join(wrong))
-    if (length := command_length(placement)) > _MAX_COMMAND:
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    length = len(os.fsencode(command(placement, "", "")[-1])) + _SPARE
+    if length > _MAX_COMMAND:
         raise ConfigError(
             f"the command for each of {len(placement.hosts)} hosts would have {length} bytes, and Linux takes "
-            f"{_MAX_COMMAND}: DeepSpeed writes the names and devices of all hosts into it. Start fewer hosts, give "
-            "them shorter names, or use `--launcher slurm`, which has no such command"
+            f"{_MAX_COMMAND}: DeepSpeed's launcher reads names and devices of all hosts from it. Start fewer hosts, "
+            "give them shorter names, or use `--launcher slurm`, which has no such command"
         )
-
-
-def command_length(placement: Placement) -> int:
-    """Return the bytes of the command for a host from DeepSpeed's launcher (multinode_runner.py, PDSHRunner)."""
-    world = json.dumps({host.name: list(host.devices) for host in placement.hosts})
-    exports = len(os.fsencode(deepspeed_env(placement.travel.open))) + len('export ""; ') * len(placement.travel.open)
-    words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", *_STARTS, *TRAIN]
-    words += map(for_pdsh, placement.words)
-    quotes = len('"" ')
-    return len(base64.b64encode(world.encode())) + exports + sum(len(os.fsencode(w)) + quotes for w in words) + _SPARE
 
 
 def check_programs(placement: Placement) -> None:
@@ -144,35 +135,41 @@ def check_programs(placement: Placement) -> None:
         raise ConfigError(f"{NO_PDSH[0]}: {NO_PDSH[1]}")
 
 
-def command(placement: Placement, folder: Path | str, address: str, port: int | str) -> list[str]:
-    """Return the command of DeepSpeed's launcher; `folder` is to hold the files of `write_files`."""
-    only = include_of(placement.hosts)
+def command(placement: Placement, address: str, port: int | str) -> list[str]:
+    """Return the command that starts DeepSpeed's launcher here or, over pdsh, on each host; it starts the host's ranks.
+
+    `deepspeed`, which makes such commands too, would first import torch, in each start.
+    """
+    words = launcher_words(placement, address, port)
+    if placement.alone:
+        return words
+    number = words.index(_NUMBER)
+    quoted = [*map(for_pdsh, words[:number]), _NUMBER, *map(for_pdsh, words[number + 1 :])]
+    line = f"cd {for_pdsh(os.getcwd())} && env {' '.join([*assignments(placement.travel.open), *quoted])}"
+    return ["pdsh", "-S", "-f", str(len(placement.hosts)), "-w", ",".join(placement.names), line]
+
+
+def launcher_words(placement: Placement, address: str, port: int | str) -> list[str]:
+    """Return the command of DeepSpeed's launcher on a host."""
+    world = json.dumps({host.name: list(host.devices) for host in placement.hosts})
     return [
-        *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", f"{folder}/hosts", "--no_ssh_check"),
-        *(("--include", only) if only else ()),
+        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch"),
+        f"--world_info={base64.urlsafe_b64encode(world.encode()).decode()}",
+        *(() if placement.alone else (_NUMBER,)),
+        *(f"--master_addr={address}", f"--master_port={port}"),
         # Launch reports faults itself; the launcher's own errors say no more than "exits with return code".
-        *(() if placement.verbose else ("--log_level", "critical")),
-        # Without this DeepSpeed takes a single host for this machine, whatever its name is.
-        *(() if placement.alone or len(placement.hosts) > 1 else ("--force_multi",)),
-        *("--master_addr", "127.0.0.1" if placement.alone else address, "--master_port", str(port)),
-        *(*_STARTS, *TRAIN),
-        *(placement.words if placement.alone else map(for_pdsh, placement.words)),
+        *(() if placement.verbose else ("--log_level=critical",)),
+        *(*_STARTS, *TRAIN, *placement.words),
     ]
 
 
-def write_files(placement: Placement, folder: Path) -> None:
-    (folder / "hosts").write_text(render(placement.hosts))
-    (folder / "environment").write_text("" if placement.alone else deepspeed_env(placement.travel.open))
-
-
-def environment(placement: Placement, folder: Path | str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of DeepSpeed's launcher. Without ssh the ranks inherit it; else it holds nothing
-    private."""
+def environment(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of `command`. Without ssh the ranks inherit it; else it holds nothing private."""
     if placement.alone:
-        return {**environ, **placement.travel.open, **placement.travel.private, "DS_ENV_FILE": f"{folder}/environment"}
+        return {**environ, **placement.travel.open, **placement.travel.private}
     public = {name: value for name, value in environ.items() if name not in placement.travel.private}
     options = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {_SSH_OPTIONS}".strip()
-    return {**public, "DS_ENV_FILE": f"{folder}/environment", "PDSH_SSH_ARGS_APPEND": options}
+    return {**public, "PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": options}
 
 
 def address_of_first(hosts: Sequence[Host]) -> str:
@@ -217,7 +214,7 @@ def describe(placement: Placement, options: Options, argv: Sequence[str]) -> str
     shown = shlex.join(redact_argv(argv))
     lines += [f"command: {shown}", f"folder:  {os.getcwd()}"]
     inherited = placement.alone or options.launcher == "slurm"
-    how = "inherited" if inherited else "on DeepSpeed's command line"
+    how = "inherited" if inherited else "on each host's command line"
     lines.append(f"environment, {how}: {' '.join(sorted(placement.travel.open)) or '(nothing)'}")
     private = "inherited" if inherited else "in a file of mode 0600"
     lines.append(f"secret variables, {private}: {' '.join(sorted(placement.travel.private)) or '(nothing)'}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import os
 import re
 import shutil
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,9 @@ from llmtrain import cli
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank.messages import load_secrets
 from llmtrain.cluster.hosts import variables
-from llmtrain.cluster.hosts.variables import deepspeed_env, deliver, for_pdsh, travelling
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.hosts.variables import Travel, deliver, for_pdsh, travelling
+from llmtrain.cluster.launch.placement import Placement, command, environment
 
 SEED = 20261121
 SECRET = "canary-9f3a7c11"
@@ -96,50 +95,29 @@ def test_what_cannot_travel_is_refused_by_name():
     assert "PYTHON_API_KEY: it holds a secret" in text and SECRET not in text
 
 
-def pdsh_runner(script: str, words: list[str], variables: dict[str, str], world_info: str, **other: Any) -> Any:
-    """DeepSpeed's own, as its runner.main makes it."""
-    from deepspeed.launcher.multinode_runner import PDSHRunner
-
-    usual = {
-        "launcher_args": "",
-        "master_addr": "a",
-        "master_port": 1,
-        "ssh_port": None,
-        "venv_script": None,
-        "no_python": False,
-        "module": False,
-        "no_local_rank": False,
-        "save_pid": False,
-        "enable_each_rank_log": None,
-    }
-    given = [for_pdsh(word) for word in words]
-    pdsh = PDSHRunner(argparse.Namespace(user_args=given, user_script=script, **{**usual, **other}), world_info)
-    for line in io.StringIO(deepspeed_env(variables)):
-        pdsh.add_export(*line.split("=", maxsplit=1))
-    return pdsh
-
-
 def launched(folder: Path, variables: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """What a rank's process gets through DeepSpeed's own PDSHRunner, the real pdsh and a host's shell."""
+    """What a process gets through the real pdsh and a host's shell."""
     show = folder / "show.sh"
     show.write_text(
         f'#!/bin/bash\n{shutil.which("env")} -0 > "$FAKE_FOLDER/env"\nprintf "%s\\0" "$@" > "$FAKE_FOLDER/argv"\n'
     )
     show.chmod(0o755)
-    command, _, environ = pdsh_runner("--", words, variables, "e30=").get_cmd(dict(os.environ), {"a": [0]})
-    at = command.index(sys.executable)
-    assert command[at + 1 : at + 4] == ["-u", "-m", "deepspeed.launcher.launch"]
-    command[at : command.index("--") + 1] = [str(show)]
-    subprocess.run(command, env=environ, check=True, timeout=20)
+    given = Placement(hosts=(Host(name="a", slots=1, devices=(0,), line=1),), words=tuple(words),
+                      travel=Travel(open=variables, private={}))  # fmt: skip
+    argv = command(given, "a", 1)
+    python = for_pdsh(sys.executable)
+    assert argv[-1].count(f" {python} -u -m ") == 1
+    argv[-1] = argv[-1].replace(f" {python} -u -m ", f" {for_pdsh(str(show))} -u -m ")
+    subprocess.run(argv, env=environment(given, os.environ), check=True, timeout=20)
     pairs = (
         item.partition("=") for item in (folder / "env").read_bytes().decode("utf-8", "surrogateescape").split("\0")
     )
     got = (folder / "argv").read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1]
-    return {name: value for name, _, value in pairs}, got
+    return {name: value for name, _, value in pairs}, got[got.index("train") + 1 :]
 
 
 @pytest.mark.skipif(not shutil.which("pdsh"), reason="pdsh is not installed: apt-get install pdsh")
-def test_every_byte_arrives_through_deepspeed_and_pdsh(hosts):
+def test_every_byte_arrives_through_pdsh(hosts):
     every = [bytes([b]).decode("utf-8", "surrogateescape") for b in range(1, 256)]
     mixed = [a + b for a in PAYLOADS[:12] for b in PAYLOADS[12:30]]
     values = {
@@ -236,9 +214,3 @@ def test_a_secrets_file_that_others_could_touch_is_refused(tmp_path, monkeypatch
         assert "LLMTRAIN_CANARY" not in os.environ
     monkeypatch.delenv("LLMTRAIN_SECRETS")
     assert load_secrets() == []
-
-
-def test_a_folder_that_deepspeed_would_break_is_named():
-    assert variables.path_problem("/data/run-1/llm.train") is None
-    for path in ("/my runs", "/a$(touch canary)", "/a;b", "/%n"):
-        assert "rename the folder" in (variables.path_problem(path) or "")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import UserError
-from llmtrain.cluster.hosts.hostfile import Host, HostfileError, include_of, read_hostfile, render, select
+from llmtrain.cluster.hosts.hostfile import Host, HostfileError, read_hostfile, select
 
 SEED = 20261121
 GOOD = b"# training hosts\n\nnode-1 slots=4\nnode-2.rack_7.example.org\tslots=8   # the new one\r\n  10.0.0.7 slots=1\n"
@@ -145,9 +145,7 @@ def test_deepspeed_reads_the_same(tmp_path, runner):
         hosts = read(tmp_path, text.encode())
         assert {h.name: h.slots for h in hosts} == expected
         assert dict(runner.fetch_hostfile(str(tmp_path / "hosts"))) == expected, text
-        (tmp_path / "again").write_text(render(hosts))
-        assert list(runner.fetch_hostfile(str(tmp_path / "again")).items()) == list(expected.items())
-        assert [h.name for h in read_hostfile(tmp_path / "again")] == list(expected)
+        assert [h.name for h in hosts] == list(expected)
 
 
 # One expression for a whole line, written apart from the reader.
@@ -293,11 +291,7 @@ def test_deepspeed_chooses_the_same(tmp_path, runner):
             continue
         agreed += 1
         assert {h.name: list(h.devices) for h in chosen} == expected, text
-        # What a launch hands on gives DeepSpeed the same devices, in the same order.
-        (tmp_path / "hosts").write_text(render(chosen))
-        read_again = runner.fetch_hostfile(str(tmp_path / "hosts"))
-        again = runner.parse_inclusion_exclusion(read_again, include_of(chosen), "")
-        assert list(again.items()) == list(expected.items())
+        assert [h.name for h in chosen] == list(expected), text
     assert agreed > 200
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmtrain.base.files import lock_folder
+from llmtrain.base.files import lock_folder, scratch_folder
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch import attempts, job, launchers
 from llmtrain.cluster.launch.attempts import Attempt, Attempts
@@ -125,23 +125,30 @@ def test_a_fault_is_followed_by_a_restart(run: Any, capfd: pytest.CaptureFixture
     assert "launch: 1 restart, 3 steps done again" in capfd.readouterr().err
 
 
-def test_a_launch_leaves_nothing_open_and_what_a_killed_one_has_left_goes(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With warnings as errors, as a plugin may have them; other launches' folders stay."""
+def test_a_launch_leaves_nothing(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With warnings as errors, as a plugin may have them."""
     found: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", found.append)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name, age_s in (("scratch-dead", 0), ("scratch-lives", 0), ("unlocked-old", 90), ("unlocked-young", 0)):
-        (folder := tmp_path / f"llmtrain-{name}").mkdir()
-        os.utime(folder, (time.time() - age_s,) * 2)
-    held = lock_folder(tmp_path / "llmtrain-scratch-lives")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run("place(); tell('end', status='complete', code=0)") == 0
         gc.collect()
-    os.close(held)
     assert not found, found
+    assert not list(tmp_path.glob("llmtrain-*"))
+
+
+def test_a_scratch_folder_of_a_killed_command_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, age_s in (("scratch-dead", 0), ("scratch-lives", 0), ("unlocked-old", 90), ("unlocked-young", 0)):
+        (folder := tmp_path / f"llmtrain-{name}").mkdir()
+        os.utime(folder, (time.time() - age_s,) * 2)
+    lock = lock_folder(tmp_path / "llmtrain-scratch-lives")
+    with scratch_folder("next"):
+        pass
+    os.close(lock)
     assert {path.name.rpartition("-")[2] for path in tmp_path.glob("llmtrain-*")} == {"lives", "young"}
 
 

@@ -35,15 +35,14 @@ def end(status: str, code: int = 0, reason: str | None = None) -> dict[str, Any]
         ([end("ended", reason="parts.mine asked to stop")], 0, 15, "preempted", 75),  # launch had, too
         ([end("stopped", reason="SIGTERM")], 0, 2, "stopped", 130),
         ([end("stopped", reason="launcher process 7 is gone")], -9, None, "fault", 75),  # restarted; saved, if not
-        ([end("stopped", reason="launcher process 7 is gone")], 0, None, "fault", 75),  # SIGHUP to it
-        ([end("stopped", reason="launcher process 7 is gone")], -15, None, "preempted", 75),  # SIGTERM to the runner
-        ([end("stopped", reason="launcher process 7 is gone")], -1, None, "preempted", 75),
+        ([end("stopped", reason="launcher process 7 is gone")], -15, None, "preempted", 75),  # SIGTERM to it
+        ([end("stopped", reason="launcher process 7 is gone")], -1, None, "preempted", 75),  # SIGHUP
         ([end("stopped", reason="another rank was asked to stop")], 137, None, "fault", 75),
         ([end("refused", 2, "train.global_batch")], 2, None, "refused", 2),
         ([end("refused", 3, "non-finite")], 3, None, "refused", 3),
         ([end("failed", 2, "ranks 4 to 7 had not connected")], 2, None, "fault", 1),
         ([FAULT], 137, None, "fault", 1),
-        ([FAULT], 0, None, "fault", 1),  # DeepSpeed's runner exits 0 where its launcher was killed
+        ([FAULT], -9, None, "fault", 1),  # the launcher was killed
         ([], 0, None, "fault", 1),
         ([], 137, 2, "stopped", 130),
     ],
@@ -109,6 +108,16 @@ def test_the_backoff_grows_without_progress_only_and_has_a_limit() -> None:
     waits = [supervisor.after(attempt(0.0, resumes_at=10), fault_at(11 + n)).wait_s for n in range(9)]
     assert waits == [5, 10, 20, 40, 80, 160, 300, 300, 300]
     assert supervisor.after(attempt(0.0, checkpoint=20), fault_at(25)).wait_s == 5
+
+
+def test_a_rank_that_was_killed_is_started_again_at_once_unless_that_has_not_helped() -> None:
+    supervisor = Supervisor(max_restarts=99)
+    waits = []
+    for step, (cause, checkpoint) in enumerate([("killed", 10), ("killed", 20), ("killed", 20), ("gpu_broken", 30)]):
+        one = attempt(0.0, resumes_at=checkpoint)
+        one.hear({**FAULT, "cause": cause}, 20.0)
+        waits.append(supervisor.after(one, fault_at(11 + step, cause)).wait_s)
+    assert waits == [0, 0, 10, 5]
 
 
 @pytest.mark.parametrize("kind, code", [("refused", 2), ("refused", 3), ("preempted", 75), ("complete", 0)])
