@@ -32,7 +32,7 @@ install: $(VENV)/.dev
 data/stdlib/manifest.json: | $(VENV)/.run
 	$(BIN)/llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib
 
-# VERBOSE=1 shows DeepSpeed's launcher's own lines, and the tracebacks of all ranks after a fault.
+# VERBOSE=1 shows the ranks' process ids, and the tracebacks of all ranks after a fault.
 train: $(VENV)/.run data/stdlib/manifest.json
 	@$(LAUNCH) launch/recipes/quickstart.yaml
 

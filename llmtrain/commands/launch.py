@@ -90,7 +90,7 @@ def _options(argv: list[str]) -> Options:
         "--dry-run", action="store_true", help="print hosts, ranks, command, environment; start nothing"
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="show DeepSpeed's launcher's lines, and the tracebacks of all ranks"
+        "--verbose", action="store_true", help="show the ranks' process ids, and the tracebacks of all ranks"
     )
     completion.offer_run(parser)
     given, words = command_words(parser, argv)

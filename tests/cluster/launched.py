@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from llmtrain.cluster.launch.placement import HOST
 from tests.helpers.launching import RECIPE, REPO, environment
 from tests.helpers.warm import WarmCommands
 from tools.lab.lab import Lab, LabHost
@@ -143,7 +144,7 @@ class Launched:
         for process in host.processes():
             with contextlib.suppress(psutil.Error):
                 parent = process.parent()
-                from_launcher = parent is not None and "deepspeed.launcher.launch" in parent.cmdline()
+                from_launcher = parent is not None and HOST in parent.cmdline()
                 if from_launcher and "llmtrain" in process.cmdline():
                     found.append(process)
         return found

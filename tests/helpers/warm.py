@@ -52,6 +52,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from llmtrain.cluster.launch.placement import HOST
 from tests.helpers.launching import REPO, environment, installed_by_make
 from tests.helpers.ranks import PRELOAD
 from tools.lab.namespaces import NAMESPACES, die_with_parent, enter
@@ -61,7 +62,7 @@ _RANKS = (
     *("llmtrain.training.output_columns", "llmtrain.cluster.launch.slurm"),
     "llmtrain.data.prepare.worker",
 )
-MODULES = ("llmtrain", "deepspeed.launcher.runner", "deepspeed.launcher.launch", *_RANKS)
+MODULES = ("llmtrain", "deepspeed.launcher.runner", "deepspeed.launcher.launch", HOST, *_RANKS)
 """What `python -m` forks; the others import little."""
 SCRIPTS = ("/launch/train.py", "/bin/deepspeed", "/bin/llmtrain", "/tools/right_answers.py", "mine.py")
 _STARTS_NONE = (*_RANKS, "/launch/train.py", "/tools/right_answers.py")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from llmtrain.checkpoint.format import complete_checkpoints
+from llmtrain.cluster.launch.placement import HOST
 from tests.helpers import forked
 from tests.helpers.launching import (
     environment,
@@ -137,8 +138,8 @@ def test_sigusr1_saves_and_goes_on_and_a_dead_launcher_stops_the_ranks(small_dat
     assert complete_checkpoints(run / "checkpoints")[0] != saved
 
 
-def test_a_hang_up_of_deepspeeds_process_saves_and_a_preempt_file_ends_the_restart(small_data, tmp_path, warm):
-    """The process between `deepspeed` and the ranks dies of SIGHUP, and `deepspeed` exits with 0. A file that came
+def test_a_killed_starter_saves_and_a_preempt_file_ends_the_restart(small_data, tmp_path, warm):
+    """The process between `llmtrain launch` and the ranks is killed. A file that came
     before the restarted ranks was a mistake in their configuration, with exit code 2."""
     recipe, run, file = write_recipe(tmp_path, small_data), tmp_path / "run", tmp_path / "notice"
     (tmp_path / "hosts").write_text("localhost slots=2\n")
@@ -148,8 +149,8 @@ def test_a_hang_up_of_deepspeeds_process_saves_and_a_preempt_file_ends_the_resta
     told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = warm.popen(command, cwd=tmp_path, env=environment(), start_new_session=True, **told)
     wait_for_step(process, run, 2)
-    (between,) = (p for p in tree(process) if "deepspeed.launcher.launch" in p.cmdline())
-    between.send_signal(signal.SIGHUP)
+    (between,) = (p for p in tree(process) if HOST in p.cmdline())
+    between.kill()
     deadline = time.monotonic() + 60
     while "restart" not in (kinds := [row["kind"] for row in rows(run, "events.jsonl")]):
         assert time.monotonic() < deadline, kinds

@@ -98,7 +98,7 @@ class Attempt:
         return self.resumes_at if self.checkpoint is None else self.checkpoint
 
     def outcome(self, code: int) -> Outcome:
-        """Judge a finished attempt. `code`: of DeepSpeed's launcher or srun; negative: the signal that ended it."""
+        """Judge a finished attempt. `code`: of `host.py`, pdsh or srun; negative: the signal that ended it."""
         end = self.end or {}
         status, step = end.get("status"), self.newest
         if status == "complete":
@@ -126,7 +126,7 @@ class Attempt:
         reason = str(end.get("reason") or "")
         if status == "ended":
             return Outcome(kind="stopped", code=0, step=step, text=reason)
-        # The job saves although only its launcher died: nobody asked it to leave, unless the launcher got SIGHUP or
+        # The job saves although only its starter died: nobody asked it to leave, unless the starter got SIGHUP or
         # SIGTERM.
         left = "launcher process" not in reason and code not in (137, 255) and code >= 0
         if status == "stopped" and (left or code in (-signal.SIGHUP, -signal.SIGTERM)):

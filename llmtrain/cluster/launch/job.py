@@ -1,6 +1,6 @@
 """A job on its hosts: the process that starts it, signals to its ranks, its end, and its guardian.
 
-The process (DeepSpeed's launcher, or srun) has its own session, and its output is read line by line. All others are
+The process (host.py, pdsh or srun) has its own session, and its output is read line by line. All others are
 found by the launch's mark, never by name: DeepSpeed itself uses `pkill -f`, which ends every DeepSpeed job of the user
 on those hosts (multinode_runner.py). The guardian, `python -m llmtrain.cluster.launch.job`, acts for a launch that is
 killed: without it, rank 0 would die at its next print into a pipe that nobody reads; with it, the ranks save and leave.
@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from typing import Any
 from llmtrain import features
 from llmtrain.base import log, untrusted
 from llmtrain.base.rank import messages
-from llmtrain.base.redact import REDACTED, is_secret
 from llmtrain.cluster.hosts.hostfile import is_here
 from llmtrain.cluster.hosts.ssh import Answer, on_hosts
 from llmtrain.cluster.hosts.variables import remove
@@ -65,18 +63,10 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
-_NCCL = re.compile(rb"(\w*NCCL\w*)=([^;\n]*)")
-"""DeepSpeed's launcher logs each NCCL variable of its environment, with the value."""
-
-
 def message_or_line(raw: bytes, launch: str) -> dict[str, Any] | bytes:
     """Return the message in a line of a job's output, or the line for the user. `launch`: the launch's mark."""
     message = messages.parse(raw.decode("utf-8", "replace"), launch)
-    return _NCCL.sub(_hidden, raw) if message is None else message
-
-
-def _hidden(match: re.Match[bytes]) -> bytes:
-    return match[1] + b"=" + REDACTED.encode() if is_secret(match[1].decode("utf-8", "replace")) else match[0]
+    return raw if message is None else message
 
 
 def say(text: str) -> None:
@@ -158,7 +148,7 @@ class Job:
             os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """End the process with everything in its session: DeepSpeed's launcher, pdsh, their connections."""
+        """End the process with everything in its session: ranks here, pdsh, its connections."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Two ways to start a job's ranks on its hosts: DeepSpeed's launcher over pdsh, and Slurm's srun."""
+"""Two ways to start a job's ranks on its hosts: pdsh, which runs `host.py` on each, and Slurm's srun."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from llmtrain.cluster.launch.placement import (
     check_programs,
     command,
     environment,
-    launcher_words,
+    host_words,
     threads,
 )
 
@@ -72,7 +72,7 @@ class Launcher(ABC):
 
 
 class Pdsh(Launcher):
-    """DeepSpeed's launcher: pdsh and ssh to other hosts, neither if this machine is the only host."""
+    """Over pdsh and ssh, without them if this machine is the only host."""
 
     def __init__(self, mark: str, examine: Examine | None = None) -> None:
         self._mark, self._examine = mark, examine
@@ -83,7 +83,7 @@ class Pdsh(Launcher):
 
     def command(self, placement: Placement) -> list[str]:
         over = () if placement.alone else ("pdsh", "-w", ",".join(placement.names))
-        return [*over, *launcher_words(placement, "ADDRESS", "PORT")]
+        return [*over, *host_words(placement, "ADDRESS", "PORT")]
 
     @contextlib.contextmanager
     def start(self, placement: Placement) -> Iterator[Job]:

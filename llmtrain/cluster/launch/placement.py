@@ -1,4 +1,4 @@
-"""The placement of a start: the hosts and their ranks, the environment, the command of DeepSpeed's launcher."""
+"""The placement of a start: the hosts and their ranks, the environment, the command that starts them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from llmtrain.cluster.launch.job import TRAIN, on_terminal
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
 _MAX_COMMAND = (128 << 10) - 1
 """Longest argument in Linux (MAX_ARG_STRLEN); pdsh and sshd make one argument of the complete command."""
-_STARTS = ("--no_local_rank", "--module")
-"""DeepSpeed's flags for `python -m`; a rank knows its number by LOCAL_RANK."""
+HOST = "llmtrain.cluster.launch.host"
+"""Module that starts a host's ranks."""
 _NUMBER = "--node_rank=%n"
 """pdsh writes a host's place in its list for %n."""
 _SPARE = 512
@@ -49,7 +49,7 @@ class Options:
     carried: Mapping[str, str] = field(default_factory=dict)
     """Further variables for the ranks, too long for a command line."""
     verbose: bool = False
-    """Show DeepSpeed's launcher's own lines, and the tracebacks of ranks that fail because another one is gone."""
+    """Show the ranks' process ids, and the tracebacks of ranks that fail because another one is gone."""
 
 
 Examine = Callable[[Sequence[Host], int], str | None]
@@ -125,7 +125,7 @@ def check(placement: Placement) -> None:
     if length > _MAX_COMMAND:
         raise ConfigError(
             f"the command for each of {len(placement.hosts)} hosts would have {length} bytes, and Linux takes "
-            f"{_MAX_COMMAND}: DeepSpeed's launcher reads names and devices of all hosts from it. Start fewer hosts, "
+            f"{_MAX_COMMAND}: it has the names and devices of all hosts. Start fewer hosts, "
             "give them shorter names, or use `--launcher slurm`, which has no such command"
         )
 
@@ -136,11 +136,8 @@ def check_programs(placement: Placement) -> None:
 
 
 def command(placement: Placement, address: str, port: int | str) -> list[str]:
-    """Return the command that starts DeepSpeed's launcher here or, over pdsh, on each host; it starts the host's ranks.
-
-    `deepspeed`, which makes such commands too, would first import torch, in each start.
-    """
-    words = launcher_words(placement, address, port)
+    """Return the command that starts the ranks here or, over pdsh, on each host."""
+    words = host_words(placement, address, port)
     if placement.alone:
         return words
     number = words.index(_NUMBER)
@@ -149,17 +146,16 @@ def command(placement: Placement, address: str, port: int | str) -> list[str]:
     return ["pdsh", "-S", "-f", str(len(placement.hosts)), "-w", ",".join(placement.names), line]
 
 
-def launcher_words(placement: Placement, address: str, port: int | str) -> list[str]:
-    """Return the command of DeepSpeed's launcher on a host."""
+def host_words(placement: Placement, address: str, port: int | str) -> list[str]:
+    """Return the command on a host."""
     world = json.dumps({host.name: list(host.devices) for host in placement.hosts})
     return [
-        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch"),
+        *(sys.executable, "-u", "-m", HOST),
         f"--world_info={base64.urlsafe_b64encode(world.encode()).decode()}",
         *(() if placement.alone else (_NUMBER,)),
         *(f"--master_addr={address}", f"--master_port={port}"),
-        # Launch reports faults itself; the launcher's own errors say no more than "exits with return code".
-        *(() if placement.verbose else ("--log_level=critical",)),
-        *(*_STARTS, *TRAIN, *placement.words),
+        *(("--verbose",) if placement.verbose else ()),
+        *(*TRAIN, *placement.words),
     ]
 
 

@@ -46,7 +46,7 @@ _GENTLE_S = 2.0
 _WITHIN_S = 8.0
 _LAUNCHER_LEAVES_S = 40.0
 _STALE_S = 600.0
-_LAUNCHER = "deepspeed.launcher.launch"
+_LAUNCHERS = ("deepspeed.launcher.launch", "deepspeed/launcher/launch.py", "llmtrain.cluster.launch.host")
 _HUSH = signal.SIGRTMIN + 5
 """From an agent to its keeper: close your output, as I close mine."""
 _JOB = ("--world_info=", "--master_addr=", "--master_port=")
@@ -687,7 +687,7 @@ def job_of(launcher: int) -> tuple[str, ...] | None:
 
 
 def _is_launcher(words: list[str]) -> bool:
-    return any(_LAUNCHER in word or word.endswith("deepspeed/launcher/launch.py") for word in words)
+    return any(word.endswith(_LAUNCHERS) for word in words)
 
 
 def close_output() -> None:

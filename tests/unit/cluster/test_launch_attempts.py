@@ -102,18 +102,15 @@ for body in ("[" * 5000, '{"kind":"checkpoint"}', '{"kind":"end","status":7,"cod
              '{"kind":"place","ranks":[{"rank":0}]}', '{"kind":"fault","ranks":["x"]}', '{"kind":"progress","text":3}'):
     print(MARK + body, flush=True)
 os.write(1, MARK.encode() + b"\\xff\\n")
-print("0 NCCL_MY_PASSWORD=geheim NCCL_DEBUG=INFO")
-print("0 NCCL_DEBUG=INFO", flush=True)
 tell("end", status="complete", code=0)
 """
 
 
 def test_no_line_of_the_output_passes_for_a_message(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nor ends it launch; DeepSpeed's launcher prints each NCCL variable with --verbose."""
+    """Nor ends it launch."""
     assert run("place()\n" + FORGED, "--verbose") == 0
     out, err = capfd.readouterr()
     assert starts() == 1 and "Traceback" not in err and "forged" in out
-    assert "geheim" not in out and "NCCL_MY_PASSWORD=[redacted]" in out and "0 NCCL_DEBUG=INFO\n" in out
 
 
 def test_a_fault_is_followed_by_a_restart(run: Any, capfd: pytest.CaptureFixture[str]) -> None:

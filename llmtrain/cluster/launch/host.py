@@ -1,0 +1,96 @@
+"""The ranks of one host: started together, ended together. `python -m llmtrain.cluster.launch.host` on each host.
+
+It takes the place of `deepspeed.launcher.launch`, with its arguments and its variables for the ranks: that one imports
+torch and DeepSpeed before it starts them, and asks one rank after another to leave, 30 s apart. This one imports the
+standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+_POLL_S = 0.1
+_LOOKS_S = 1.0
+"""Time from the end of a failed rank until the others are asked to leave: the watch looks at them first."""
+_LEAVES_S = 30.0
+"""Time after that until the others are ended by force."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0, or the exit code of the first rank that failed; negative: the signal that ended it."""
+    given = _arguments(argv)
+    signals: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        signals.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    ranks = _start(given)
+    answered, failed_at, code = 0, float("inf"), 0
+    while alive := [rank for rank in ranks if rank.poll() is None]:
+        if not code and (code := next((rank.returncode for rank in ranks if rank.returncode), 0)):
+            failed_at = time.monotonic()
+        since_s = time.monotonic() - failed_at
+        if len(signals) > answered:  # all at once: each saves, and waits for the others; a second signal does not wait
+            _send(alive, signal.SIGKILL if answered else signal.SIGTERM)
+            answered = len(signals)
+        elif since_s > _LOOKS_S + _LEAVES_S:
+            _send(alive, signal.SIGKILL)
+        elif since_s > _LOOKS_S and not answered:
+            signals.append(signal.SIGTERM)
+        time.sleep(_POLL_S)
+    return code or next((rank.returncode for rank in ranks if rank.returncode), 0)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="llmtrain.cluster.launch.host", description=__doc__)
+    parser.add_argument("--world_info", required=True, help="devices by host, in order: JSON in URL-safe base64")
+    parser.add_argument("--node_rank", type=int, default=0, help="number of this host")
+    parser.add_argument("--master_addr", required=True, help="address of rank 0's host")
+    parser.add_argument("--master_port", required=True, help="port of the rendezvous there")
+    parser.add_argument("--verbose", action="store_true", help="print the process id of each rank")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="arguments of `python -m` for each rank")
+    return parser.parse_args(argv)
+
+
+def _start(given: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
+    hosts = list(json.loads(base64.urlsafe_b64decode(given.world_info)).values())
+    devices = hosts[given.node_rank]
+    first = sum(map(len, hosts[: given.node_rank]))
+    shared = {
+        **os.environ,
+        "MASTER_ADDR": given.master_addr,
+        "MASTER_PORT": given.master_port,
+        "WORLD_SIZE": str(sum(map(len, hosts))),
+        "LOCAL_SIZE": str(len(devices)),
+        "CROSS_RANK": str(given.node_rank),
+        "CROSS_SIZE": str(len(hosts)),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+    }
+    ranks = []
+    for local_rank in range(len(devices)):
+        rank = str(first + local_rank)
+        env = {**shared, "RANK": rank, "LOCAL_RANK": str(local_rank)}
+        ranks.append(subprocess.Popen((sys.executable, "-u", "-m", *given.words), env=env))
+        if given.verbose:
+            print(f"rank {rank}: process {ranks[-1].pid}", flush=True)
+    return ranks
+
+
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for rank in ranks:
+        rank.send_signal(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
