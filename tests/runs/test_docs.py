@@ -68,13 +68,17 @@ SHOWN = [
 
 
 SMALLER = {
+    "curl -sSO https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt": (
+        "cat my_text/part/*.txt > input.txt"
+    ),
+    "launch/recipes/shakespeare.yaml": "launch/recipes/shakespeare.yaml --train.max_steps 6 --schedule.warmup_steps 1",
     "step-300": "step-3",
     "step-350": "step-6",
     "runs/llama_1b": "runs/quickstart",
     "max_steps 400": "max_steps 8",
     "from_step: 300, mix": "from_step: 3, mix",
 }
-"""The quickstart's checkpoints and lengths, and a run with AdamW."""
+"""The quickstart's checkpoints and lengths, a run with AdamW, and what is downloaded."""
 
 
 class Workplace:

@@ -29,9 +29,9 @@ def resolved_for(path: Path, ranks: int) -> Run:
 
 def ranks_of(path: Path) -> int:
     """As the recipe's first lines say: "on 8 GPUs", "on two CPU cores"."""
-    said = re.search(r"on (\w+) (?:GPUs|CPU cores)", path.read_text())
+    said = re.search(r"on (\w+) (?:GPUs|CPU cores?)", path.read_text())
     assert said, "the first comment tells the machine"
-    return 2 if said[1] == "two" else int(said[1])
+    return {"one": 1, "two": 2}.get(said[1]) or int(said[1])
 
 
 @pytest.fixture(autouse=True)
