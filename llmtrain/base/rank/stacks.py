@@ -16,8 +16,8 @@ class Frame:
     function: str
 
 
-_WRAPS = "llmtrain/base/rank/heartbeat.py"
-"""The file whose wrapper is around every collective."""
+_WRAPS = ("llmtrain/base/rank/heartbeat.py", "llmtrain/engine/ranks/ranks.py")
+"""The files whose functions are around every collective: the line that called them says more."""
 
 
 def place(frame: Frame) -> str:
