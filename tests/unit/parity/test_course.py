@@ -84,7 +84,7 @@ def test_the_command_compares_the_course_and_says_what_it_leaves_out(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {"data": {"stages": STAGES}})
-    monkeypatch.setattr(worlds, "_check", lambda *_: worlds.SAME)  # no ranks
+    monkeypatch.setattr(worlds.AgainstPlain, "of_ranks", lambda *_: worlds.SAME)  # no ranks
     assert main(["parity", "run.yaml", "--ranks", "2"]) == 0
     told = capsys.readouterr().out
     assert "PASS  course: 100 steps, 5 stages" in told
@@ -138,7 +138,7 @@ def test_the_definition_of_a_plugins_schedule_is_its_own(
     monkeypatch.chdir(tmp_path)
     Path("poly.py").write_text(POLY)
     write(tmp_path, {"schedule": {"name": "constant"}})
-    monkeypatch.setattr(worlds, "_check", lambda *_: worlds.SAME)  # no ranks
+    monkeypatch.setattr(worlds.AgainstPlain, "of_ranks", lambda *_: worlds.SAME)  # no ranks
     words = ["--plugin", "poly.py", "--schedule.name", name, "--schedule.warmup_steps", "3"]
     assert main(["parity", "run.yaml", "--ranks", "2", *words]) == 0, capsys.readouterr().out
     assert "PASS  course: 100 steps" in capsys.readouterr().out

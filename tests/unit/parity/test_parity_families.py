@@ -82,7 +82,7 @@ REFUSED = {
 
 @pytest.fixture(autouse=True)
 def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "_check", lambda *_: worlds.SAME)
+    monkeypatch.setattr(worlds.AgainstPlain, "of_ranks", lambda *_: worlds.SAME)
 
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
@@ -130,7 +130,9 @@ def test_flash_attention_becomes_on_a_cpu_what_the_family_has(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(worlds, "_check", lambda _, user, *__: seen.append(user.config.model.attention) or 0)
+    monkeypatch.setattr(
+        worlds.AgainstPlain, "of_ranks", lambda *given: seen.append(given[2].run.config.model.attention) or 0
+    )
     for family in ("gpt_oss", "llama"):
         assert parity(tmp_path, {"model_type": family}, capfd, "--model.attention", "flash_attention_2")[0] == 0
     assert seen == ["eager", "sdpa"]
@@ -155,7 +157,7 @@ def test_a_world_size_that_is_refused_is_told_before_any_rank_starts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would hide that another one has failed."""
-    monkeypatch.setattr(worlds, "_check", lambda *_: pytest.fail("ranks start"))
+    monkeypatch.setattr(worlds.AgainstPlain, "of_ranks", lambda *_: pytest.fail("ranks start"))
     shared = {**ZERO_1, "tensor_parallel": {"autotp_size": 2}}
     code, text = parity(tmp_path, {"model_type": "llama"}, capfd, "--ranks", "2,3", json_of_run=shared)
     assert code == 2 and "autotp_size" in text, text
@@ -167,7 +169,7 @@ def test_a_bug_is_no_word_about_the_training(
     def broken(*_: Any) -> int:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(worlds, "_check", broken)
+    monkeypatch.setattr(worlds.AgainstPlain, "of_ranks", broken)
     code, text = parity(tmp_path, {"model_type": "llama"}, capfd)
     assert code == 3 and "RuntimeError: a bug" in text and "NO ANSWER" in text and "FAIL" not in text
 
