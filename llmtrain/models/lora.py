@@ -27,7 +27,9 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class SharedInput:
-    """Layers that get the same tensor, whose A are one product when the first of them is called."""
+    """Layers that get the same tensor, whose A are one product when the first of them is called. A layer that is called
+    before that one multiplies by itself, always: a recomputation of it, which gets the same tensor again, would else
+    take a product that is left from the forward pass."""
 
     def __init__(self, layers: list[ScaledFirst]) -> None:
         self._layers = layers
@@ -40,9 +42,13 @@ class SharedInput:
     def take(self, place: int, x: Tensor) -> Tensor:
         """A x of the layer of that place. x: [..., in]. Returns [..., r]."""
         if place == 0:
-            weights = [layer.weight_of_a() for layer in self._layers]
+            layers = [layer for layer in self._layers if layer.shared is self]
+            weights = [layer.weight_of_a() for layer in layers]
             few = F.linear(x.to(weights[0].dtype), torch.cat(weights)).split([len(a) for a in weights], dim=-1)
-            self._x, self._few = x, dict(enumerate(few))
+            self._x, self._few = x, {layer.place: part for layer, part in zip(layers, few, strict=True)}
+        elif self._x is None:
+            self._layers[place].shared = None
+            return self._layers[place].apply_a(x)
         elif self._x is not x or place not in self._few:
             return self._layers[place].apply_a(x)
         mine = self._few.pop(place)

@@ -50,14 +50,15 @@ def test_a_product_of_b_is_added_as_it_is_computed(dtype: torch.dtype) -> None:
 
 
 class Attention(nn.Module):
-    """Three maps of one tensor, or the last one of another, and a map of what they give."""
+    """Three maps of one tensor, the last one maybe of another, the second maybe called first, and a map of what
+    they give."""
 
-    def __init__(self, apart: bool = False) -> None:
+    def __init__(self, apart: bool = False, early: bool = False) -> None:
         super().__init__()
         from peft import LoraConfig
         from peft.tuners.lora import Linear
 
-        self.apart = apart
+        self.apart, self.early = apart, early
         config = LoraConfig(r=4, lora_alpha=8)
         for name, inputs, outputs in (("q_proj", 24, 40), ("k_proj", 24, 16), ("v_proj", 24, 16), ("o_proj", 24, 24)):
             made = Linear(nn.Linear(inputs, outputs, bias=False), "default", config=config, r=4, lora_alpha=8)
@@ -66,7 +67,11 @@ class Attention(nn.Module):
             setattr(self, name, made)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x + 1 if self.apart else x)
+        if self.early:
+            k, q = self.k_proj(x), self.q_proj(x)
+        else:
+            q, k = self.q_proj(x), self.k_proj(x)
+        v = self.v_proj(x + 1 if self.apart else x)
         return self.o_proj(q[..., :24] + torch.cat([k, v], -1)[..., :24])
 
 
@@ -78,13 +83,13 @@ def gradients(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"x": x.grad, **{n: p.grad for n, p in module.named_parameters() if p.grad is not None}}
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled", "recomputed", "apart"])
+@pytest.mark.parametrize("how", ["eager", "compiled", "recomputed", "apart", "early"])
 def test_layers_with_the_same_input_read_it_once(how: str) -> None:
     """The same gradients, by half of the products with A; a layer that gets another tensor is found."""
     from llmtrain.models.lora import scaled_first, share_inputs
 
     torch.manual_seed(0)
-    plain = Attention(apart=how == "apart")
+    plain = Attention(apart=how == "apart", early=how == "early")
     for layer in plain.children():
         scaled_first(layer)
     shared = copy.deepcopy(plain)
@@ -92,9 +97,10 @@ def test_layers_with_the_same_input_read_it_once(how: str) -> None:
     assert [name for name, _ in shared.named_parameters()] == [name for name, _ in plain.named_parameters()]
     x = torch.randn(2, 5, 24).requires_grad_()
     run: Any = shared
+    inner = None
     if how == "compiled":
         shared.forward = torch.compile(shared.forward, backend="aot_eager", fullgraph=True, dynamic=False)
-    if how == "recomputed":
+    if how in ("recomputed", "early"):
         inner, shared = shared, nn.Module()
         shared.inner = inner
         shared.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
@@ -110,11 +116,12 @@ def test_layers_with_the_same_input_read_it_once(how: str) -> None:
     for _ in range(2):
         want, got = gradients(plain, x), gradients(shared, x)
         for name, value in want.items():
-            torch.testing.assert_close(got[f"inner.{name}" if how == "recomputed" and name != "x" else name], value)
+            torch.testing.assert_close(got[f"inner.{name}" if inner is not None and name != "x" else name], value)
     if how == "compiled":
         assert shared.q_proj.shared is not None
         return
     with Note():
         run(x)
     few = [shape for shape in products if shape[1] in (4, 8, 12)]
-    assert few == ([(10, 12), (10, 4), (10, 4)] if how == "apart" else [(10, 12), (10, 4)]), few
+    wanted = {"apart": [(10, 12), (10, 4), (10, 4)], "early": [(10, 4), (10, 8), (10, 4)]}
+    assert few == wanted.get(how, [(10, 12), (10, 4)]), few
