@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmtrain import features
 from llmtrain.cli import main
 from tests.helpers.config_workplace import write
 
@@ -23,6 +24,8 @@ class Shape:
     noted: str = ""
     ranks: int = 8
     run: dict[str, Any] = field(default_factory=dict)
+    feature: str = ""
+    """The feature that takes it."""
 
 
 SHAPES = [Shape(**json.loads(line)) for line in (Path(__file__).parents[2] / "data/deepspeed_shapes.jsonl").open()]
@@ -32,6 +35,8 @@ SHAPES = [Shape(**json.loads(line)) for line in (Path(__file__).parents[2] / "da
 def test_a_public_shape(
     shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if shape.feature and shape.feature not in features.features():
+        pytest.skip(f"the feature {shape.feature} has been removed")
     batch: dict[str, Any] = {"train": {"global_batch": 16, "micro_batch": 1}}
     sizes = {shape.ds.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")}
     if sizes != {"auto"}:
