@@ -228,7 +228,7 @@ for words in (["reference", "--help"], ["parity", "--help"], ["reference", "no.y
         ("launch --hostfile hosts -- run.yaml --dry-run", "is a flag of `llmtrain launch`", "write --dry-run before"),
         ("launch --hostfile hosts --dry-runn run.yaml", "is no flag of `llmtrain launch`", "did you mean --dry-run?"),
         ("parity run.yaml --rank 2", "is no flag of `llmtrain parity`", "did you mean --ranks?"),
-        ("parity", "names the run's YAML", "write RUN.yaml, or --config RUN.yaml"),
+        ("parity", "the run's YAML is missing", "write RUN.yaml, or --config RUN.yaml"),
     ],
 )
 def test_flags_of_a_command_and_of_its_run(
