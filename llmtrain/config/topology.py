@@ -194,8 +194,7 @@ RULES: tuple[Rule, ...] = (
          {"pipeline.stages": 2, "wall_clock_breakdown": True}),
     Rule(("pipeline.stages", _OFFLOAD), lambda m: m.degrees.pipeline > 1 and m.offload_optimizer and m.own_settings,
          "to compute the gradient norm of an offloaded optimizer, DeepSpeed needs as many groups of parameters on "
-         "each pipeline stage, "
-         "but optim.layer_decay, lr_factor_of and weight_decay_of make different groups on each",
+         "each pipeline stage, but optim.layer_decay, lr_factor_of and weight_decay_of make different groups on each",
          "remove offload_optimizer, or these keys of optim",
          {"pipeline.stages": 2, _OFFLOAD: "cpu", "optim.layer_decay": 0.9}),
     Rule(("sequence_parallel_size", "pipeline.stages"), lambda m: m.degrees.sequence > 1 and m.degrees.pipeline > 1,

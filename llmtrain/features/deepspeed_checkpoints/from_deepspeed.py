@@ -470,8 +470,7 @@ def _step(files: Files, state: State, *, weights_only: bool) -> int:
     if type(step) is not int or type(skipped) is not int or not 0 <= skipped <= step < 10**18:
         raise CheckpointError(
             f"{files.models[0].path}: global_steps is {shown(step)} and skipped_steps {shown(skipped)}, but both "
-            "must be "
-            "whole numbers, and the first not the smaller one."
+            "must be whole numbers, and the first not the smaller one."
         )
     if weights_only:
         return step
@@ -480,8 +479,7 @@ def _step(files: Files, state: State, *, weights_only: bool) -> int:
         raise CheckpointError(
             f"{files.folder}: the optimizer counts {counted} steps, but {files.models[0].path.name} counts {step}, of "
             f"which {skipped} were skipped. They may be files of two saves, and no second copy of the weights can "
-            "tell. "
-            "If the optimizer was restarted in between, import the weights alone, with --weights-only."
+            "tell. If the optimizer was restarted in between, import the weights alone, with --weights-only."
         )
     return step
 

@@ -89,8 +89,7 @@ class State:
             counters = ", ".join(f"{value} in {path.name}" for value, path in sorted(values.items()))
             raise CheckpointError(
                 f"{next(iter(self.steps)).parent} mixes files of different steps: the optimizer's counter is "
-                f"{counters}. "
-                "DeepSpeed would load that without a word; nothing can be taken from it."
+                f"{counters}. DeepSpeed would load that without a word; nothing can be taken from it."
             )
         return next(iter(values), 0)
 

@@ -381,6 +381,5 @@ def _check_private(flag: str, address: str) -> None:
     if public := sorted(host for host in addresses if not private(host)):
         raise UserError(
             f"{flag} {address}: {public[0]} is not a private address, and messages between sites are neither "
-            "encrypted nor signed. "
-            "Join the sites by a tunnel (WireGuard, ssh) and give its address."
+            "encrypted nor signed. Join the sites by a tunnel (WireGuard, ssh) and give its address."
         )
