@@ -105,7 +105,7 @@ class ReplicaCheck(Part):
         text = (
             f"after step {step}: {describe(found, self._ranks.seats)}.{before} Training alone cannot cause it: suspect "
             f"the memory, a link or a kernel of that host, or code that runs on one rank only{code}. In all "
-            f"checkpoints the ranks agree: {self._command} continues from the newest, on other hosts if you suspect one."
+            f"checkpoints the ranks agree: {self._command} continues from the newest, on other hosts if need be."
         )
         self.tell(step, "ranks differ", ranks, [difference.name for difference in found], text)
         raise ReplicasDiffer(text)
