@@ -145,6 +145,11 @@ class ConnectedRanks(Ranks):
     control: Any
     """A gloo group over the site."""
 
+    @property
+    def group_name(self) -> str:
+        """Name of the process group that carries the messages."""
+        return str(self.control.group_name)
+
     def gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)

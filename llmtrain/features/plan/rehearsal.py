@@ -251,7 +251,7 @@ def walk(
     `fill`: gives the parameters their values, where there is memory for them.
     """
     run, spec, data = examined
-    agreements = ranks.control.group_name if isinstance(ranks, ConnectedRanks) else None
+    agreements = ranks.group_name if isinstance(ranks, ConnectedRanks) else None
     work, pipeline = Work(agreements), run.mix.degrees.pipeline
     ledger = Ledger(run.mix, work, one_memory=not on_gpu)
     with ledger:
