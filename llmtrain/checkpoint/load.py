@@ -120,8 +120,9 @@ def _rate_jump(saved: TrainerState, now: TrainerState) -> list[str]:
     if not step or planned is None or last is None or first is None or math.isclose(planned, first, rel_tol=0.01):
         return []
     return [
-        f"the learning rate jumps from {last:.3g} at step {step} to {first:.3g} at step {step + 1}, because the run's "
-        "length or schedule has changed; if you do not want that, set schedule and optim.lr for the remaining steps"
+        f"the learning rate jumps to {first:.3g} at step {step + 1}, where {planned:.3g} was planned (it was "
+        f"{last:.3g} at step {step}): the run's length or schedule has changed. If you do not want that, set schedule "
+        "and optim.lr for the remaining steps"
     ]
 
 

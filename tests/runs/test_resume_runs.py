@@ -206,9 +206,9 @@ def test_a_second_run_in_one_process_is_longer_and_says_so(small_data: str, tmp_
     assert output.count("max_steps 5 is reached, nothing to do: raise it to train on") == 1, output
     assert 'parameters, fp32 (by the JSON\'s "auto"), ZeRO 1' in output, output
     assert "changed since: run.train.max_steps: 5 -> 20" in output
-    told = re.search(r"learning rate jumps from (\S+) at step 5 to (\S+) at step 6", output)
+    told = re.search(r"rate jumps to (\S+) at step 6, where \S+ was planned \(it was (\S+) at step 5\)", output)
     assert told, output
-    first, second = told.groups()
+    second, first = told.groups()
     rates = {row["step"]: row["lr"] for row in rows(tmp_path / "run") if "lr" in row}
     assert [float(first), float(second)] == pytest.approx([rates[5], rates[6]], rel=5e-3) and rates[6] > 5 * rates[5]
     assert re.search(r"epochs of \S+, whose training split has", output) is None

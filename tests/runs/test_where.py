@@ -92,7 +92,7 @@ def test_the_steps_of_a_document_are_those_that_name_it(trained: Path, capsys: p
         (("--step", "0"), "--step 0: the run's steps are numbered from 1"),
         (("--step", "99"), "--step 99: the run has done 12 steps"),
         (("--step", "3", "--rank", "2"), "--rank 2: at step 3 the run had ranks 0 to 1"),
-        (("--source", "b.jsonl:3"), "--source b.jsonl:3: no training document of"),
+        (("--source", "b.jsonl:3"), "--source b.jsonl:3: that record gave no training document of"),
         (("--source", "a.jsonl"), "write FILE:LINE"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import subprocess
@@ -103,7 +105,7 @@ def test_devices_that_the_launcher_cannot_name_are_refused(shown: str):
         on_visible_devices(EIGHT, {"CUDA_VISIBLE_DEVICES": shown})
 
 
-def test_launch_hands_the_visible_devices_to_deepspeed(tmp_path, capsys, monkeypatch):
+def test_launch_hands_the_visible_devices_on(tmp_path, capsys, monkeypatch):
     (tmp_path / "hosts").write_text("localhost slots=8\n")
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("DS_ACCELERATOR")
@@ -112,7 +114,8 @@ def test_launch_hands_the_visible_devices_to_deepspeed(tmp_path, capsys, monkeyp
     run = ["launch/recipes/quickstart.yaml", "--data.path", str(tmp_path)]
     assert main(["launch", "--hostfile", str(tmp_path / "hosts"), "--dry-run", "--", *run]) == 0
     told = capsys.readouterr().out
-    assert "--include localhost:4,5" in told and "1 host, 2 ranks" in told
+    (world,) = re.findall(r"--world_info=(\S+)", told)
+    assert json.loads(base64.urlsafe_b64decode(world)) == {"localhost": [4, 5]} and "1 host, 2 ranks" in told
 
 
 def test_make_gpu_check_installs_what_it_asks_for(tmp_path, eight_gpus):
