@@ -177,7 +177,7 @@ class Choice:
 
     @classmethod
     def refusal(cls, name: str) -> tuple[str, str]:
-        """(rule, remedy) for a field of other choices, the same for YAML, command line and JSON."""
+        """(rule, remedy) for a field that only other choices have, the same for YAML, command line and JSON."""
         return cls.refusal_of(cls.owners(name))
 
     @classmethod

@@ -82,8 +82,8 @@ class Feature:
     """Its commands pass their environment on to other hosts, so that nothing is set in it for this one."""
 
     def answers(self) -> Iterable[tuple[str, str, str]]:
-        """Answer to options of other stacks, for messages about an unknown key or value. Each is (the stack's name, or
-        empty for a word of several; the option; what it is here, in Markdown)."""
+        """Options of other training stacks, explained in messages about an unknown key or value. Each is (the stack, or
+        empty if several have the option; the option; llmtrain's equivalent, in Markdown)."""
         return ()
 
     def subcommands(self, command: str, add: Callable[..., Any]) -> None:

@@ -109,9 +109,10 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
         if both := [target for target in targets if f"{target}.".startswith(f"{path}.")]:
             rule = f"it names {path}, and adapter.targets names {both[0]}: a map has either, not both"
             raise stop(key, adapter.modules_to_save, rule, "list it in only one of the two", place)
-        if [other for other in modules if other.endswith(path) and other not in chosen]:
-            rule = f"peft compares only the ends of names, and would train other modules than {path} too"
-            raise stop(key, adapter.modules_to_save, rule, "name those as well, or none of them", place)
+        if others := [other for other in modules if other.endswith(path) and other not in chosen]:
+            rule = f"peft compares only the ends of names, and would train {others[0]} as well as {path}"
+            remedy = f"name {others[0]} and all other modules with this end, or leave {path} out"
+            raise stop(key, adapter.modules_to_save, rule, remedy, place)
     first: dict[int, str] = {}
     for path, module in modules.items():
         for parameter in module.parameters(recurse=False):

@@ -88,7 +88,7 @@ def use_fp8(layers: Iterable[nn.Module], recipe: str, *, emulated: bool) -> None
 
 @contextlib.contextmanager
 def without_fp8(module: nn.Module) -> Iterator[None]:
-    """Context in which a module's maps multiply in the module's precision, for proofs of its structure."""
+    """Context in which a module's linear layers multiply in its own precision, not in fp8, for sharp comparisons."""
     layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "multiplies_in_fp8", False)]
     try:
         for layer in layers:

@@ -27,9 +27,9 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class SharedInput:
-    """Layers that get the same tensor, whose A are one product when the first of them is called. A layer that is called
-    before that one multiplies by itself, always: a recomputation of it, which gets the same tensor again, would else
-    take a product that is left from the forward pass."""
+    """Layers with the same input: a call of the first computes A x of all of them in one product. A layer that is
+    called before the first leaves the group for good: else its recomputation, with the same input, would take a product
+    that is left over from the forward pass."""
 
     def __init__(self, layers: list[ScaledFirst]) -> None:
         self._layers = layers

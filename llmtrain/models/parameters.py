@@ -68,7 +68,7 @@ class LocalParameter:
 
     @property
     def trains(self) -> bool:
-        """True if the optimizer has it."""
+        """True if the optimizer updates this parameter."""
         return isinstance(self.parameter, nn.Parameter) and self.parameter.requires_grad
 
 

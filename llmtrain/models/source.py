@@ -209,7 +209,7 @@ class SafetensorsSource:
         return out
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        """Reads rows of less than 1 KiB with the gaps between them."""
+        """Read the elements of a parameter in `region`, short rows with the gaps between them."""
         if region.contiguous:
             return self.read(name, region.start, region.start + region.numel)
         parts = [(t, Region(p.start, p.numel)) for t, p in self._parts[name]]

@@ -115,7 +115,8 @@ class Optimizer(Choice, section="optim"):
         raise NotImplementedError("an optimizer needs a method build(groups)")
 
     def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
-        """Return DeepSpeed's optimizer of these groups for state on the host; it builds `host_ops`."""
+        """Return DeepSpeed's CPU optimizer for these groups, with its state on the host. Compiles the ops in
+        `host_ops`."""
         raise NotImplementedError
 
 

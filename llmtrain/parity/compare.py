@@ -212,7 +212,8 @@ COUNT = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Tie:
-    """A comparison in which rounding decides from a step on."""
+    """A failed comparison that rounding explains: from `step` on, trainings that differ by rounding alone are as far
+    apart."""
 
     step: int
     largest: float

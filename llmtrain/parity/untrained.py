@@ -41,8 +41,8 @@ _SEQUENCES, _TOGETHER = 48, 4
 
 
 def compare_course(user: Run, worlds: Sequence[int]) -> tuple[list[str], bool]:
-    """Return (lines of the report, True if each step follows the definition). `worlds`: world sizes to resolve the run
-    for; larger ones are tried if its batches need more ranks."""
+    """Return (lines of the report, False if a step's data, batch, length, rate or rope differs from its definition).
+    `worlds`: world sizes to try; then larger ones, if the run's batches need more ranks."""
     reason, run = "", None
     for ranks in (*worlds, *(user.mix.degrees.world_size * 2**power for power in range(12))):
         try:

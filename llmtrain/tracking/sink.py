@@ -46,7 +46,7 @@ class Sink(Entry, section="trackers"):
         """Take an event; secrets in its fields are redacted."""
 
     def alert(self, title: str, text: str) -> None:
-        """Tell people who do not look at the run now; called beside the event. Secrets are redacted."""
+        """Notify people who are not watching the run; called in addition to `event`. Secrets are redacted."""
 
     def end_steps(self) -> None:
         """Called after the last step, before the end of the run."""

@@ -54,8 +54,8 @@ _WORDS = "words.json"
 
 
 def write(run: Run) -> None:
-    """Write the objective's columns into the run's data folders. `run`: for the launcher's number of ranks. Raises
-    UserError."""
+    """Write the column of the reference or teacher into the run's data folders. `run`: resolved for the ranks that run.
+    Raises UserError."""
     run = with_base(run)
     teacher = teacher_model(run.config.objective, run.config.model) if run.config.objective.top_k else None
     given = run

@@ -213,7 +213,7 @@ class Heartbeat:
         return time.monotonic() - float(self._times[_BEAT_S])
 
     def on_device(self) -> None:
-        """Record that the rank computes on a device, whose progress `gave` and `device_did` count."""
+        """Record that the rank computes on a device; `gave` and `device_did` count the device's progress."""
         self._words[_AT["on_device"]] = 1
 
     def gave(self) -> None:

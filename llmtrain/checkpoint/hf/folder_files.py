@@ -195,7 +195,7 @@ def write_others(folder: Path, made: Export, files: WeightFiles) -> None:
 
 
 def for_older_readers(fields: dict[str, Any]) -> None:
-    """Add the keys of transformers 4 for rotary embeddings, sections included: it ignores `rope_parameters` and
+    """Add the rotary keys of transformers 4, also in nested sections: that version ignores `rope_parameters` and
     computes with the family's default base, without a warning."""
     for section in [value for value in fields.values() if isinstance(value, dict)]:
         for_older_readers(section)

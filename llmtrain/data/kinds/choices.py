@@ -83,7 +83,7 @@ def _given(record: dict[str, Any], names: tuple[str, ...], what: str) -> tuple[s
         if record.get(name) is not None:
             return name, record[name]
     fields = ", ".join(sorted(map(str, record))[:8]) or "none"
-    raise RefusedError(f"no {what}: one of {', '.join(names)} (its fields: {fields})")
+    raise RefusedError(f"no {what}: the record needs one of {', '.join(names)}, and it has {fields}")
 
 
 def _text(value: Any, name: str) -> str:

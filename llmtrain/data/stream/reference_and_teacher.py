@@ -1,15 +1,15 @@
 """Numbers of a reference or teacher for prepared data: columns that `llmtrain reference` writes next to the shards.
 
 A reference's column, for answers that an objective compares: reference-SPLIT.f32 has a little-endian fp32 number, an
-answer's log-probability in nats, for each row. Where the kind of row has mismatched answers, a second number per row
-follows: for the row's prompt with the answer to another one. reference.json is written last.
+answer's log-probability in nats, for each row. If the kind of row has mismatched answers, a second number per row
+follows: the log-probability of another prompt's answer after this row's prompt. reference.json is written last.
 
 A teacher's column, for distillation: for each token that the loss counts, the k tokens that the teacher finds
 likeliest. teacher-SPLIT.f32 has k + 1 little-endian fp32 for each: the natural logarithms of their probabilities at a
 temperature, likeliest first, and of the mass of all others; teacher-SPLIT.words has the k ids, uint16 if the teacher's
-vocabulary allows it, else uint32. teacher.json is written last. Places of conversations are their counted tokens that
-follow another token of their row, row by row. A text's token is predicted from its window alone, so places of texts are
-the labels of the windows, of one sequence length T, and the files' names begin with teacher-T.
+vocabulary allows it, else uint32. teacher.json is written last. For conversations the column has an entry for each
+counted token except a row's first one, row by row. A text's token is predicted from its window alone, so for texts the
+entries are the labels of the windows, of one sequence length T, and the files' names begin with teacher-T.
 """
 
 from __future__ import annotations

@@ -229,8 +229,8 @@ def prove_by_element(optim: Optimizer) -> None:
     odd = {kind: value for kind, value in kept.items() if not isinstance(value, Tensor) or value.shape != whole.shape}
     if odd:
         raise ConfigError(
-            f"{key}: {_listed(odd)} in its state is no tensor of the parameter's shape, and no "
-            "checkpoint could hold it for other ranks. Keep one number for each element"
+            f"{key}: {_listed(odd)} in the optimizer's state is no tensor of the parameter's shape, so another number "
+            "of ranks could not load a checkpoint. Keep one number for each element"
         )
     if set(kept) != set(optim.state):
         raise ConfigError(

@@ -60,8 +60,8 @@ def _bounded() -> Iterator[None]:
 
 
 def called(owner: object, key: str, method: str, call: Callable[[], T]) -> T:
-    """Return `call()`, the `method` of a plugin's `owner`, selected by `key`; if it hangs, the watch names both. Raises
-    ModelError for any exception of a plugin's, with key, method and line."""
+    """Return `call()`, which is `method` of `owner`. If a plugin defines the owner, the watch names `key` and `method`
+    when it hangs, and an exception becomes a ModelError with key, method and line."""
     if not is_of_plugin(owner):
         return call()
     try:

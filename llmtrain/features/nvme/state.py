@@ -40,7 +40,8 @@ PRIVATE = (
 
 
 class SwappedState(Zero3State):
-    """Sub-groups below 1 MiB stay in host memory, where DeepSpeed leaves them; `open` reads the others' pieces."""
+    """Optimizer state on NVMe: a tensor's `open` reads its piece from the disk. Sub-groups below 1 MiB stay in host
+    memory, where DeepSpeed leaves them."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         super().__init__(engine)

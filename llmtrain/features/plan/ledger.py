@@ -269,7 +269,8 @@ def _kind(name: str) -> str:
 
 
 def have_values(args: Sequence[Any]) -> bool:
-    """True if all tensors have elements: a batch, and the results that operators make from a batch alone."""
+    """True if there are tensors and all are real, not fake or meta: in a rehearsal the batch, and what is computed from
+    it alone."""
     items = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     tensors = [item for item in items if isinstance(item, Tensor)]
     return bool(tensors) and not any(map(is_without_memory, tensors))

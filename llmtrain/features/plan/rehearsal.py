@@ -99,7 +99,7 @@ class Rehearsed:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of the peak by their content."""
+        """What fills the memory at the peak: label, such as `gradients`, -> bytes."""
         return self.phases[self.at]
 
 

@@ -73,7 +73,8 @@ class SitesConfig(Choice, section="sites", selector="method"):
         return False
 
     def step(self, common: Array, momentum: Array, mean: Array) -> None:
-        """Change the common parameters and the outer momentum in place, fp32 [n]. `mean`: of the sites, fp64 [n]."""
+        """Update the common parameters and the outer momentum in place, both fp32 [n]. `mean`: the sites' mean
+        parameters, fp64 [n]."""
         common[:] = mean
 
 

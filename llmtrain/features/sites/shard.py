@@ -185,7 +185,7 @@ class Shard:
 
     @torch.no_grad()
     def write(self, values: Array, part: slice | None = None) -> None:
-        """Write `values`, [size] or those of `part`, to the model. All ranks call it together."""
+        """Write `values` to the model: all [size], or only the elements of `part`. All ranks call it together."""
         values_here = self._complete_from_owners(values, part)
         for _, at, piece in self._pieces_of(part):
             with piece.open() as live:

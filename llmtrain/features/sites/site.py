@@ -235,9 +235,9 @@ class Site:
 
         Args:
             step_s: seconds of the step on this rank.
-            complete: it was the last.
+            complete: the run has no further step.
 
-        Returns: (optimizer steps done, counted as the fastest site's; first sequence of the next step).
+        Returns: (optimizer steps done, by the count of the fastest site; first sequence of the next step).
 
         Raises: TrainingStopped: too many steps without the other sites.
         """
@@ -541,7 +541,7 @@ def connect(
     log.warn(
         f"site {settings.name}: nothing that sites send is encrypted or signed. Anyone who reaches "
         f"{settings.coordinator} or {server.address} can read the parameters, join under any name, send updates within "
-        "the limits, send a state to a site that joins, and stop the meetings"
+        "the limits, send a state to a site that joins, and stop the synchronisations"
     )
     return server, members(settings.coordinator, site, settings.timeout_s)
 

@@ -66,9 +66,9 @@ def test_a_named_field_is_all_of_the_question() -> None:
 
 
 WRONG = {
-    "no question: one of": {"choices": ["a", "b"], "answer": 0},
+    "no question: the record needs one of": {"choices": ["a", "b"], "answer": 0},
     "question is empty": {"question": " ", "choices": ["a", "b"], "answer": 0},
-    "no choices: one of": {"question": "Q", "answer": 0},
+    "no choices: the record needs one of": {"question": "Q", "answer": 0},
     "choices is str, not a list": {"question": "Q", "choices": "ab", "answer": 0},
     "choices must have equally long lists text and label": {
         "question": "Q",
@@ -78,7 +78,7 @@ WRONG = {
     "it has 1 choices": {"question": "Q", "choices": ["a"], "answer": 0},
     "choice 1 is empty": {"question": "Q", "choices": ["a", ""], "answer": 0},
     "choice 0 is int": {"question": "Q", "choices": [1, 2], "answer": 0},
-    "no answer: one of": {"question": "Q", "choices": ["a", "b"]},
+    "no answer: the record needs one of": {"question": "Q", "choices": ["a", "b"]},
     "answer 2 names no choice; write a number from 0 to 1": {"question": "Q", "choices": ["a", "b"], "answer": 2},
     "label '-1' names no choice": {"question": "Q", "choices": ["a", "b"], "label": "-1"},
     "answer 'A' names two choices": {"question": "Q", "choices": ["B", "A"], "answer": "A"},

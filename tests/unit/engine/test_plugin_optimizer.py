@@ -70,7 +70,7 @@ class Mine(Optimizer, choice="mine"):
             "return Own(groups)",
             "two halves of a flat tensor, with moments of 0, do not step like",
         ),
-        ("rows", "('rows',)", "return Own(groups)", "rows in its state is no tensor of the parameter's shape"),
+        ("rows", "('rows',)", "return Own(groups)", "rows in the optimizer's state is no tensor of the"),
         ("undeclared", "()", "return Own(groups)", "its class says state = (). Write state = ('m',)"),
         ("ones", "('m',)", "return Own(groups)", "do not step like the whole tensor"),
         ("raises", "()", "return Own(groups)", "step: {path} line 20: RuntimeError: as asked"),
