@@ -277,8 +277,8 @@ FAULTS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
         "is not what DeepSpeed 0.19.8 writes",
     ),
     "tag outside": (lambda new, old: (new.parent / "latest").write_text("../elsewhere"), "no name of a folder"),
-    "tag of a link": (lambda new, old: os.symlink(new.rename(old / "x"), new), "is no folder"),
-    "latest without folder": (lambda new, old: (new.parent / "latest").write_text("global_step9"), "is no folder"),
+    "tag of a link": (lambda new, old: os.symlink(new.rename(old / "x"), new), "is not a folder"),
+    "latest without folder": (lambda new, old: (new.parent / "latest").write_text("global_step9"), "is not a folder"),
     "other model": (
         lambda new, old: (new.parent / "config.json").write_text(json.dumps({**LLAMA, "intermediate_size": 96})),
         "has the shape",
