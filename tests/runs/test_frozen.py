@@ -190,9 +190,9 @@ def test_a_base_on_the_hub_is_fetched_once_a_host_and_stays_at_its_commit(small_
         shutil.rmtree(home)
         caches = [str(tmp_path / "one"), str(tmp_path / "two")]
         code, output = forked.finish(path, before=partial(on_own_hosts, hub.url, caches))
-        assert code == 0 and "resumed from" in output and f"commit {commit} (the one that the run began with)" in output, (
-            output
-        )
+        assert (
+            code == 0 and "resumed from" in output and f"commit {commit} (the one that the run began with)" in output
+        ), output
         assert hub.count("GET /api/models/org/base") == 6, "the same on each host"
     before, after = folder_tensors(tmp_path / "hf"), folder_tensors(run / "export")
     frozen = {name for name, value in before.items() if after[name].dtype == value.dtype and after[name].equal(value)}

@@ -102,8 +102,11 @@ def launched(folder: Path, variables: dict[str, str], words: list[str]) -> tuple
         f'#!/bin/bash\n{shutil.which("env")} -0 > "$FAKE_FOLDER/env"\nprintf "%s\\0" "$@" > "$FAKE_FOLDER/argv"\n'
     )
     show.chmod(0o755)
-    given = Placement(hosts=(Host(name="a", slots=1, devices=(0,), line=1),), words=tuple(words),
-                      travel=Travel(open=variables, private={}))  # fmt: skip
+    given = Placement(
+        hosts=(Host(name="a", slots=1, devices=(0,), line=1),),
+        words=tuple(words),
+        travel=Travel(open=variables, private={}),
+    )
     argv = command(given, "a", 1)
     python = for_pdsh(sys.executable)
     assert argv[-1].count(f" {python} -u -m ") == 1

@@ -59,8 +59,16 @@ def wait_for_ranks(folder: Path, count: int) -> None:
 def test_ranks_get_what_deepspeeds_launcher_gives_them(tmp_path: Path) -> None:
     words = ("end", "--config", "--help", "a b", "$(x)")
     assert start(tmp_path, *words, number=1).wait(60) == 0
-    common = {"WORLD_SIZE": "5", "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2", "MASTER_ADDR": "10.0.0.1",
-              "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": "4,6", "argv": list(words)}  # fmt: skip
+    common = {
+        "WORLD_SIZE": "5",
+        "LOCAL_SIZE": "2",
+        "CROSS_RANK": "1",
+        "CROSS_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "CUDA_VISIBLE_DEVICES": "4,6",
+        "argv": list(words),
+    }
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("rank-*")}
     assert found == {
         "rank-3": {**common, "RANK": "3", "LOCAL_RANK": "0"},
