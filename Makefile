@@ -84,10 +84,11 @@ FEATURES := tests/features
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j 3 test-runs test-ranks test-units test-features
 
+# The longest first, and tests of several hosts, which wait a lot, beside those that compute.
 test-all: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j 3 'PART=more and not slow' 'UNITS=$(call rows,test-all,tests/unit)' \
-	  'FEATURES=$(call rows,test-all,tests/features)' test-runs test-ranks test-units test-features
-	@$(MAKE) --no-print-directory -j 3 test-cluster test-sites test-processors
+	  'FEATURES=$(call rows,test-all,tests/features)' test-ranks test-cluster test-runs test-features test-sites \
+	  test-units test-processors
 
 test-runs: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/runs -m '$(PART)'
@@ -109,8 +110,8 @@ test-sites: $(VENV)/.dev
 	$(BIN)/python -m pytest $(call rows,test-sites,tests) -m 'sites and not slow'
 
 # What compares figures with stored ones, or with plain PyTorch, once more with the instructions of other processors, whose
-# sums have another order: torch's loops, oneDNN's and MKL's products, one thread and two. Beside the tests of several hosts,
-# which wait a lot: this takes what they leave of the processor. Threads that spin while they wait take four times the time.
+# sums have another order: torch's loops, oneDNN's and MKL's products, one thread and two. Threads that
+# spin while they wait take four times the time.
 COMPARISONS := tests/runs/test_golden.py tests/runs/test_saved_runs.py \
   tests/runs/test_resume_runs.py::test_checkpoints_that_earlier_code_made_go_on_as_it_would_have \
   tests/ranks/test_cells.py::test_a_cell_of_each_arithmetic_is_plain_pytorch tests/ranks/test_parity.py
