@@ -20,7 +20,7 @@ from llmtrain.base.imports import hide_torchao, name_cpu
 from llmtrain.config import plugins
 from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.on_disk import starts_from_model
-from llmtrain.config.run import Run
+from llmtrain.config.run import Run, RunConfig
 from llmtrain.config.stages import Stage, Stages
 from llmtrain.data.manifest import NEW_COLUMN, Manifest, check_vocabulary, other_begin
 from llmtrain.data.stream.train_data import EvalSet, RunData, TrainData
@@ -49,13 +49,7 @@ def examine(run: Run) -> Examined:
         DataError: the prepared data cannot be used for this run.
     """
     config = run.config
-    for key in metrics() if config.metrics or config.parts else ():  # a plugin's would be taken for the run's own
-        name, part = key.removeprefix("eval/"), key.partition("/")[0]
-        if name in config.metrics or part in config.parts:
-            entry = f"metrics.{name}" if name in config.metrics else f"parts.{part}"
-            raise ConfigError(
-                f"{entry}: its figures would be called {key}, as those of the run; give the class another name"
-            )
+    _refuse_names_of_figures(config)
     data, *later = stage_data(run.stages)
     sets = {name: EvalSet(folder, config.data) for name, folder in config.eval.sets.items()}
     choices = _open_choices(run, data)
@@ -121,6 +115,17 @@ def examine(run: Run) -> Examined:
         teacher_config=None if config.objective.reference else compared,
     )
     return run, spec, opened
+
+
+def _refuse_names_of_figures(config: RunConfig) -> None:
+    """Raises ConfigError: figures of a plugin would be taken for the run's own."""
+    for key in metrics() if config.metrics or config.parts else ():
+        name, part = key.removeprefix("eval/"), key.partition("/")[0]
+        if name in config.metrics or part in config.parts:
+            entry = f"metrics.{name}" if name in config.metrics else f"parts.{part}"
+            raise ConfigError(
+                f"{entry}: its figures would be called {key}, as those of the run; give the class another name"
+            )
 
 
 def _open_choices(run: Run, data: TrainData) -> dict[str, ChoiceSet]:

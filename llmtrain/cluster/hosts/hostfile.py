@@ -248,12 +248,12 @@ def this_machine() -> Host:
 
 
 def is_alone(hosts: Sequence[Host]) -> bool:
-    """True if this machine is the only host; DeepSpeed's launcher reaches it by ssh, too, if there are others."""
+    """True if this machine is the only host; a launch reaches it by ssh, too, if there are others."""
     return len(hosts) == 1 and is_here(hosts[0].name)
 
 
 def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
-    """Return this machine with the devices of CUDA_VISIBLE_DEVICES, which DeepSpeed's launcher overwrites. Raises
+    """Return this machine with the devices of CUDA_VISIBLE_DEVICES, which a launch overwrites. Raises
     ConfigError for values that no launcher can keep."""
     shown = environ.get("CUDA_VISIBLE_DEVICES", "")
     if not shown.strip() or environ.get("DS_ACCELERATOR") == "cpu":
@@ -261,7 +261,7 @@ def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
     words = [word.strip() for word in shown.split(",")]
     if not all(word.isdecimal() for word in words):
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES is {shown!a}, and DeepSpeed's launcher, which sets it for each rank, knows "
+            f"CUDA_VISIBLE_DEVICES is {shown!a}, and `llmtrain launch`, which sets it for each rank, knows "
             "devices by number only: give the numbers that `nvidia-smi -L` shows, or start a single rank on a part of "
             "a GPU (MIG) with `llmtrain train`"
         )

@@ -140,7 +140,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_TO_SET = {
     **dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"), "the launcher"),
     **dict.fromkeys(("CUDA_VISIBLE_DEVICES",), "the launcher, from the hostfile and --include,"),
-    **dict.fromkeys(("LLMTRAIN_SECRETS", "LLMTRAIN_SUPERVISED", "DS_ENV_FILE"), "llmtrain launch"),
+    **dict.fromkeys(("LLMTRAIN_SECRETS", "LLMTRAIN_SUPERVISED"), "llmtrain launch"),
     **dict.fromkeys(("HOME", "UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS"), "each host"),
 }
 _PLAIN = r"[A-Za-z0-9_@%+:,./^=-]*"

@@ -27,7 +27,7 @@ _LEAVES_S = 30.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0, or the exit code of the first rank that failed; negative: the signal that ended it."""
-    given = _arguments(argv)
+    arguments = _arguments(argv)
     signals: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
-    ranks = _start(given)
+    ranks = _start(arguments)
     answered, failed_at, code = 0, float("inf"), 0
     while alive := [rank for rank in ranks if rank.poll() is None]:
         if not code and (code := next((rank.returncode for rank in ranks if rank.returncode), 0)):
@@ -63,17 +63,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _start(given: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
-    hosts = list(json.loads(base64.urlsafe_b64decode(given.world_info)).values())
-    devices = hosts[given.node_rank]
-    first = sum(map(len, hosts[: given.node_rank]))
+def _start(arguments: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
+    hosts = list(json.loads(base64.urlsafe_b64decode(arguments.world_info)).values())
+    devices = hosts[arguments.node_rank]
+    first = sum(map(len, hosts[: arguments.node_rank]))
     shared = {
         **os.environ,
-        "MASTER_ADDR": given.master_addr,
-        "MASTER_PORT": given.master_port,
+        "MASTER_ADDR": arguments.master_addr,
+        "MASTER_PORT": arguments.master_port,
         "WORLD_SIZE": str(sum(map(len, hosts))),
         "LOCAL_SIZE": str(len(devices)),
-        "CROSS_RANK": str(given.node_rank),
+        "CROSS_RANK": str(arguments.node_rank),
         "CROSS_SIZE": str(len(hosts)),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
     }
@@ -81,8 +81,8 @@ def _start(given: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     for local_rank in range(len(devices)):
         rank = str(first + local_rank)
         env = {**shared, "RANK": rank, "LOCAL_RANK": str(local_rank)}
-        ranks.append(subprocess.Popen((sys.executable, "-u", "-m", *given.words), env=env))
-        if given.verbose:
+        ranks.append(subprocess.Popen((sys.executable, "-u", "-m", *arguments.words), env=env))
+        if arguments.verbose:
             print(f"rank {rank}: process {ranks[-1].pid}", flush=True)
     return ranks
 

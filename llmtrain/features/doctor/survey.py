@@ -131,7 +131,7 @@ def _facts(survey: Survey, questions: Mapping[str, Any]) -> Survey:
     for name, (answer, began, ended) in in_parallel(names, one).items():
         if (trouble := answer.trouble) is not None:
             if is_here(name):
-                why = "it is this machine, but with other hosts DeepSpeed's launcher starts its ranks through ssh, too"
+                why = "it is this machine, but with other hosts a launch starts its ranks through ssh, too"
                 trouble = replace(trouble, text=f"{trouble.text} ({why})")
             troubles[name] = trouble
         if answer.code is None:
