@@ -274,7 +274,7 @@ _BUILD_LIMIT_S = 600.0
 # Removes locks of dead builds, then builds. A live build has a young lock, for which DeepSpeed waits. Hosts that share
 # the folder build one after the other: all but the first find the op there.
 _PROGRAM = """
-import fcntl, json, os, sys, time
+import contextlib, fcntl, json, os, sys, time
 ask = json.loads(sys.argv[1])
 os.environ.update(ask["variables"])
 from torch.utils.cpp_extension import _get_build_directory
@@ -282,8 +282,9 @@ folder = os.path.dirname(_get_build_directory("cpu_adam", verbose=False))
 held = os.open(os.path.join(folder, ask["lock"]), os.O_RDWR | os.O_CREAT, 0o600)
 fcntl.flock(held, fcntl.LOCK_EX)
 for path in ask["locks"]:
-    if os.path.exists(path) and time.time() - os.stat(path).st_mtime > ask["stale_s"]:
-        os.unlink(path)
+    with contextlib.suppress(FileNotFoundError):  # a build that ended meanwhile
+        if time.time() - os.stat(path).st_mtime > ask["stale_s"]:
+            os.unlink(path)
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 for name in ask["ops"]:
     ALL_OPS[name].load(verbose=False)

@@ -243,14 +243,19 @@ def look_memory(ask: Facts) -> Facts:
 
 def look_shm(ask: Facts) -> Facts:
     space = os.statvfs("/dev/shm")
-    buffers = [p for p in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*") if os.stat(p).st_uid == os.getuid()]
+    buffers = {}
+    for path in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):
+        with contextlib.suppress(FileNotFoundError):  # a run that ends removes its own
+            status = os.stat(path)
+            if status.st_uid == os.getuid():
+                buffers[path] = status.st_size
     used = "".join(read(path) for path in glob.glob("/proc/[0-9]*/maps")).split("\n") if buffers else []
     mapped = {line.split(None, 5)[-1] for line in used if "/dev/shm/" in line}
     return {
         "mounted": os.path.ismount("/dev/shm"),
         "total": space.f_blocks * space.f_frsize,
         "free": space.f_bavail * space.f_frsize,
-        "left": {path: os.stat(path).st_size for path in buffers if path not in mapped},
+        "left": {path: size for path, size in buffers.items() if path not in mapped},
     }
 
 
@@ -306,8 +311,9 @@ def look_ops(ask: Facts) -> Facts:
     for path in [*glob.glob(os.path.join(root, "*", "*.so")), *glob.glob(os.path.join(root, "*", "*", "*.so"))]:
         built.add(os.path.basename(path)[:-3])
     for path in [*glob.glob(os.path.join(root, "*", "lock")), *glob.glob(os.path.join(root, "*", "*", "lock"))]:
-        if not users_of(path) and not is_held(os.path.dirname(os.path.dirname(path))):
-            locks[path] = time.time() - os.stat(path).st_mtime
+        with contextlib.suppress(FileNotFoundError):  # a build that ends removes its lock
+            if not users_of(path) and not is_held(os.path.dirname(os.path.dirname(path))):
+                locks[path] = time.time() - os.stat(path).st_mtime
     from importlib.util import find_spec
     from shutil import which
 

@@ -26,6 +26,16 @@ def test_doctor_calls_a_build_dead_when_it_is(build):
     os.close(held)
 
 
+def test_what_goes_while_doctor_looks_is_not_left_over(build, monkeypatch):
+    lock, builder = build
+    builder.kill()
+    builder.wait()
+    monkeypatch.setattr(probe, "users_of", lambda path: os.unlink(path))  # a build that ends now
+    assert probe.look_ops({})["locks"] == {} and not lock.exists()
+    monkeypatch.setattr(probe.glob, "glob", lambda *args: ["/dev/shm/deepspeed_allreduce_buffer_that_is_gone"])
+    assert probe.look_shm({})["left"] == {}
+
+
 def test_doctor_lists_memory_of_ended_runs_only(tmp_path: Path):
     used, left = (Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getpid()}_{name}") for name in ("used", "left"))
     code = "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 4096); print(1, flush=True)"
