@@ -193,7 +193,8 @@ def ways_of(run: Run) -> list[str]:
     """Return words for precision, ZeRO, optimizer, offload and recomputation."""
     mix = run.mix
     optimizer = "optimizer to a disk" if mix.swaps else "optimizer"
-    offload = [name for name, on in ((optimizer, mix.offload_optimizer), ("parameters", mix.offload_param)) if on]
+    parameters = "parameters to a disk" if mix.weights_on_disk else "parameters"
+    offload = [name for name, on in ((optimizer, mix.offload_optimizer), (parameters, mix.offload_param)) if on]
     ways = [mix.precision, f"ZeRO {mix.zero_stage}", run.config.optim.name]
     ways += ["moments in bf16"] if mix.bf16_moments else []
     ways += [f"offload of {' and '.join(offload)}"] if offload else []

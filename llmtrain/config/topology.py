@@ -96,6 +96,8 @@ class Mix:
     swaps: int = 0
     """Buffers in host memory, each as large as the largest sub-group, through which the offloaded optimizer goes to a
     disk; 0: it lies in host memory."""
+    weights_on_disk: bool = False
+    """The offloaded parameters lie on a disk, not in host memory."""
     compile_layers: bool = False
     fp8: bool = False
     mlp_tiles: bool = False

@@ -200,12 +200,10 @@ class Feature:
         values or call them unread. `refuse`: adds a mistake: key, value, rule, remedy."""
         return ()
 
-    def building(
-        self, model: Any, run: Any, ranks: Any, tree: dict[str, Any]
-    ) -> AbstractContextManager[dict[str, Any]]:
-        """A context in which DeepSpeed builds the engine of the LanguageModel; it gives the JSON in place of `tree`.
-        Raises: AgreedError."""
-        return nullcontext(tree)
+    def building(self, run: Any, spec: Any, ranks: Any) -> AbstractContextManager[Any]:
+        """A context in which DeepSpeed makes the model of the ModelSpec and its engine; it gives the Run, whose JSON
+        may be another. Raises: AgreedError."""
+        return nullcontext(run)
 
     def state(self, engine: Any) -> Any:
         """Make the State (engine/deepspeed/state.py) of a DeepSpeed engine that keeps its optimizer elsewhere; None:
@@ -325,12 +323,12 @@ def reads_json(tree: Any, refuse: Callable[[str, Any, str, str], None]) -> set[s
 
 
 @contextmanager
-def building(model: Any, run: Any, ranks: Any, tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def building(run: Any, spec: Any, ranks: Any) -> Iterator[Any]:
     """Enter each feature's context. Raises AgreedError."""
     with ExitStack() as stack:
         for feature in features().values():
-            tree = stack.enter_context(feature.building(model, run, ranks, tree))
-        yield tree
+            run = stack.enter_context(feature.building(run, spec, ranks))
+        yield run
 
 
 def state(engine: Any) -> Any:

@@ -264,6 +264,11 @@ def start_engine(run: Run, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
         from llmtrain.training.proofs import prove_sharding
 
         prove_sharding(spec, run.mix.degrees.tensor, ranks)
+    with features.building(run, spec, ranks) as built:
+        return _start_engine(built, spec, ranks, mesh)
+
+
+def _start_engine(run: Run, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
     with ranks.together():
         compiles = _compiles_layers(spec, run.mix, ranks, one_shape=features.most_sequences(run.config) == 1)
         config = replace(run.config, model=replace(run.config.model, compile_layers=compiles))

@@ -331,6 +331,7 @@ def _mix(config: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
         bf16=bf16,
         offload_optimizer=offloads(tree, "optimizer"),
         offload_param=offloads(tree, "param"),
+        weights_on_disk=lookup(zero, "offload_param.device") == "nvme",
         swaps=_swap_buffers(zero.get("offload_optimizer") or {}, optim),
         compile_layers=bool(model.compile_layers),
         fp8=model.fp8 is not None,

@@ -125,8 +125,9 @@ def _mix(*keys: str) -> Why:
 
 
 _DEVICES = ("cpu", "none")
-_NVME = Why("the optimizer's state alone can lie on a disk, and only at ZeRO 3", 'use "cpu" or "none"')
+_NVME = Why("only ZeRO 3 can keep weights and the optimizer's state on a disk", 'use "cpu" or "none"')
 _FOR_NVME = "only an offload to NVMe reads it"
+_OF_SWAPPER = "the files of an offload to NVMe are mapped into memory, and the kernel keeps of them what has room"
 _DEEPSPEED_READS_IT_NOT = "DeepSpeed 0.19 does not read it"
 _OWN_CHECKPOINTS = "it is for DeepSpeed's checkpoints, and llmtrain writes its own format"
 _OFF = "the section is off"
@@ -164,8 +165,8 @@ _ZERO: Section = {
     "offload_param": {
         "device": _proved("none", one_of=_DEVICES, values=(("nvme", _NVME),), at=_PARAMETERS_OFFLOADED),
         "pin_memory": _key(True, stages=(3,)),
-        **_all({"nvme_path": str, "buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
-               unread=_FOR_NVME),
+        "nvme_path": _key(str, unread=_FOR_NVME),
+        **_all({"buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000}, unread=_OF_SWAPPER),
     },
     "offload_optimizer": {
         "device": _proved("none", one_of=_DEVICES, values=(("nvme", _NVME),), at=_OFFLOADED),

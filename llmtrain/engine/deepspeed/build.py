@@ -19,7 +19,6 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups, z3_leaf_module
 from torch import nn
 
-from llmtrain import features
 from llmtrain.base.rank import watch
 from llmtrain.config.run import Run
 from llmtrain.config.topology import Mix, cores_of_a_rank
@@ -69,9 +68,9 @@ def build_engine(
     if mix.zero_stage > 0:
         config["zero_optimization"] = {**_room(model, mix), **exact["zero_optimization"]}
     groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
-    with choosing_optimizers(), features.building(model, run, ranks, config) as tree:
+    with choosing_optimizers():
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=tree, mpu=mesh.mpu, dist_init_required=False
+            model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
         )
     if note := shorten_step(engine):
         model.notes.append(note)
@@ -128,7 +127,10 @@ def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:
     fields, keys = DeepSpeedZeroConfig.model_fields, []
     for key, value in (exact.get("zero_optimization") or {}).items():
         usual = fields[key].default if key in fields else None
-        if isinstance(value, bool | dict) and value != usual:
+        if isinstance(value, dict) and "device" in value:  # of offload, which may have paths beside it
+            key, value = f"{key}.device", value["device"]
+            keys.append(f"zero_optimization.{key} = {json.dumps(value)}")
+        elif isinstance(value, bool | dict) and value != usual:
             keys.append(f"zero_optimization.{key} = {json.dumps(value)}")
     return tuple(keys)
 

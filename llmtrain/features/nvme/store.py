@@ -55,7 +55,7 @@ class Store:
 
     def __init__(self, folder: Path, key: str, *, block: int, requests: int) -> None:
         self.folder, self._key, self._block = folder, key, -(-block // PAGE) * PAGE
-        handle = _open_unnamed(folder)
+        handle = open_unnamed(folder)
         weakref.finalize(self, os.close, handle)
         self._handle = self._direct = handle
         with contextlib.suppress(OSError):  # the file system has no direct I/O
@@ -141,7 +141,7 @@ class Store:
         )
 
 
-def _open_unnamed(folder: Path) -> int:
+def open_unnamed(folder: Path) -> int:
     try:
         return os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
     except OSError:  # a file system without it

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from llmtrain.config.topology import Mix
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.engine import ZeroEngine, state_of
 from llmtrain.engine.deepspeed.patches import Private
@@ -23,13 +24,13 @@ DISK = " (disk)"
 """End of the label of a tensor that a run keeps on a disk."""
 
 
-def held(engine: Engine, *, swaps: bool) -> Iterator[tuple[str, bool, Tensor]]:
-    """Yield (weights, masters, moments, gradients or buckets; in host memory; tensor). `swaps`: the run keeps on a disk
-    what the engine keeps on the host."""
+def held(engine: Engine, mix: Mix) -> Iterator[tuple[str, bool, Tensor]]:
+    """Yield (weights, masters, moments, gradients or buckets; in host memory; tensor). `mix`: of the run, which may
+    keep on a disk what the engine keeps on the host."""
     assert isinstance(engine, ZeroEngine)
     state = state_of(engine.deepspeed)
     for label, on_host, tensor in _by_parameter(state):
-        yield label + DISK * (on_host and swaps), on_host and not swaps, tensor
+        yield label + DISK * (on_host and bool(mix.swaps)), on_host and not mix.swaps, tensor
     optimizer = state.optimizer
     if isinstance(state, Zero3State):
         yield "gradients", optimizer.offload_optimizer, optimizer.grad_partitions_flat_buffer
@@ -38,7 +39,9 @@ def held(engine: Engine, *, swaps: bool) -> Iterator[tuple[str, bool, Tensor]]:
         for parameter in state.engine.module.parameters():
             if hasattr(parameter, "ds_tensor"):
                 yield "gathered parameters", False, parameter  # empty, or small enough to stay gathered
-                yield "weights", optimizer.offload_param and not parameter.ds_persist, parameter.ds_tensor
+                away = optimizer.offload_param and not parameter.ds_persist
+                on_disk = away and mix.weights_on_disk
+                yield "weights" + DISK * on_disk, away and not on_disk, parameter.ds_tensor
     elif isinstance(state, Zero12State) and optimizer.cpu_offload:
         yield "buckets", False, optimizer.temp_grad_buffer_for_gpu_offload
         yield "buckets", True, optimizer.temp_grad_buffer_for_cpu_offload

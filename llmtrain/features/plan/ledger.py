@@ -246,7 +246,7 @@ class Ledger(OperatorMode):
         offloaded = (DISK if self._mix.swaps else HOST) * self._mix.offload_optimizer
         if phase == "setup":
             if label == "gathered parameters":
-                return "weights" + HOST * self._mix.offload_param
+                return "weights" + (DISK if self._mix.weights_on_disk else HOST) * self._mix.offload_param
             return "optimizer" + offloaded if label in ("gradients", "optimizer") else label
         if label == "gradients" and _BUCKETS.search(frame.f_code.co_name):
             return "buckets"

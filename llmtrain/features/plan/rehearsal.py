@@ -128,10 +128,14 @@ def prepared(run: Run, *, on_gpu: bool) -> Examined:
     config = replace(config, model=replace(config.model, compile_layers=False))  # eager layers keep more
     data = replace(largest.data, isolate_documents=config.data.isolate_documents)
     config = replace(config, data=data)
-    if run.mix.swaps:  # nothing is written: the tensors that a disk would have are counted
-        zero = run.deepspeed["zero_optimization"]
-        offload = {**zero["offload_optimizer"], "device": "cpu"}
-        run = replace(run, deepspeed={**run.deepspeed, "zero_optimization": {**zero, "offload_optimizer": offload}})
+    zero = run.deepspeed.get("zero_optimization") or {}
+    on_disk = {
+        name: {**section, "device": "cpu"}
+        for name, section in zero.items()
+        if isinstance(section, dict) and section.get("device") == "nvme"
+    }
+    if on_disk:  # nothing is written: the tensors that a disk would have are counted
+        run = replace(run, deepspeed={**run.deepspeed, "zero_optimization": {**zero, **on_disk}})
     run = replace(run, config=config, stages=Stages((replace(largest, first_step=0, schedule_from=0, data=data),)))
     spec, _ = check_model(run)
     if run.mix.degrees.tensor > 1:  # once, and outside of the ranks' processes: the proof has threads
@@ -261,7 +265,7 @@ def walk(
     walked = 0
     with ledger:
         watching = list(ledger.watch(setup.engine.module))
-        ledger.mark(held(setup.engine, swaps=bool(run.mix.swaps)))
+        ledger.mark(held(setup.engine, run.mix))
         buffers = [torch.empty(_largest_sub_group(setup.engine)) for _ in range(run.mix.swaps)]
         ledger.mark(("swap buffers", True, buffer) for buffer in buffers)
         session = setup.session()
@@ -285,7 +289,7 @@ def walk(
                 batch = replace(batch, micro_batches=batch.micro_batches[:most])
                 walked = len(batch.micro_batches)
                 session.step(batch)
-                ledger.mark(held(setup.engine, swaps=bool(run.mix.swaps)))
+                ledger.mark(held(setup.engine, run.mix))
         step = ledger.work.of_step(micro_batches, walked, before if pipeline > 1 else walked)
         heart.phase("save")
         for piece, copy in zip_longest(pieces, copies):

@@ -16,6 +16,7 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.cli import main
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.features.doctor import checks, probe
+from llmtrain.features.nvme import KEY, WEIGHTS_KEY, weights
 from llmtrain.features.nvme.building import check_folder
 from llmtrain.features.nvme.store import Handle, Store, SwapError
 from tests.unit.config.conftest import here
@@ -24,7 +25,6 @@ from tests.unit.config.test_config_right import loaded
 __all__ = ["here"]
 
 NAME = "/names/rank0/exp_avg-3_7.tensor.swp"
-KEY = "zero_optimization.offload_optimizer.nvme_path"
 
 
 def swapping(stage: int = 3, optim: str = "adamw", **offload: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -32,15 +32,20 @@ def swapping(stage: int = 3, optim: str = "adamw", **offload: Any) -> tuple[dict
     return {"optim": {"name": optim}}, {"zero_optimization": tree}
 
 
+def weights_in_files(path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {}, {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": path}}}
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [
         (swapping(nvme_path=None), (KEY, "need a folder on a disk of each host", 'write "nvme_path"')),
+        (weights_in_files(None), (WEIGHTS_KEY, "need a folder on a disk of each host", 'write "nvme_path"')),
         (swapping(ratio=0.5), ("offload_optimizer.ratio = 0.5", "remove it")),
-        (swapping(stage=2), ('offload_optimizer.device = "nvme"', "only at ZeRO 3", '"cpu" or "none"')),
+        (swapping(stage=2), ('offload_optimizer.device = "nvme"', "only ZeRO 3 can keep", '"cpu" or "none"')),
         (swapping(optim="muon"), ("optim.name", "Muon orthogonalises full matrices", "use adamw")),
     ],
-    ids=["no path", "ratio", "ZeRO 2", "Muon"],
+    ids=["no path", "no path for weights", "ratio", "ZeRO 2", "Muon"],
 )
 def test_a_json_that_cannot_swap_is_refused(here: Path, files: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -54,6 +59,15 @@ def test_keys_of_swap_files_are_read_with_them_alone(here: Path) -> None:
     assert not [note for note in loaded(here, swapping()[0], {**swapping()[1], **aio}).notes if "aio" in note]
     idle = loaded(here, {}, {"zero_optimization": {"stage": 3}, **aio}).notes
     assert "ds.json: aio.block_size: no effect: only an offload to NVMe reads it" in idle
+
+
+def test_what_maps_weights_reads_no_sizes_of_buffers(here: Path) -> None:
+    given, tree = weights_in_files("/disk")
+    tree["zero_optimization"]["offload_param"]["max_in_cpu"] = 7
+    run = loaded(here, given, tree)
+    assert run.mix.weights_on_disk and run.mix.offload_param and not run.mix.swaps
+    (note,) = [note for note in run.notes if "max_in_cpu" in note]
+    assert "nvme_path" not in note and "the kernel keeps of them what has room" in note
 
 
 def test_folders_that_are_no_disk_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +155,12 @@ def _is_swap(number: str, handle: Handle) -> bool:
         return False
 
 
-def test_a_full_disk_ends_the_run_before_a_byte_is_lost(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_run_before_a_byte_is_lost(
+    handle: Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "posix_fallocate", _raising(errno.ENOSPC))
+    with pytest.raises(SwapError, match=f"{WEIGHTS_KEY} = .* 2048 bytes for weights cannot be had: No space left"):
+        weights.mapped(tmp_path, WEIGHTS_KEY, 1024, torch.bfloat16)
     with pytest.raises(SwapError, match=f"{KEY} = .*exp_avg-3_7.* 4096 bytes cannot be had: No space left on device"):
         handle.async_pwrite(torch.zeros(1024), NAME, 0)
 
@@ -154,8 +172,13 @@ def test_a_plan_counts_the_disk(
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(RUN)
     found = {}
-    for device, settings in {"cpu": {}, "nvme": {"nvme_path": "/not/here", "buffer_count": 5}}.items():
-        offload = {"stage": 3, "offload_optimizer": {"device": device, **settings}}
+    nvme = {"device": "nvme", "nvme_path": "/not/here"}
+    for device, offload in {
+        "cpu": {"offload_optimizer": {"device": "cpu"}},
+        "nvme": {"offload_optimizer": {**nvme, "buffer_count": 5}},
+        "both": {"offload_optimizer": {**nvme, "buffer_count": 5}, "offload_param": nvme},
+    }.items():
+        offload |= {"stage": 3, "stage3_param_persistence_threshold": 0}
         Path("ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": offload}))
         assert main(["plan", "run.yaml", "--json", "--slots", "2", "--device", "h100-80"]) == 0
         found[device] = json.loads(capsys.readouterr().out)["kinds"][0]["rehearsed"]
@@ -163,6 +186,7 @@ def test_a_plan_counts_the_disk(
     assert found["nvme"]["disk"] == pytest.approx(16 * parameters / 2, rel=0.01) and found["cpu"]["disk"] == 0
     assert found["nvme"]["peak"] == found["cpu"]["peak"]
     phases = found["nvme"]["phases"]
+    assert found["both"]["disk"] == pytest.approx((16 + 2) * parameters / 2, rel=0.01)
     assert phases["step"]["swap buffers (host)"] == pytest.approx(5 * 4 * parameters / 2, rel=0.01)
     assert not [label for label in phases["step"] if label in ("masters (host)", "moments (host)")]
 
