@@ -69,6 +69,29 @@ def test_bytes_of_fp32_sums(pools, small_data, zero, ranks, most, record_propert
             assert total <= most, by_operator
 
 
+def update_moved(case: Case) -> tuple[float, dict[str, float]]:
+    """Bytes a parameter of the second step's update: all of them, and each operator's."""
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, 1)
+    moved = MovedBytes()
+    with moved.inside(engine.deepspeed.optimizer, "step"):
+        train_steps(case, engine, ranks, 1, 2)
+    share = sum(held.parameter.numel() for held in engine.module.local_parameters())
+    engine.close()
+    return moved.total / share, {name: each / share for name, each in moved.bytes.items()}
+
+
+@pytest.mark.parametrize(("sums", "most"), [({}, 38.5), (FP32_SUMS, 34.5)], ids=["bf16", "fp32"])
+def test_bytes_of_an_update(pools, small_data, sums, most, record_property):
+    """bf16 gradients are read for the norm (2) and to widen them (2, and 4 written), then multiplied by the clip's
+    factor (8); AdamW reads 16 (what it writes in place is not counted), and masters are rounded (6). DeepSpeed joins
+    the gradients in bf16 first, which is 4 more. fp32 sums are read for the norm (4), and are joined already."""
+    case = Case(data=small_data, stage=2, precision="bf16", steps=2, clip=0.01, extra=sums)
+    total, by_operator = pools(1).run(update_moved, case)[0]
+    record_property("bytes", [total, by_operator])
+    assert total <= most, by_operator
+
+
 def sums_and_masters(case: Case, known: str) -> list[torch.Tensor]:
     """This rank's gradients before each update and its masters in the end, with a DeepSpeed of that checksum."""
     before, zero_step._KNOWN = zero_step._KNOWN, known
