@@ -153,6 +153,7 @@ FACTORS: dict[str, Factor] = {
 BF16_SUMS: Tree = {
     "bfloat16": {"enabled": True, "bf16_optimizer_states": True},
     "data_types": {"grad_accum_dtype": "fp32", "param_dtype": "bf16", "keep_in_fp32_modules": ["norm"]},
+    "tensor_parallel": {"dtype": "bf16"},
     "communication_data_type": "fp32",
 }
 BF16: Tree = {
@@ -175,6 +176,11 @@ PRESET: Tree = {
     "expert_parallel": {
         "preset_model": "mixtral",
         "combine_impl": "legacy_bmm",
+        "comm_backend": "deepep",
+        "async_split_plan": True,
+        "gate_up_impl": "fused",
+        "row_weighting_impl": "fused",
+        "validate_folding_routing": True,
         "use_grouped_mm": False,
         "disable_triton_grouped_mm": True,
     }
@@ -222,6 +228,8 @@ OLD = ("zero_optimization.stage3_gather_fp16_weights_on_model_save",)
 """Old names, which DeepSpeed does not take beside the new ones."""
 IDLE: Tree = {
     "torch_autocast.dtype": "bf16",
+    "tensor_parallel.vocab_parallel_ce_backend": "liger",
+    "compile.passes": ["z3"],
     "data_efficiency.data_sampling": {"enabled": False},
     "data_efficiency.data_routing": {"enabled": False},
 }
@@ -270,7 +278,7 @@ def all_cells() -> dict[str, Case]:
     return cells | {"ZeRO 3, offload of parameters by its old name": case_of(3, offload)}
 
 
-TENSOR: Tree = {"tensor_parallel": {"autotp_size": 2}}
+TENSOR: Tree = {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 2}, "keep_module_on_host": True}}
 EXPERTS: Tree = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 CELLS = all_cells()
 

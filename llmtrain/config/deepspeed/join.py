@@ -228,7 +228,8 @@ def read_run(config: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
     if mix.zero_stage == 3 and config.optim.whole_gradients:
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default is true
     tree.get("bf16", {}).pop("bf16_optimizer_states", None)  # llmtrain's own optimizer has them
-    experts = dict(tree.get("expert_parallel") or {})
+    known, section = table.KEYS["expert_parallel"], tree.get("expert_parallel") or {}
+    experts = {name: value for name, value in section.items() if not known[name].unread}
     return Run(
         config=config,
         mix=mix,
@@ -261,19 +262,20 @@ _TYPES = {
 }
 """The names that DeepSpeed takes for a type of numbers (runtime/config.py DtypeEnum)."""
 _SUMS = ("data_types.grad_accum_dtype", "communication_data_type", "seq_parallel_communication_data_type")
+_OF_PARAMETERS = ("data_types.param_dtype", "tensor_parallel.dtype")
 
 
 def _resolve_types(tree: dict[str, Any], path: str, problems: Problems) -> None:
     """Name each type of numbers fp32, bf16 or fp16, and refuse types that do not fit the run's precision."""
     own = next((name for name in ("fp16", "bf16") if lookup(tree, f"{name}.enabled")), "fp32")
-    for key in (*_SUMS, "data_types.param_dtype"):
+    for key in (*_SUMS, *_OF_PARAMETERS):
         value = lookup(tree, key)
         if value in (None, "auto"):
             continue
         name = next((name for name, names in _TYPES.items() if str(value).lower() in names), None)
         if name is None:
             problems.add(key, value, "must be fp32, bf16 or fp16", 'write "fp32", or remove it', path)
-        elif key == "data_types.param_dtype" and name != own:
+        elif key in _OF_PARAMETERS and name != own:
             rule = f"the parameters are {own}: that is decided by fp16.enabled and bf16.enabled"
             problems.add(key, value, rule, f'remove it, or write "{own}"', path)
         elif name not in (own, "fp32"):

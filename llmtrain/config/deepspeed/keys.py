@@ -139,11 +139,14 @@ _LEAVES = (
     "llmtrain itself makes each block of experts a leaf module; with other leaf modules DeepSpeed 0.19 ended in an "
     "error in the first backward pass"
 )
-_QUANTIZED = Why(
-    "ZeRO++'s quantized communication is untested: it needs CUDA kernels, which DeepSpeed compiles when the model is "
-    "built",
-    "remove it; communication_data_type bf16 halves the bytes of gradients summed in fp32",
-)
+_BELOW_ZERO_3 = "only ZeRO 3 reads it: it would change nothing"
+
+
+def _quantized(what: str, remedy: str) -> dict[int, Why]:
+    """The refusals of a key of ZeRO++. `what`: what DeepSpeed's quantizer does with it, and where that is written."""
+    rule = f"{what} with its CUDA op `quantizer`, and llmtrain has no definition of that rounding to prove a loss by"
+    return {**dict.fromkeys((0, 1, 2), Why(_BELOW_ZERO_3, "remove it")), 3: Why(rule, remedy)}
+
 
 _ZERO: Section = {
     "stage": _proved(0, most=3),
@@ -161,7 +164,7 @@ _ZERO: Section = {
         "enable_sanity_checks": False,
     }, stages=(3,)),
     "zero_hpz_partition_size": _key(1, same=(0,), stages=(3,), at=dict.fromkeys((0, 1, 2), Why(
-        "only ZeRO 3 reads it: it would change nothing", "set zero_optimization.stage to 3, or remove it"))),
+        _BELOW_ZERO_3, "set zero_optimization.stage to 3, or remove it"))),
     "offload_param": {
         "device": _proved("none", one_of=_DEVICES, values=(("nvme", _NVME),), at=_PARAMETERS_OFFLOADED),
         "pin_memory": _key(True, stages=(3,)),
@@ -173,9 +176,11 @@ _ZERO: Section = {
         "pin_memory": _key(True, stages=(1, 2, 3)),
         "ratio": _key(1.0, most=1, stages=(3,), at=dict.fromkeys((0, 1, 2), Why(
             "only ZeRO 3 offloads a part of the optimizer", "set zero_optimization.stage to 3, or remove ratio"))),
-        "super_offload": _no(False, "SuperOffload brings its own optimizer and is not built yet",
-                             "remove super_offload; plain CPU offload works"),
-        "cpuadam_cores_perc": _key(0.8, most=1, unread="only SuperOffload, which is not built yet, reads it"),
+        "super_offload": _no(
+            False, "SuperOffload, for NVIDIA GPUs alone, keeps Adam's moments in a process of its own, which never "
+                   "hands them out (runtime/superoffload/superoffload_utils.py): no checkpoint could hold them",
+            'remove super_offload; "device": "cpu" without it works'),
+        "cpuadam_cores_perc": _key(0.8, most=1, unread="only SuperOffload reads it (super_offload)"),
         **_all({"nvme_path": str, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False,
                 "fast_init": False}, unread=_FOR_NVME),
     },
@@ -189,12 +194,22 @@ _ZERO: Section = {
     "compute_grad_norm": _no(True, "llmtrain needs the gradient norm: for clipping, to find values that are not "
                                    "finite, and for the log"),
     "load_from_fp32_weights": _no(True, "checkpoints hold fp32 master weights, and llmtrain resumes from them"),
-    "zenflow": _no(dict, "ZenFlow brings its own optimizer and is not built yet", "remove the section"),
+    "zenflow": _no(
+        dict, "ZenFlow updates a share of each matrix's columns every step and the others later, from gradients of "
+              "several steps (runtime/zenflow/), and llmtrain has no definition of that to prove a loss by",
+        "remove the section; offload_optimizer without it updates all parameters in every step"),
     "ignore_unused_parameters": _no(True, "DeepSpeed would end the run when a parameter has no gradient, as in an "
                                     "expert without tokens"),
     "legacy_stage1": _no(False, "llmtrain cannot work with the internals of DeepSpeed's old ZeRO 1"),
-    **_all({"zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False,
-            "zero_quantized_gradients": False}, at=_everywhere(_QUANTIZED)),
+    "zero_quantized_weights": _key(False, at=_quantized(
+        "DeepSpeed rounds the weights that ranks gather to 8 bits (runtime/zero/partition_parameters.py)",
+        "remove it; with zero_hpz_partition_size, the ranks of a host, the backward pass gathers within each host")),
+    "zero_quantized_nontrainable_weights": _key(False, at=_quantized(
+        "DeepSpeed rounds frozen weights to 8 bits (runtime/zero/partition_parameters.py)",
+        "remove it; ZeRO 3 partitions frozen weights too")),
+    "zero_quantized_gradients": _key(False, at=_quantized(
+        "DeepSpeed rounds gradients to 4 bits on several hosts (runtime/comm/coalesced_collectives.py)",
+        "remove it; communication_data_type bf16 halves the bytes of gradients summed in fp32")),
     "save_muon_momentum_buffer_in_memory": _no(False, "without offload to NVMe, Muon's momentum is in memory anyway"),
     "stage3_module_granularity_threshold": _no(0, _LEAVES),
     "leaf_module": {
@@ -278,19 +293,24 @@ _PIPELINE: Section = {
     "use_reentrant": _no(True, _OWN_STAGES),
 }
 
-_CUTS = Why(
-    "llmtrain itself finds out how tensor-parallel ranks share the model, and does not call DeepSpeed's code for it",
-    "remove it; autotp_size alone decides",
-)
+_SHARED = "llmtrain itself finds out how tensor-parallel ranks share the model and its vocabulary"
+_NOT_IN_JSON = Why("it is an object of a process, which no JSON can hold", "remove it; autotp_size alone decides")
 
 _TENSOR_PARALLEL: Section = {
     "autotp_size": _proved(0),
-    "vocab_parallel_lm_head": _no(bool, *_CUTS, same=(False,)),
-    "tp": _all({"tp_size": 1, "tp_grain_size": 1, "mpu": object, "tp_group": object}, at=_everywhere(_CUTS)),
-    **_all({
-        "dtype": object, "tp_overlap_comm": False, "vocab_parallel_ce_backend": "torch", "injection_policy_tuple": list,
-        "partition_config": dict, "preset_model": str, "keep_module_on_host": False, "kernel_inject": False,
-    }, at=_everywhere(_CUTS)),
+    "vocab_parallel_lm_head": _key(bool, unread=_SHARED),
+    "vocab_parallel_ce_backend": _key(
+        "torch", one_of=("torch", "liger"), unread="llmtrain itself computes the loss of a shared vocabulary"),
+    "tp": {
+        "tp_size": _key(1, least=1),
+        "tp_grain_size": _key(1, least=1, unread=_SHARED),
+        **_all({"mpu": object, "tp_group": object}, at=_everywhere(_NOT_IN_JSON)),
+    },
+    "dtype": _key(str),
+    "tp_overlap_comm": _key(False, unread="llmtrain's own layers send the messages of tensor-parallel ranks"),
+    **_all({"injection_policy_tuple": list, "partition_config": dict, "preset_model": str}, unread=_SHARED),
+    "keep_module_on_host": _key(False, unread="a rank loads its own part of the weights alone"),
+    "kernel_inject": _key(False, unread="DeepSpeed has these kernels for inference alone"),
 }  # fmt: skip
 
 _ROUTED = Why(
@@ -301,26 +321,26 @@ _NAMED = Why(
     "llmtrain finds the parts of a block of experts by DeepSpeed's preset of the family, and has tested nothing else",
     "remove it; preset_model names another preset",
 )
-_ON_CUDA = Why(
-    "it needs CUDA kernels that llmtrain has not been tested with",
-    "remove it: torch's collectives send the tokens, and torch multiplies for each expert",
-)
+_SENT = "llmtrain itself sends the tokens of experts, by torch's all-to-all"
 
 _EXPERT_PARALLEL: Section = {
     "enabled": _proved(False),
     "autoep_size": _proved(1, least=1),
     "expert_tensor_parallel_size": _no(1, "each rank has complete experts: llmtrain does not divide the matrices of "
                                           "an expert"),
-    "validate_folding_routing": _no(
-        False, "it is a check for experts with DeepSpeed's tensor parallelism, and llmtrain does not combine the two"),
-    "async_split_plan": _no(False, *_ON_CUDA),
+    "validate_folding_routing": _key(
+        False, unread="it checks experts beside tensor parallelism, and llmtrain does not combine the two"),
+    "async_split_plan": _key(False, unread=_SENT),
     "preset_model": _proved(str),
     "use_grouped_mm": _key(True),
     "disable_triton_grouped_mm": _key(False),
-    "combine_impl": _key("auto", values=(("fused_weighted_sum", _ON_CUDA),)),
-    "row_weighting_impl": _no("auto", *_ON_CUDA, same=("eager",)),
-    **_all({"gate_up_impl": "separate", "comm_backend": "comm", "comm_num_sm": 12, "comm_qp_margin": 4,
-            "comm_max_tokens_per_rank": 0}, at=_everywhere(_ON_CUDA)),
+    "combine_impl": _key("auto", one_of=("auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm")),
+    "row_weighting_impl": _key("auto", one_of=("auto", "eager", "fused"), unread=_SENT),
+    "gate_up_impl": _key("separate", one_of=("separate", "fused"),
+                         unread="an expert's gate and up projections are two products here"),
+    "comm_backend": _key("comm", one_of=("comm", "deepep"), unread=_SENT),
+    "comm_num_sm": _key(12, least=1, unread=_SENT),
+    **_all({"comm_qp_margin": 4, "comm_max_tokens_per_rank": 0}, unread=_SENT),
     "load_balance_coeff": _no(float, "the model's own router_aux_loss_coef balances its experts"),
     **_all({"route_norm": bool, "route_scale": 1.0, "score_apply": "auto", "score_func": "auto",
             "num_expert_groups": int, "num_limited_groups": int}, at=_everywhere(_ROUTED)),
@@ -333,10 +353,6 @@ _EXPERT_PARALLEL: Section = {
     }, at=_everywhere(_NAMED)),
 }  # fmt: skip
 
-_DEEPCOMPILE = Why(
-    "only DeepCompile reads it (compile.deepcompile), which is not built yet",
-    "remove it; model.compile_layers in the YAML compiles the layers",
-)
 _TRACKING = Why(
     "llmtrain does the tracking (metrics.jsonl, trackers, `llmtrain report`): everything would be logged twice",
     "remove the section or set enabled to false; the YAML's `trackers` decide",
@@ -381,15 +397,18 @@ KEYS: Section = {
     "sequence_parallel_size": _proved(1, least=1),
     "data_parallel_size": _proved(int, least=1),
     "compile": {
-        "deepcompile": _no(False, "DeepCompile is not built yet", "set model.compile_layers in the YAML instead"),
+        "deepcompile": _no(
+            False, "DeepCompile needs the CUDA op `dc` (ops/op_builder/dc.py), and begins when DeepSpeed's engine "
+                   "compiles the complete model, for which llmtrain never asks",
+            "remove it; model.compile_layers in the YAML compiles each layer"),
+        "autoep_non_moe": _key(False, unread="llmtrain itself compiles the layers (model.compile_layers in the YAML)"),
         **_all({
-            "autoep_non_moe": False, "free_activation": False, "free_activation_threshold": 10 * 1024 * 1024,
-            "offload_activation": False, "offload_activation_pin_memory": True, "offload_opt_states": False,
-            "double_buffer": True, "symmetric_memory": False, "debug_log": False, "offload_parameters": False,
-            "sync_before_reduce": False, "sync_after_reduce": False, "sync_before_allgather": False,
-            "sync_after_allgather": False, "keep_int_input_tensors": True, "keep_all_input_tensors": False,
-            "passes": list,
-        }, at=_everywhere(_DEEPCOMPILE)),
+            "free_activation": False, "free_activation_threshold": 10 * 1024 * 1024, "offload_activation": False,
+            "offload_activation_pin_memory": True, "offload_opt_states": False, "double_buffer": True,
+            "symmetric_memory": False, "debug_log": False, "offload_parameters": False, "sync_before_reduce": False,
+            "sync_after_reduce": False, "sync_before_allgather": False, "sync_after_allgather": False,
+            "keep_int_input_tensors": True, "keep_all_input_tensors": False, "passes": list,
+        }, unread="only DeepCompile reads it, which is off (compile.deepcompile)"),
     },
     "aio": {
         **_all({"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False,

@@ -145,6 +145,10 @@ def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, .
     if type(power) is type(least) is int and "fp16.initial_scale_power" not in problems and least > 2**power:
         rule = f"must be at most 2^{power}, at which the loss scale begins (fp16.initial_scale_power)"
         problems.add("fp16.min_loss_scale", least, rule, f"set it to {2**power} or less; 1 is the default", path)
+    size, degree = (lookup(tree, f"tensor_parallel.{name}") for name in ("tp.tp_size", "autotp_size"))
+    if type(size) is int and size > 1 and size != degree:
+        rule = "the number of tensor-parallel ranks is tensor_parallel.autotp_size, and this must be equal to it"
+        problems.add("tensor_parallel.tp.tp_size", size, rule, f'remove it, or write "autotp_size": {size}', path)
     problems.raise_if_any()
     unread = check.unread
     if lookup(tree, "log_level") not in ("debug", "info"):
@@ -154,6 +158,9 @@ def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, .
     if lookup(tree, "comms_logger.enabled") is True and not lookup(tree, "comms_logger.verbose"):
         why = 'it only collects figures: write "verbose": true for a log line for each message'
         unread[why] = ["comms_logger.enabled"]
+    if lookup(tree, "expert_parallel.combine_impl") == "fused_weighted_sum":
+        why = "the experts' outputs are added up as by weighted_sum, without DeepSpeed's Triton kernel"
+        unread[why] = ["expert_parallel.combine_impl"]
     notes = [f"{path}: {key} has no effect: DeepSpeed does not read it" for key in check.ignored]
     return tree, (*notes, *(f"{path}: {', '.join(keys)}: no effect: {why}" for why, keys in unread.items()))
 

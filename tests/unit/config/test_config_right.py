@@ -170,6 +170,17 @@ def test_keys_of_what_is_off_are_noted(here: Path, ds: dict[str, Any], note: str
     assert len(notes) == (note is not None) and all(told.startswith(str(note)) for told in notes), notes
 
 
+def test_ways_of_sending_the_tokens_of_experts_are_noted_and_do_not_reach_autoep(here: Path) -> None:
+    """DeepSpeed's AutoEP would refuse them together, and needs DeepEP or Triton for them; no number depends on them."""
+    ways = {"comm_backend": "deepep", "comm_num_sm": 24, "row_weighting_impl": "fused", "async_split_plan": True}
+    section = {"autoep_size": 1, "gate_up_impl": "fused", "combine_impl": "fused_weighted_sum", **ways}
+    run = loaded(here, None, {"expert_parallel": section})
+    assert run.expert_parallel == {"autoep_size": 1, "combine_impl": "fused_weighted_sum"}
+    notes = [note.removeprefix("ds.json: expert_parallel.") for note in run.notes if "expert_parallel." in note]
+    assert [note.partition(": no effect: ")[2].partition(" ")[0] for note in notes[:3]] == ["an", "llmtrain", "the"]
+    assert notes[2].endswith("as by weighted_sum, without DeepSpeed's Triton kernel")
+
+
 def test_values_may_stand_in_the_json(here: Path) -> None:
     params = {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0}
     ds = {"train_batch_size": 12, "gradient_clipping": 0.5, "optimizer": {"type": "adam", "params": params}}
