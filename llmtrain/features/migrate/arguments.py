@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.trees import lookup
+from llmtrain.config import strict_yaml
 from llmtrain.config.deepspeed.read import read_json
+from llmtrain.config.problems import show, stop
 from llmtrain.features.migrate.draft import Draft, Given
 
 TRANSFORMERS: dict[str, Any] = {
@@ -74,6 +77,8 @@ class Asked:
     """The folder of run.yaml, where its commands will run."""
     gpus: int | None
     """Ranks of the run."""
+    counted_by: str = "--gpus"
+    """What says how many ranks there are."""
 
     def path(self, written: str) -> str:
         """Return a path of the file as seen from `out`; what is not there stays as it is."""
@@ -191,14 +196,14 @@ _BY_NAME = (("zero3", 3), ("z3", 3), ("stage3", 3), ("zero2", 2), ("z2", 2), ("s
 
 
 def _deepspeed(given: Given, draft: Draft, asked: Asked) -> None:
-    """Their JSON, or one of ours; the precision is that of the arguments."""
-    stack = asked.stack
+    """Their JSON, or one of ours. Raises ConfigError: their JSON contradicts the arguments."""
     written, name = given.take("deepspeed"), given.name("deepspeed")
-    half, sharded = _precision(given, stack), given.take("fsdp") or given.take("fsdp_config")
+    sharded = given.take("fsdp") or given.take("fsdp_config")
+    place = name
     if isinstance(written, dict):
         draft.json = dict(written)
     elif written and (path := _found(str(written), asked.folder)):
-        draft.json = read_json(str(path))
+        place, draft.json = str(path), read_json(str(path))
     else:
         stage = 3 if sharded else 2
         if written:
@@ -221,10 +226,11 @@ def _deepspeed(given: Given, draft: Draft, asked: Asked) -> None:
         }
         if written and "offload" in written:
             draft.set_json("zero_optimization.offload_optimizer", {"device": "cpu", "pin_memory": True})
-    for kind in ("bf16", "fp16"):
+    half = _precision(given, draft, asked.stack, place)
+    for kind in _HALVES:
         section = draft.json.get(kind)
-        if not isinstance(section, dict) or section.get("enabled", "auto") == "auto" or half == kind:
-            draft.set_json(kind, {**(section if isinstance(section, dict) else {}), "enabled": half == kind})
+        draft.set_json(kind, {**(section if isinstance(section, dict) else {}), "enabled": half == kind})
+    _refuse_two_values(given, draft, asked, place)
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         draft.json[key] = "auto"
     draft.json["gradient_clipping"] = "auto"
@@ -265,13 +271,78 @@ def _their_optimizer(draft: Draft) -> None:
             draft.change(f"optimizer.params.{name}", value, "not here")
 
 
-def _precision(given: Given, stack: Stack) -> str:
-    """bf16, fp16 or fp32."""
-    asked_for = {
-        kind: given.take(kind, stack.default(kind)) or given.take(other)
-        for kind, other in (("bf16", "bfloat16"), ("fp16", "float16"))
-    }
-    return next((kind for kind in ("bf16", "fp16") if asked_for[kind]), "fp32")
+_HALVES = {"bf16": "bfloat16", "fp16": "float16"}
+"""Argument for half precision -> axolotl's second name for it."""
+
+
+def _precision(given: Given, draft: Draft, stack: Stack, place: str) -> str:
+    """Return bf16, fp16 or fp32: that of the arguments, or of the JSON where these leave it open.
+
+    Raises: ConfigError if the two contradict: transformers refuses them, too.
+    """
+    flags: dict[str, tuple[str, bool]] = {}  # kind -> (the option that decides it, its value)
+    for kind, other in _HALVES.items():
+        for option in (kind, other):
+            value = given.take(option)
+            value = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
+            if value not in (None, "auto"):
+                flags.setdefault(kind, (option, bool(value)))
+    on = next((kind for kind, (_, flag) in flags.items() if flag), None)
+    theirs = {kind: lookup(draft.json, f"{kind}.enabled") for kind in _HALVES}
+    for kind, value in theirs.items():
+        decides = kind if kind in flags else on  # a kind that is on turns the other one off
+        if decides is not None and isinstance(value, bool) and value != (kind == on):
+            option, flag = flags[decides]
+            raise _two_values(f"{kind}.enabled", value, f"{option} = {show(flag)}", option, place)
+    usual = next((kind for kind in _HALVES if kind not in flags and stack.default(kind)), None)
+    if on is None and (on := next((kind for kind in _HALVES if theirs[kind] is True), None)):
+        if usual not in (None, on):
+            draft.remark(f"{on}.enabled", True, f"of the JSON; {stack.title} computes in {usual} by itself")
+    elif on is None and usual is not None and theirs[usual] is not False:
+        on = usual
+    return on or "fp32"
+
+
+_IN_BOTH = {
+    "train_micro_batch_size_per_gpu": (("per_device_train_batch_size",), "train.micro_batch"),
+    "gradient_accumulation_steps": (("gradient_accumulation_steps",), "train.accumulation"),
+    "gradient_clipping": (("max_grad_norm",), "optim.clip_norm"),
+    "optimizer.params.lr": (("learning_rate",), "optim.lr"),
+    "optimizer.params.betas": (("adam_beta1", "adam_beta2"), "optim.betas"),
+    "optimizer.params.eps": (("adam_epsilon",), "optim.eps"),
+    "optimizer.params.weight_decay": (("weight_decay",), "optim.weight_decay"),
+    "scheduler.params.warmup_max_lr": (("learning_rate",), "optim.lr"),
+    "scheduler.params.warmup_num_steps": (("warmup_steps", "warmup_ratio"), "schedule.warmup_steps"),
+}
+"""Key of a JSON -> (the arguments that must say the same, the YAML's key for it): transformers' fill_match."""
+
+
+def _refuse_two_values(given: Given, draft: Draft, asked: Asked, place: str) -> None:
+    """Take over what their JSON alone says. Raises ConfigError: it and an argument differ."""
+    for key, (options, ours) in _IN_BOTH.items():
+        theirs, value = lookup(draft.json, key), draft.yaml.get(ours, (None,))[0]
+        if theirs in (None, "auto", value):
+            continue
+        if option := next((given.name(name) for name in options if name in given), None):
+            raise _two_values(key, theirs, f"{option} = {show(given.values[option])}", option, place)
+        draft.set(ours, theirs, f"{key} of the JSON")
+    whole = draft.json.get("train_batch_size")
+    if draft.batch_of_rank is None or whole in (None, "auto"):
+        return
+    of_rank, source = draft.yaml["train.micro_batch"][0] * draft.yaml["train.accumulation"][0], draft.batch_of_rank[1]
+    draft.batch_of_rank = of_rank, source
+    if asked.gpus is None:
+        draft.yaml.pop("train.accumulation")
+        draft.set("train.global_batch", whole, "train_batch_size of the JSON")
+        draft.batch_of_rank = None
+    elif whole != of_rank * asked.gpus:
+        says = f"{source} x {asked.counted_by} = {of_rank * asked.gpus}"
+        raise _two_values("train_batch_size", whole, says, source.partition(" ")[0], place)
+
+
+def _two_values(key: str, value: Any, says: str, option: str, place: str) -> ConfigError:
+    rule = f"{says} contradicts it, and transformers refuses the two together"
+    return stop(key, value, rule, f'write "auto" for {key} in the JSON, or change {option}', place)
 
 
 def _found(path: str, folder: Path) -> Path | None:

@@ -87,6 +87,8 @@ def _objective(given: Given, draft: Draft) -> None:
 def _data(given: Given, draft: Draft, model: str, length: int, asked: Asked) -> None:
     sets, texts = given.take("datasets") or [], given.take("pretraining_dataset") or []
     texts = [{"path": texts}] if isinstance(texts, str) else texts
+    for each in texts:
+        _unread(each, draft)
     if not (sets or texts):
         draft.change("datasets", sets, "there are none: give `llmtrain prepare --source` the records")
     formats = {_format(each, draft) for each in sets} | ({"text"} if texts else set())
@@ -135,13 +137,7 @@ def _format(each: dict[str, Any], draft: Draft) -> str:
     """The form of a set's records; what its entry has beyond is told."""
     kind = each.get("type")
     start = str(kind or "chat_template").partition(".")[0]
-    for key in each.keys() - set(_READ):
-        if each[key] is not None and each[key] != key.removeprefix("field_"):
-            draft.change(
-                f"datasets.{key}",
-                each[key],
-                "not here: give `llmtrain prepare --source` the records as they are to be trained",
-            )
+    _unread(each, draft)
     if (roles := each.get("roles_to_train")) not in (None, ["assistant"], ["gpt"], ["assistant", "gpt"]):
         draft.change("datasets.roles_to_train", roles, "answers of the assistant are counted, or --count all")
     for key in ("train_on_eos", "train_on_eot"):
@@ -175,9 +171,21 @@ def _format(each: dict[str, Any], draft: Draft) -> str:
     return "chat"
 
 
+def _unread(each: dict[str, Any], draft: Draft) -> None:
+    for key in each.keys() - set(_READ):
+        if each[key] is not None and each[key] != key.removeprefix("field_"):
+            draft.change(
+                f"datasets.{key}",
+                each[key],
+                "not here: give `llmtrain prepare --source` the records as they are to be trained",
+            )
+
+
 def _source(each: dict[str, Any], draft: Draft) -> str:
     """A source of `llmtrain prepare`: a path or URL as it is, or a data set of the Hub."""
     path, files = str(each["path"]), each.get("data_files")
+    split = each.get("split")
+    is_part = draft.is_part("datasets.split", split)
     if (
         each.get("ds_type")
         or "://" in path
@@ -186,7 +194,7 @@ def _source(each: dict[str, Any], draft: Draft) -> str:
         or "." in path.rpartition("/")[2]
     ):
         return str(files) if isinstance(files, str) and path in ("json", "parquet", "csv", "text") else path
-    if (split := each.get("split")) not in (None, "train"):
+    if split not in (None, "train") and not is_part:
         draft.change("datasets.split", split, f"name the files: --source hf:{path}/data/PART-*")
     if name := each.get("name"):
         draft.change("datasets.name", name, f"name the files of this part: --source hf:{path}/{name}/train-*")

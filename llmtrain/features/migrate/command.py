@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import re
 import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -57,16 +59,30 @@ def main(argv: list[str]) -> int:
     completion.offer(parser)
     words = argv[argv.index("--") + 1 :] if "--" in argv else []
     asked = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
-    if (asked.file is None) != bool(words):
+    if asked.file is None and not words:
         raise UserError("init --from: give a FILE, or -- and a command line of another stack.")
-    values, by_words = _of_words(words) if words else (_read(asked.file), None)
+    values, by_words, file = _of_words(words)
+    asked.file = asked.file or file
+    if asked.file is not None:
+        values = {**_read(asked.file), **values}
     asked.file = asked.file or Path("run.sh")
+    values = {option: _with_map(option, value, asked.file) for option, value in values.items()}
     if asked.gpus is not None and asked.gpus < 1:
         raise stop("--gpus", asked.gpus, "must be at least 1", "give the number of the run's GPUs")
+    gpus, counted_by = _launched(words)
+    if asked.gpus is None:
+        asked.gpus = gpus
+    elif gpus not in (None, asked.gpus):
+        rule = f"the command line starts {gpus} ranks ({counted_by})"
+        raise stop("--gpus", asked.gpus, rule, f"leave --gpus out, or give --gpus {gpus}")
+    else:
+        counted_by = "--gpus"
     stack = _stack_of(values, asked.stack or by_words, asked.file)
     rows = rows_of(*stack.classes)
     _refuse_unknown(values, rows, stack, asked.file)
-    context = Asked(stack=stack, folder=asked.file.parent, out=asked.folder, gpus=asked.gpus)
+    context = Asked(
+        stack=stack, folder=asked.file.parent, out=asked.folder, gpus=asked.gpus, counted_by=counted_by or "--gpus"
+    )
     try:
         draft = _translated(values, rows, context)
     except _OF_VALUES as error:
@@ -107,7 +123,7 @@ def _no_value(values: Mapping[str, Any], rows: Mapping[str, Row], asked: Asked, 
 
 
 def _batch(draft: Draft, asked: Asked) -> None:
-    """Write the whole batch for --gpus, as a product of what a data-parallel rank has."""
+    """Write the whole batch for a number of ranks, as a product of what a data-parallel rank has."""
     if draft.batch_of_rank is None:
         return
     batch, source = draft.batch_of_rank
@@ -117,7 +133,7 @@ def _batch(draft: Draft, asked: Asked) -> None:
         return
     degree = _product(draft.json, _DEGREES[:3])
     draft.yaml.pop("train.accumulation")
-    ranks = "--gpus" if degree == 1 else f"--gpus / {degree}, which share a sequence"
+    ranks = asked.counted_by if degree == 1 else f"{asked.counted_by} / {degree}, which share a sequence"
     draft.set("train.global_batch", batch * max(1, asked.gpus // degree), f"{source} x {ranks}")
 
 
@@ -144,17 +160,54 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _of_words(words: list[str]) -> tuple[dict[str, Any], str | None]:
-    """Return (options of a command line, its stack if a word of it names one)."""
+_MAP = re.compile(r"""\{\s*["'}]""")
+"""The beginning of a map in a text; a Jinja template begins otherwise."""
+
+
+def _with_map(option: str, value: Any, path: Path) -> Any:
+    """The value, or the map that its text is, which transformers reads out of it, too. Raises ConfigError."""
+    if not isinstance(value, str) or not _MAP.match(value):
+        return value
+    try:
+        return strict_yaml.parse(value, str(path)).tree
+    except ConfigError:
+        raise stop(option, value, "is no JSON", "close its brackets and quotes", str(path)) from None
+
+
+_OF_LAUNCHERS = ("num_processes", "nproc_per_node", "num_gpus", "nnodes", "num_nodes", "hostfile")
+"""Options of accelerate, torchrun and deepspeed, and variables of swift's, that say how many ranks start."""
+
+
+def _launched(words: list[str]) -> tuple[int | None, str]:
+    """Return (the ranks that a command line starts, the options that say so); None: it leaves that open."""
+    given = {}
+    for part, after in itertools.pairwise([*words, ""]):
+        name, has_value, value = part.partition("=")
+        name = name.lstrip("-").replace("-", "_").lower()
+        if name in _OF_LAUNCHERS and (has_value or part.startswith("-")):
+            given[name] = value or after
+    if given.get("num_processes", "").isdecimal():
+        return int(given["num_processes"]), "num_processes"
+    of_host = next((name for name in ("nproc_per_node", "num_gpus") if name in given), None)
+    hosts = next((name for name in ("nnodes", "num_nodes") if name in given), None)
+    counts = [given[name] for name in (of_host, hosts) if name is not None]
+    if of_host is None or (hosts is None and "hostfile" in given) or not all(count.isdecimal() for count in counts):
+        return None, ""
+    return math.prod(map(int, counts)), " x ".join(name for name in (of_host, hosts) if name is not None)
+
+
+def _of_words(words: list[str]) -> tuple[dict[str, Any], str | None, Path | None]:
+    """Return (options of a command line, its stack if a word of it names one, the file of options that it names)."""
     programs = [place for place, part in enumerate(words) if Path(part).name in _OF_PROGRAMS]
-    begin = programs[-1] if programs else 0
+    scripts = [place for place, part in enumerate(words) if part.endswith(".py")]
+    begin = next(iter(programs or scripts), 0)
     stack = _OF_PROGRAMS[Path(words[begin]).name] if programs else None
     if stack == "trl":  # its method is the next word
         stack = next((f"trl-{method}" for method in words[begin + 1 : begin + 2] if f"trl-{method}" in STACKS), None)
     values: dict[str, Any] = {}
     if stack == "swift":
         values |= _OF_SWIFT.get("".join(words[begin + 1 : begin + 2]), {})
-    name = None
+    name = file = None
     for part in words[begin:]:
         if part.startswith("--"):
             name, _, value = part[2:].partition("=")
@@ -163,7 +216,14 @@ def _of_words(words: list[str]) -> tuple[dict[str, Any], str | None]:
         elif name is not None:
             known, value = values[name], strict_yaml.plain_scalar(part)
             values[name] = value if known is True else [*(known if isinstance(known, list) else [known]), value]
-    return values, stack
+        elif Path(part).suffix in (".yaml", ".yml", ".json", ".toml"):
+            file = Path(part)
+        elif part.partition("=")[0].isidentifier() and "=" in part:  # LLaMA-Factory's words over those of its file
+            values[part.partition("=")[0]] = strict_yaml.plain_scalar(part.partition("=")[2])
+    values = {option: value for option, value in values.items() if option not in _OF_LAUNCHERS}  # trl takes them, too
+    if (stack or "").startswith("trl") and isinstance(values.get("config"), str):
+        file = Path(values.pop("config"))
+    return values, stack, file
 
 
 _SIGNS = {
@@ -184,6 +244,8 @@ _OF_PROGRAMS = {
     "trl": "trl",
     "swift": "swift",
     "llamafactory-cli": "llamafactory",
+    "axolotl": "axolotl",
+    "axolotl.cli.train": "axolotl",
     "run_clm.py": "run_clm",
     "pretrain_gpt.py": "megatron",
 }

@@ -135,6 +135,13 @@ class Draft:
         origins += [one.option for one in (*self.remarks, *self.changes)]
         return any(re.search(rf"\b{re.escape(option)}\b", origin) for origin in origins)
 
+    def is_part(self, option: str, split: object) -> bool:
+        """True for records of a slice such as train[:10%], or of several splits, which the user has to decide on."""
+        if split is None or re.fullmatch(r"[\w.-]+", str(split)):
+            return False
+        self.change(option, split, "a part of the records: give `llmtrain prepare --source` a file with it alone")
+        return True
+
     def flag(self, name: str, *values: Any) -> None:
         self.prepare += [name, *map(str, values)]
 

@@ -135,6 +135,13 @@ def _source(name: str, folder: Path, out: Path, draft: Draft) -> str:
     usual = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
     if odd := {ours: theirs for ours, theirs in columns.items() if theirs not in (ours, usual.get(ours))}:
         draft.change("dataset", f"{name}: columns {odd}", "records have the usual names here: rename these")
+    parts = {key: entry[key] for key in ("subset", "split", "folder", "num_samples") if entry.get(key)}
+    if parts.get("split") == "train":
+        del parts["split"]
+    if parts:
+        draft.change(
+            "dataset", f"{name}: {parts}", "a part of the records: give `llmtrain prepare` a file with it alone"
+        )
     if hub := entry.get("hf_hub_url"):
         return f"hf:{hub}"
     return os.path.relpath(folder / str(entry.get("file_name", f"{name}.json")), out)

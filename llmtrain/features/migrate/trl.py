@@ -69,6 +69,7 @@ def _data(given: Given, draft: Draft, model: str, length: int, method: str, aske
     name = str(given.need("dataset_name"))
     part, train = given.take("dataset_config"), given.take("dataset_train_split", "train")
     test = given.take("dataset_test_split", "test")
+    train = "train" if draft.is_part("dataset_train_split", train) else train
     local = name.startswith((".", "/", "~")) or "." in name.rpartition("/")[2]
     inside = f"/{part}" if part else ""
     draft.flag(
@@ -76,6 +77,7 @@ def _data(given: Given, draft: Draft, model: str, length: int, method: str, aske
         asked.path(name) if local else f"hf:{name}{inside}" + ("" if train == "train" and not part else f"/{train}-*"),
     )
     if given.values.get("eval_strategy", "no") != "no" and not local:
+        test = "test" if draft.is_part("dataset_test_split", test) else test
         draft.flag("--validation-source", f"hf:{name}{inside}/{test}-*")
     else:
         draft.flag("--validation-fraction", "0")

@@ -258,12 +258,206 @@ def test_a_json_of_theirs_stays_and_its_optimizer_has_the_word(folder: Path) -> 
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "linear", "warmup_num_steps": "auto"}},
     }
     Path("ds.json").write_text(json.dumps(theirs))
-    assert run({**CASES[0]["given"], "deepspeed": "ds.json", "load_in_4bit": False, "adapter": "lora"}) == 0
+    given = {
+        **CASES[0]["given"],
+        "deepspeed": "ds.json",
+        "load_in_4bit": False,
+        "adapter": "lora",
+        "weight_decay": None,
+    }
+    assert run(given) == 0
     tree = parse(Path("new/run.yaml").read_text(), "run.yaml").tree
     assert lookup(tree, "optim.betas") == [0.9, 0.95] and lookup(tree, "optim.weight_decay") == 0.01
     assert lookup(tree, "schedule.shape") == "linear"
     ours = dict(leaves(json.loads(Path("new/deepspeed.json").read_text())))
     assert ours["zero_optimization.reduce_bucket_size"] == "auto" and ours["bf16.enabled"] is True
+
+
+@pytest.mark.parametrize(
+    ("given", "theirs", "key"),
+    [
+        ({"bf16": True}, {"fp16": {"enabled": True}}, "fp16.enabled = true"),
+        ({"bf16": True, "fp16": False}, {"bf16": {"enabled": False}}, "bf16.enabled = false"),
+        ({"bf16": False}, {"bf16": {"enabled": True}}, "bf16.enabled = true"),
+        ({"bf16": None, "float16": True}, {"bf16": {"enabled": True}}, "bf16.enabled = true"),
+        ({"max_grad_norm": 1.0}, {"gradient_clipping": 0.5}, "gradient_clipping = 0.5"),
+        ({"micro_batch_size": 2}, {"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu = 4"),
+        (
+            {"weight_decay": 0.0},
+            {"optimizer": {"params": {"weight_decay": 0.1}}},
+            "optimizer.params.weight_decay = 0.1",
+        ),
+        (
+            {"warmup_ratio": 0.1},
+            {"scheduler": {"params": {"warmup_num_steps": 9}}},
+            "scheduler.params.warmup_num_steps",
+        ),
+        ({"micro_batch_size": 2, "gradient_accumulation_steps": 4}, {"train_batch_size": 24}, "train_batch_size = 24"),
+    ],
+)
+def test_a_json_that_contradicts_the_options_is_refused(
+    given: dict[str, Any], theirs: dict[str, Any], key: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers refuses the two as well (trainer_config_process in integrations/deepspeed.py)."""
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **theirs}))
+    assert run({**CASES[0]["given"], **given, "deepspeed": "ds.json"}, "--gpus", "2") == 2
+    said = capsys.readouterr().err
+    assert f"{key}" in said and "(ds.json)" in said and 'remedy: write "auto" for ' in said and not Path("new").exists()
+    assert any(f"{option} " in said.partition("rule:")[2] for option in given), said
+
+
+@pytest.mark.parametrize(
+    ("given", "theirs", "ours"),
+    [
+        ({"bf16": "auto"}, {"fp16": {"enabled": True}}, {"fp16.enabled": True, "bf16.enabled": False}),
+        ({"bf16": None}, {"fp16": {"enabled": "auto"}}, {"fp16.enabled": False, "bf16.enabled": True}),
+        ({"bf16": "auto"}, {"bf16": {"enabled": False}}, {"fp16.enabled": False, "bf16.enabled": False}),
+        ({"bf16": False, "fp16": True}, {}, {"fp16.enabled": True, "bf16.enabled": False}),
+    ],
+)
+def test_a_json_decides_what_the_options_leave_open(
+    given: dict[str, Any], theirs: dict[str, Any], ours: dict[str, Any], folder: Path
+) -> None:
+    given = {**CASES[0]["given"], **given, "deepspeed": {"zero_optimization": {"stage": 2}, **theirs}}
+    assert run({**given, "weight_decay": None, "gradient_accumulation_steps": None}) == 0
+    ds = json.loads(Path("new/deepspeed.json").read_text())
+    assert {key: lookup(ds, key) for key in ours} == ours
+    more = {"gradient_clipping": 0.5, "train_batch_size": 24}
+    given["deepspeed"] = {**given["deepspeed"], **more}
+    Path("theirs.yaml").write_text(yaml.safe_dump({**given, "gradient_accumulation_steps": None}))
+    assert cli.main(["init", "--from", "theirs.yaml", "second"]) == 0
+    tree = parse(Path("second/run.yaml").read_text(), "run.yaml").tree
+    assert lookup(tree, "optim.clip_norm") == 0.5 and lookup(tree, "train.global_batch") == 24
+
+
+@pytest.mark.parametrize("text", ['{"min_lr_rate": 0.1}', "{'min_lr_rate': 1e-1}", '{ "min_lr_rate" : 0.1 }'])
+def test_arguments_of_the_rates_may_be_a_text(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As transformers takes them from a command line."""
+    words = ["trl", "sft", "--model_name_or_path", "org/base", "--dataset_name", "t.jsonl"]
+    words += ["--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", text]
+    assert cli.main(["init", "new", "--from", "--", *words]) == 0
+    assert lookup(parse(Path("new/run.yaml").read_text(), "run.yaml").tree, "schedule.min_ratio") == 0.1
+    assert cli.main(["init", "again", "--from", "--", *words[:-1], text[:-1]]) == 2
+    assert "lr_scheduler_kwargs = " in capsys.readouterr().err and not Path("again").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "batch", "source"),
+    [
+        ("torchrun --nproc_per_node 4 --nnodes=2 run_clm.py", 48, "nproc_per_node x nnodes"),
+        ("torchrun --nproc-per-node=4 run_clm.py", 24, "nproc_per_node"),
+        ("accelerate launch --num_processes 3 --num_machines 3 run_clm.py", 18, "num_processes"),
+        ("deepspeed --num_gpus 2 --num_nodes 2 run_clm.py", 24, "num_gpus x num_nodes"),
+        ("NPROC_PER_NODE=2 torchrun run_clm.py", 12, "nproc_per_node"),
+        ("torchrun --nproc_per_node gpu run_clm.py", None, ""),
+        ("deepspeed --hostfile hosts --num_gpus 2 run_clm.py", None, ""),
+        ("torchrun --nnodes 1:4 --nproc_per_node 2 run_clm.py", None, ""),
+    ],
+)
+def test_a_launcher_tells_the_number_of_ranks(
+    words: str, batch: int | None, source: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--model_name_or_path org/base --train_file a.txt --per_device_train_batch_size 2"
+    given = ["--from", "--", *words.split(), *options.split(), "--gradient_accumulation_steps", "3"]
+    assert cli.main(["init", "new", *given]) == 0
+    text = Path("new/run.yaml").read_text()
+    assert lookup(parse(text, "run.yaml").tree, "train.global_batch") == batch
+    assert (f"gradient_accumulation_steps x {source}\n" in text) if batch else ("--gpus N writes" in text)
+    assert cli.main(["init", "again", "--gpus", "7", *given]) == (2 if batch else 0)
+    assert (f"({source})" in capsys.readouterr().err) == bool(batch)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "axolotl train theirs.yaml",
+        "torchrun --nproc_per_node 2 -m axolotl.cli.train theirs.yaml",
+        "accelerate launch --num_processes 2 train.py theirs.yaml",
+    ],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_command_line_may_name_the_file(words: str, named: bool, folder: Path) -> None:
+    """Its options stand over those of the file."""
+    Path("theirs.yaml").write_text(yaml.safe_dump(CASES[0]["given"]))
+    file = ["theirs.yaml"] if named else []
+    assert cli.main(["init", "new", "--from", *file, "--", *words.split(), "--learning-rate", "0.5"]) == 0
+    tree = parse(Path("new/run.yaml").read_text(), "run.yaml").tree
+    assert lookup(tree, "optim.lr") == 0.5 and lookup(tree, "adapter.r") == 32
+    assert lookup(tree, "train.global_batch") == (16 if "2" in words else None)
+
+
+def test_words_of_a_command_with_a_file_of_its_own(folder: Path) -> None:
+    given = {"model_name_or_path": "org/base", "dataset": "identity", "cutoff_len": 512}
+    Path("theirs.yaml").write_text(yaml.safe_dump(given))
+    assert (
+        cli.main(["init", "new", "--from", "--", "llamafactory-cli", "train", "theirs.yaml", "learning_rate=0.5"]) == 0
+    )
+    assert lookup(parse(Path("new/run.yaml").read_text(), "run.yaml").tree, "optim.lr") == 0.5
+    Path("theirs.yaml").write_text(yaml.safe_dump({"model_name_or_path": "org/base", "dataset_name": "t.jsonl"}))
+    words = ["trl", "sft", "--config", "theirs.yaml", "--num_processes", "2", "--packing"]
+    assert cli.main(["init", "second", "--from", "--", *words]) == 0
+    assert lookup(parse(Path("second/run.yaml").read_text(), "run.yaml").tree, "train.global_batch") == 16
+
+
+@pytest.mark.parametrize("split", ["train[:1000]", "train[5%:10%]", "train+test", "train[:50%]+train[90%:]"])
+@pytest.mark.parametrize(
+    "data",
+    [{"path": "me/talks"}, {"path": "talks.jsonl", "ds_type": "json"}, {"path": "json", "data_files": "talks.jsonl"}],
+)
+def test_a_part_of_the_records_is_to_decide(
+    split: str, data: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """prepare reads whole files: more records would train another function in silence."""
+    assert run({**CASES[0]["given"], "datasets": [{**data, "type": "chat_template", "split": split}]}) == 1
+    assert f"to decide: datasets.split: {split}" in capsys.readouterr().out
+    words = [
+        "trl",
+        "sft",
+        "--model_name_or_path",
+        "org/base",
+        "--dataset_name",
+        "me/talks",
+        "--dataset_train_split",
+        split,
+    ]
+    assert cli.main(["init", "second", "--from", "--", *words]) == 1
+    assert f"to decide: dataset_train_split: {split}" in capsys.readouterr().out
+    assert "[" not in Path("second/commands.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("stack", "given", "option"),
+    [
+        ("llamafactory", {"max_samples": 1000}, "max_samples"),
+        ("llamafactory", {"dataset": "few"}, "dataset"),
+        ("llamafactory", {"dataset": "english"}, "dataset"),
+        ("run_clm", {"max_train_samples": 10}, "max_train_samples"),
+        ("swift", {"dataset": ["a.jsonl#500"]}, "dataset"),
+    ],
+)
+def test_fewer_records_are_to_decide(
+    stack: str, given: dict[str, Any], option: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("data/dataset_info.json").write_text(
+        json.dumps(
+            {
+                **SETS,
+                "few": {"file_name": "identity.jsonl", "num_samples": 100},
+                "english": {"hf_hub_url": "me/talks", "subset": "en"},
+            }
+        )
+    )
+    theirs = next(case["given"] for case in CASES if case["stack"] == stack and not case.get("decide"))
+    assert run({**theirs, **given}, "--stack", stack) == 1
+    assert f"to decide: {option}: " in capsys.readouterr().out
+
+
+def test_records_that_pretraining_skips_are_to_decide(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {"path": "me/books", "type": "pretrain", "skip": 500, "split": "train[:9]"}
+    theirs = next(case["given"] for case in CASES if case["name"] == "pretraining")
+    assert run({**theirs, "pretraining_dataset": [texts]}) == 1
+    said = capsys.readouterr().out
+    assert "to decide: datasets.skip: 500" in said and "to decide: datasets.split: train[:9]" in said
 
 
 def test_a_rate_at_which_the_warm_up_of_their_json_begins_is_told(
