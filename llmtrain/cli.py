@@ -95,7 +95,7 @@ def _main(words: list[str]) -> int:
 
 def _with_flag(words: list[str]) -> str:
     """Return the command's name, with the flag that hands its words to a feature, such as `init --from`."""
-    if words[0] in CORE and words[0] != "train":  # ranks import no more than they need
+    if words[0] != "train":  # ranks import no more than they need
         flags = {word.partition("=")[0] for word in words[1:]}
         for name in commands():
             command, _, flag = name.partition(" ")

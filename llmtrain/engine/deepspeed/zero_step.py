@@ -21,7 +21,7 @@ import hashlib
 import inspect
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -44,42 +44,40 @@ time. A larger tensor is a group of its own."""
 _LONG = 1 << 20
 """Elements of a bucket that are sent to their rank from where they lie; shorter stretches share a message."""
 
-_REPLACED = (
-    "has_overflow",
-    "scaled_global_norm",
-    "unscale_and_clip_grads",
-    "copy_grads_in_partition",
-    "get_all_grad_tensors",
-    "independent_gradient_partition_epilogue",
-    "allreduce_and_copy",
-    "_record_gradient_stream",
-    "_get_compact_grad_partition_slice",
-    "_add_to_grad_partition_buffer",
-    "process_gradients",
-    "reduce_gradients",
-    "_fill_param_grad_accum_attribute",
-    "_gradient_reduction_buffer_dtype",
-    "allreduce_no_retain",
-    "_get_preflattened_grad_partition",
-)
-_AROUND = (
-    "step",
-    "get_grad_norm_direct",
-    "get_flat_partition",
-    "_get_flat_partition_unpadded",
-    "reduce_ipg_grads",
-    "reduce_independent_p_g_buckets_and_remove_grads",
-    "average_tensor",
-    "allreduce_bucket",
-    "allreduce_and_copy_with_multiple_ranks",
-    "setup_buckets",
-    "flatten_dense_tensors_aligned",
-    "_get_compact_grad_partition_buffer",
-    "_build_compact_grad_partition_buffer",
-)
-"""DeepSpeed's methods that call the replaced ones, or that they make superfluous."""
-_KNOWN = "3b1849f8b3926856d8b6975ac5e870b0183a59955be5f1644be268b624b0ac07"
-"""`_code` of these methods in DeepSpeed 0.19.8."""
+_KNOWN = {
+    # Those that OneNormZero replaces,
+    "has_overflow": "7ae18729bbefc9b8",
+    "scaled_global_norm": "8615f0cb481ee131",
+    "unscale_and_clip_grads": "f8c6c56c31527803",
+    "copy_grads_in_partition": "ce578c65c8d0f16e",
+    "get_all_grad_tensors": "4188033d2f693188",
+    "independent_gradient_partition_epilogue": "21d76d2fb26e6fa8",
+    "allreduce_and_copy": "83fad9bd92ec6fcf",
+    "_record_gradient_stream": "d3e9b17a767e722b",
+    "_get_compact_grad_partition_slice": "50b8e8cb7803bb63",
+    "_add_to_grad_partition_buffer": "706c82be2f757a0e",
+    "process_gradients": "e15d2fb651220cf5",
+    "reduce_gradients": "2fa439c9a650c512",
+    "_fill_param_grad_accum_attribute": "93f4200e1c6fcc5d",
+    "_gradient_reduction_buffer_dtype": "bdaa503e288fe351",
+    "allreduce_no_retain": "a43de9e7cc844ce8",
+    "_get_preflattened_grad_partition": "9423353250669723",
+    # and those that call them, or that they make superfluous.
+    "step": "b617531e5adc436d",
+    "get_grad_norm_direct": "de88e699fe6d4178",
+    "get_flat_partition": "e0f300eeb9442788",
+    "_get_flat_partition_unpadded": "5d1880ef8a0d276d",
+    "reduce_ipg_grads": "390788241d90c25a",
+    "reduce_independent_p_g_buckets_and_remove_grads": "fe843fca00ca97c4",
+    "average_tensor": "9208c5b7c05b016a",
+    "allreduce_bucket": "aefc9e92600bdc13",
+    "allreduce_and_copy_with_multiple_ranks": "59817aabe705c03f",
+    "setup_buckets": "9823b6d95474a665",
+    "flatten_dense_tensors_aligned": "aef957743682561c",
+    "_get_compact_grad_partition_buffer": "b8ebde0e30418a0d",
+    "_build_compact_grad_partition_buffer": "704790ecd5df04f0",
+}
+"""Method of DeepSpeed's optimizer -> checksum of its `_code` in DeepSpeed 0.19.8."""
 
 
 class OneNormZero(DeepSpeedZeroOptimizer):
@@ -318,23 +316,31 @@ def shorten_step(engine: DeepSpeedEngine) -> str:
     optimizer = engine.optimizer
     if type(optimizer) is not DeepSpeedZeroOptimizer or optimizer.cpu_offload:
         return ""
-    if (changed := _changed()) and _loses_sums(optimizer):
+    if (note := own_step()) and _loses_sums(optimizer):
         raise ConfigError(
-            f"deepspeed {deepspeed.__version__}: its {changed}, and llmtrain's mend of its fp32 sums next to Muon "
+            f"deepspeed {deepspeed.__version__}: its {_changed()}, and llmtrain's mend of its fp32 sums next to Muon "
             "(engine/deepspeed/zero_step.py) is known for 0.19.8 only: norms and biases might not train. Install "
             "deepspeed==0.19.8, or sum gradients in bf16 (data_types.grad_accum_dtype)."
         )
-    if changed:
-        return (
-            f"deepspeed {deepspeed.__version__}: its {changed}; its own step of ZeRO 1 and 2 runs, which computes "
-            "the same, with more memory (2 bytes a parameter), kernels and waits for the device than with "
-            "deepspeed==0.19.8"
-        )
+    if note:
+        return note
     optimizer.__class__ = OneNormZero
     optimizer.flatten = joined
     if optimizer._share != 1.0:
         optimizer.gradient_average = False
     return ""
+
+
+def own_step() -> str:
+    """Return what the installed DeepSpeed runs in place of this module's step, and what that costs; empty: it runs this
+    module's."""
+    if not (changed := _changed()):
+        return ""
+    return (
+        f"deepspeed {deepspeed.__version__}: its {changed}; its own step of ZeRO 1 and 2 runs, which computes "
+        "the same, with more memory (2 bytes a parameter), kernels and waits for the device than with "
+        "deepspeed==0.19.8"
+    )
 
 
 def _lies_behind(tensor: Tensor, before: Tensor) -> bool:
@@ -376,12 +382,16 @@ def _loses_sums(optimizer: DeepSpeedZeroOptimizer) -> bool:
 
 def _changed() -> str:
     """What is different in the methods of this DeepSpeed's optimizer; empty: nothing."""
-    owner, names = DeepSpeedZeroOptimizer, (*_REPLACED, *_AROUND)
-    if missing := [name for name in names if not hasattr(owner, name)]:
+    owner = DeepSpeedZeroOptimizer
+    if missing := [name for name in _KNOWN if not hasattr(owner, name)]:
         return f"{owner.__name__} has no {', '.join(missing)}"
-    sources = (textwrap.dedent(inspect.getsource(getattr(owner, name))) for name in names)
-    found = hashlib.sha256("".join(map(_code, sources)).encode()).hexdigest()
-    return "" if found == _KNOWN else f"{owner.__name__} has different code in {', '.join(names)}"
+    different = [name for name, known in _KNOWN.items() if _checksum(getattr(owner, name)) != known]
+    return f"{owner.__name__} has different code in {', '.join(different)}" if different else ""
+
+
+def _checksum(function: Callable[..., Any]) -> str:
+    code = _code(textwrap.dedent(inspect.getsource(function)))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 def _code(source: str) -> str:

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class Doctor(Feature):
-    commands = (("doctor", "llmtrain.features.doctor.command", "examine hosts, with a remedy for each fault"),)
+    commands = (
+        ("doctor", "llmtrain.features.doctor.command", "examine hosts, with a remedy for each fault"),
+        ("doctor --versions", "llmtrain.features.doctor.versions", "try the installed torch, DeepSpeed, transformers"),
+    )
     passes_on = True
 
     def before_launch(self, run: Run, words: Sequence[str], hosts: Sequence[Host], port: int) -> str | None:

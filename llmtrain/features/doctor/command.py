@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="llmtrain doctor",
         usage="llmtrain doctor --hostfile HOSTS [options] [RUN.yaml [--SECTION.FIELD VALUE ...]]",
         description=__doc__,
+        epilog="`llmtrain doctor --versions` tries the installed torch, DeepSpeed and transformers on this machine.",
         allow_abbrev=False,
     )
     parser.add_argument("--hostfile", required=True, help="a line `NAME slots=COUNT` for each host")

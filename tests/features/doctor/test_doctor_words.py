@@ -32,7 +32,7 @@ def test_a_wrong_flag_is_answered(
 
 def test_variables_that_go_to_other_hosts_are_the_users() -> None:
     test_cli.test_threads_of_a_command_sleep_while_they_wait("doctor", {}, None, None)
-    assert [name for name in cli.commands() if cli._passes_on(name)] == ["launch", "doctor"]
+    assert [name for name in cli.commands() if cli._passes_on(name)] == ["launch", "doctor", "doctor --versions"]
 
 
 def test_a_launch_gets_the_first_hosts_address_or_does_not_start(

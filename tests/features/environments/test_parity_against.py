@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import re
-import sysconfig
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ import pytest
 from llmtrain import cli
 from llmtrain.base.errors import UserError
 from llmtrain.features.environments.command import main
-from tests.helpers.launching import installed_by_make, write_run
+from tests.helpers.launching import write_run
+from tests.helpers.other_library import other_library
 
 ZERO1, ZERO3 = {"zero_optimization": {"stage": 1}}, {"zero_optimization": {"stage": 3}}
 
@@ -67,22 +67,7 @@ SEEDS = {
 
 
 def changed(folder: Path, seed: Seed) -> Path:
-    """A virtual environment with links to this one's packages and a copy of one file."""
-    python = installed_by_make(folder)
-    place, source = Path(sysconfig.get_path("purelib", vars={"base": str(folder)})), Path()
-    *above, file = Path(seed.file).parts
-    for name in above:  # a folder of links instead of a link to a folder
-        place /= name
-        source = place.resolve()
-        place.unlink()
-        place.mkdir()
-        for each in source.iterdir():
-            (place / each.name).symlink_to(each)
-    text = (source / file).read_text()
-    assert seed.was in text, "the library has another text now: seed the difference elsewhere"
-    (place / file).unlink()
-    (place / file).write_text(text.replace(seed.was, seed.is_now))
-    return python
+    return other_library(folder, seed.file, seed.was, seed.is_now)
 
 
 def against(folder: Path, python: Path, ds: dict[str, Any], ranks: int = 1, model: str = "llama") -> tuple[int, str]:
