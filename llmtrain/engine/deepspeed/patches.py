@@ -62,7 +62,15 @@ PRIVATE = (
     ),
     Private(
         "torch",
-        ("_foreach_norm", "_foreach_mul_", "_foreach_lerp", "_foreach_lerp_", "_foreach_sign", "_foreach_add_"),
+        (
+            "_foreach_norm",
+            "_foreach_mul_",
+            "_foreach_lerp",
+            "_foreach_lerp_",
+            "_foreach_sign",
+            "_foreach_add_",
+            "_foreach_copy_",
+        ),
         "one kernel for a list of tensors",
     ),
     Private(
