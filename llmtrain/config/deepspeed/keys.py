@@ -127,6 +127,8 @@ def _mix(*keys: str) -> Why:
 _DEVICES = ("cpu", "none")
 _NVME = Why("only ZeRO 3 can keep weights and the optimizer's state on a disk", 'use "cpu" or "none"')
 _FOR_NVME = "only an offload to NVMe reads it"
+_FOR_SWAP_FILES = "only an offload of the optimizer to NVMe reads it"
+_OWN_FILES = "llmtrain itself reads and writes the files of an offload to NVMe"
 _OF_SWAPPER = "the files of an offload to NVMe are mapped into memory, and the kernel keeps of them what has room"
 _DEEPSPEED_READS_IT_NOT = "DeepSpeed 0.19 does not read it"
 _OWN_CHECKPOINTS = "it is for DeepSpeed's checkpoints, and llmtrain writes its own format"
@@ -181,8 +183,9 @@ _ZERO: Section = {
                    "hands them out (runtime/superoffload/superoffload_utils.py): no checkpoint could hold them",
             'remove super_offload; "device": "cpu" without it works'),
         "cpuadam_cores_perc": _key(0.8, most=1, unread="only SuperOffload reads it (super_offload)"),
-        **_all({"nvme_path": str, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False,
-                "fast_init": False}, unread=_FOR_NVME),
+        **_all({"nvme_path": str, "buffer_count": 4, "pipeline_read": False, "pipeline_write": False},
+               unread=_FOR_SWAP_FILES),
+        "fast_init": _key(False, unread=_OWN_FILES),
     },
     "cpu_offload_param": _proved(bool, same=(False,), at=_PARAMETERS_OFFLOADED),
     "cpu_offload_use_pin_memory": _key(bool, unread=f"{_DEEPSPEED_READS_IT_NOT}, but reads pin_memory instead"),
@@ -411,8 +414,8 @@ KEYS: Section = {
         }, unread="only DeepCompile reads it, which is off (compile.deepcompile)"),
     },
     "aio": {
-        **_all({"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False,
-                "overlap_events": True}, unread=_FOR_NVME),
+        **_all({"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1}, unread=_FOR_SWAP_FILES),
+        **_all({"single_submit": False, "overlap_events": True}, unread=_OWN_FILES),
         "use_gds": _no(False, "llmtrain reads and writes swap files itself, from host memory"),
     },
     "comms_logger": _all({"enabled": False, "prof_all": True, "prof_ops": [], "verbose": False, "debug": False}),
@@ -518,6 +521,9 @@ UNKNOWN_REMEDIES: dict[str, str] = {
         ("compile.enabled", "compile.disable", "compile.backend", "compile.kwargs"),
         "remove it, and set model.compile_layers: true in the YAML to compile",
     ),
+    "tensor_parallel.enabled": "remove it: autotp_size above 1 turns tensor parallelism on",
+    **dict.fromkeys(("tensor_parallel.size", "tensor_parallel.tp_size"), "write tensor_parallel.autotp_size instead"),
+    "pipeline.enabled": "remove it: pipeline.stages above 1 turns the pipeline on",
     **{
         f"bf16.{name}": "remove it: bf16 has the range of fp32, and no loss scale"
         for name in ("loss_scale", *DYNAMIC_SCALE)

@@ -14,6 +14,7 @@ from typing import Any
 import hjson
 
 from llmtrain import features
+from llmtrain.base.choice import either
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.imports import without
 from llmtrain.base.trees import lookup
@@ -268,13 +269,12 @@ def _remedy_of_unknown(key: str, known: table.Section, prefix: str) -> str:
         return "remove it; comments start with # or //"
     if prefix and key in table.KEYS:
         return f"move it to the top of the JSON, out of {prefix[:-1]}"
-    if near := closest(key, known):
-        return f"did you mean {prefix}{near}?"
-    for dotted in table.LEAVES:
-        parts = dotted.split(".")
-        if key in parts:
-            return f"did you mean {'.'.join(parts[: parts.index(key) + 1])}?"
-    return "remove it"
+    split = [dotted.split(".") for dotted in table.LEAVES]
+    elsewhere = list(dict.fromkeys(".".join(parts[: parts.index(key) + 1]) for parts in split if key in parts))
+    if len(elsewhere) in (1, 2):  # `enabled` is in many sections
+        return f"did you mean {either(elsewhere)}?"
+    near = closest(key, known)
+    return f"did you mean {prefix}{near}?" if near else "remove it"
 
 
 def deep_check(exact: dict[str, Any], path: str) -> None:

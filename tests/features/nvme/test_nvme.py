@@ -58,7 +58,7 @@ def test_keys_of_swap_files_are_read_with_them_alone(here: Path) -> None:
     aio = {"aio": {"block_size": 262144}}
     assert not [note for note in loaded(here, swapping()[0], {**swapping()[1], **aio}).notes if "aio" in note]
     idle = loaded(here, {}, {"zero_optimization": {"stage": 3}, **aio}).notes
-    assert "ds.json: aio.block_size: no effect: only an offload to NVMe reads it" in idle
+    assert "ds.json: aio.block_size: no effect: only an offload of the optimizer to NVMe reads it" in idle
 
 
 def test_what_maps_weights_reads_no_sizes_of_buffers(here: Path) -> None:

@@ -56,3 +56,4 @@ def test_a_public_shape(
 
 def test_there_are_enough_shapes() -> None:
     assert len({shape.name for shape in SHAPES}) == len(SHAPES) >= 40
+    assert sum(shape.name.startswith("NVMe: ") for shape in SHAPES) >= 20
