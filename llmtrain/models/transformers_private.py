@@ -95,7 +95,7 @@ def documents_are(documents_BT: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
-    """Replaces masking_utils._preprocess_mask_arguments and packed_sequence_compatibility_function.
+    """Replaces masking_utils._preprocess_mask_arguments and remap_positions_for_packed_sequence.
 
     transformers then makes masks for rows with these positions, although the model sees only some columns.
     """
@@ -110,14 +110,11 @@ def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(masking_utils, "_preprocess_mask_arguments", of_whole_rows))
-        if hasattr(masking_utils, "packed_sequence_compatibility_function") or version >= _PACKED_SINCE:
-            packed = masking_utils.packed_sequence_compatibility_function
-
-            def within_documents(mask_function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
-                return packed(mask_function, places_BT, packed_sequence_mask)
-
-            name = "packed_sequence_compatibility_function"
-            stack.enter_context(_replaced(masking_utils, name, within_documents))
+        name = "remap_positions_for_packed_sequence"
+        if hasattr(masking_utils, name) or version >= _PACKED_SINCE:
+            remap = getattr(masking_utils, name)
+            remapped = lambda mask_function, position_ids: remap(mask_function, places_BT)  # noqa: E731
+            stack.enter_context(_replaced(masking_utils, name, remapped))
         yield
 
 
@@ -220,7 +217,7 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-_TURNED = re.compile(r"(Conv1D|Llama4TextExperts|Inkling2?RelativeLogits)\.|DbrxExpertGLU\.w2")
+_TURNED = re.compile(r"(Conv1D|Llama4TextExperts|Inkling\w*Relative(Logits|PositionBias))\.|DbrxExpertGLU\.w2")
 _NO_MATRIX = re.compile(r"^Conv1d|^Embedding|bias|A_log|\.D$|time_mix|scale|rel_pos|embed")
 
 

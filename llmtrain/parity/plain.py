@@ -448,7 +448,7 @@ def _maps(layers: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
         for name, parameter in module.named_parameters(recurse=False):
             of = f"{type(module).__name__}.{name}"
             if parameter.dim() > 1 and not re.search(r"Conv1d|Embedding|bias|A_log|time_mix|scale|\.D$", of):
-                turned = re.search(r"^Conv1D|Llama4TextExperts|RelativeLogits|DbrxExpertGLU\.w2", of)
+                turned = re.search(r"^Conv1D|Llama4TextExperts|Relative(Logits|PositionBias)|DbrxExpertGLU\.w2", of)
                 yield parameter, turned is not None or getattr(module, "is_transposed", False)
 
 

@@ -249,7 +249,7 @@ def test_a_tokenizer_that_is_gone_is_reported(tmp_path, capsys):
 
 
 def test_text_appears_as_it_is_generated(tmp_path, tokenizer, capsys, monkeypatch):
-    """Word by word, while the model still computes."""
+    """While the model still computes: words that have ended or, from transformers 5.24 on, letters as well."""
     from tokenizers import Tokenizer
 
     space = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode(" ").ids[0]
@@ -264,7 +264,7 @@ def test_text_appears_as_it_is_generated(tmp_path, tokenizer, capsys, monkeypatc
     monkeypatch.setattr(LlamaForCausalLM, "forward", watched)
     words = ["--prompt", "walks and talks", "--max-tokens", "6", "--temperature", "0"]
     assert main(["generate", str(tmp_path / "run"), *words]) == 0
-    assert seen[:4] == ["walks and ", "talks ", " ", " "]
+    assert seen[:4] in (["walks and ", "talks ", " ", " "], ["walks and talks", " ", " ", " "])
 
 
 def test_without_a_prompt_the_first_token_is_not_put_before_itself(tmp_path, tokenizer, monkeypatch):

@@ -58,7 +58,7 @@ def wrong(family: str) -> list[str]:
         return []
     ours, theirs = {p: turned for p, _, _, turned in matrices(layers)}, dict(plain._maps(layers))
     for name, parameter in layers.named_parameters():
-        summed = products.summed.get(parameter)
+        summed = products.summed.get(parameter) if parameter.dim() > 1 else None
         turned = None if summed is None else summed == {parameter.stride(-2)}
         square = parameter.dim() > 1 and parameter.shape[-1] == parameter.shape[-2]
         told = {ours.get(parameter), theirs.get(parameter)}

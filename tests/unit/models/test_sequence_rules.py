@@ -57,7 +57,11 @@ _TINY: dict[str, Any] = {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head"
     ("fields", "reason"),
     [
         ({"model_type": "bloom", "hidden_size": 32, **_TINY}, "takes no positions"),
-        ({"model_type": "gptj", "rotary_dim": 4, "n_positions": 64, **_TINY}, "code of its own"),
+        (
+            {"model_type": "gpt_neo", "vocab_size": 512, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+            | {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64},
+            "code of its own",
+        ),
         (
             {"model_type": "recurrent_gemma", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 3}
             | {"num_attention_heads": 4, "intermediate_size": 64},

@@ -58,11 +58,11 @@ def test_a_name_that_is_gone_is_told(owner: Any, name: str, use: Callable[[], An
 
 
 def test_packed_rows_may_lack_their_function_in_the_oldest_transformers_only(monkeypatch) -> None:
-    monkeypatch.delattr(masking_utils, "packed_sequence_compatibility_function", raising=False)
+    monkeypatch.delattr(masking_utils, "remap_positions_for_packed_sequence", raising=False)
     monkeypatch.setattr("transformers.__version__", "5.17.0")
     within(lambda: transformers_private.masks_of_whole_rows(PLACES))()
     monkeypatch.setattr("transformers.__version__", "5.23.0")
-    with pytest.raises(AttributeError, match="packed_sequence_compatibility_function"):
+    with pytest.raises(AttributeError, match="remap_positions_for_packed_sequence"):
         within(lambda: transformers_private.masks_of_whole_rows(PLACES))()
 
 

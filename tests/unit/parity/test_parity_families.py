@@ -48,7 +48,7 @@ WORDS = {
     "deepseek-v3": "4 layers, width",
     "jamba": "5 layers, width 128",
 }
-NO_SDPA = ["bloom", "gptj", "codegen", "gpt_oss", "vaultgemma", "gemma2", "gpt_neo", "mpt"]
+NO_SDPA = ["bloom", "gpt_oss", "vaultgemma", "gemma2", "gpt_neo", "mpt"]
 REFUSED = {
     r"use its text model by itself": (
         "dots3_note emu3 fuyu gemma3 gemma4 gemma4_unified got_ocr2 llama4 mllama moss_transcribe_diarize qwen3_5 "
