@@ -6,10 +6,12 @@ writers of the optimizer's state use `state`, and call `refresh` after writing p
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -69,12 +71,34 @@ class ForwardCopy:
 class Update:
     """Result of an optimizer step. Reading a tensor here waits for the device: do it at log points only."""
 
+    is_late: ClassVar[bool] = False
+    """The host does not know yet what the device makes of it. The same on all ranks."""
     skipped: bool
     """The parameters did not change: the gradient or the loss was not finite, no token counted, or `left_out`."""
     grad_norm: Tensor | float | None
     """Global gradient norm before clipping."""
     left_out: bool = False
     """The caller has left the update out."""
+
+
+class LateUpdate(Update):
+    """An update that the device skips if its gradient is not finite. `skipped` and `grad_norm` wait until the device
+    has measured the norm, and not for what it has to do after it."""
+
+    is_late = True
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        """`read`: waits for the gradient norm, and returns it; not finite: the update is skipped."""
+        object.__setattr__(self, "_read", functools.cache(read))
+
+    @property
+    def grad_norm(self) -> float:
+        norm: float = self._read()  # type: ignore[attr-defined]
+        return norm if math.isfinite(norm) else math.inf
+
+    @property
+    def skipped(self) -> bool:
+        return not math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)

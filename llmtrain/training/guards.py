@@ -55,14 +55,26 @@ class SkippedSteps(Part):
         self._setup, self._tracker, self._checkpoints = launch.setup, launch.tracker, launch.folder.checkpoints
         self._in_a_row = 0
         self._rate, self._last, self._steps_before, self._told = launch.session.rate, "", False, False
+        self._waiting: list[Done] = []
+        self._log_every = launch.setup.run.config.train.log_every
         self._returns: list[int] = []
         """Steps in which a loss scale that had fitted overflowed again."""
 
     def figures(self, done: Done) -> dict[str, Any]:
-        return {"skipped_steps": done.position.skipped_steps}
+        return {"skipped_steps": done.position.settled().skipped_steps}
 
     def after_step(self, done: Done) -> None:
-        """Raises TrainingStopped, on all ranks."""
+        """Raises TrainingStopped, on all ranks. A late update is looked at with the step after it, if no log waits."""
+        self._waiting.append(done)
+        waits = done.last or is_due(self._log_every, done.steps)
+        while self._waiting and (waits or len(self._waiting) > 1 or not done.update.is_late):
+            self._look_at(self._waiting.pop(0))
+
+    def last(self, position: Position, *, complete: bool) -> None:
+        for done in self._waiting:  # a part after this one has ended the run
+            self._look_at(done)
+
+    def _look_at(self, done: Done) -> None:
         stepped, self._steps_before = self._steps_before, not done.update.skipped
         if not done.update.skipped:
             self._in_a_row = 0

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,6 +133,7 @@ class Guarded(Part):
 
     def after_step(self, done: Done) -> Position | None:
         self._step = done.position.step
+        done = replace(done, position=done.position.settled())
         return self._call("after_step", lambda: _is(self._part.after_step(done), type(None)), None)
 
     def figures(self, done: Done) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +278,7 @@ def train_steps(launch: Launch) -> tuple[Position, bool]:
             waited_s = loader.data_wait_s - waited_s
             request = functools.reduce(operator.or_, (part.request() for part in parts), Request())
             step = session.step(batch, request, before_update, around)
-            position = _after(position, step.update.skipped, loader.next_index, batch.tokens)
+            position = position.after(step.update, loader.next_index, batch.tokens)
             if position.step % _COLLECTED_EVERY == 0:
                 gc.collect()
             step_s, comm_s = heart.end_step(position.step)
@@ -294,18 +294,7 @@ def train_steps(launch: Launch) -> tuple[Position, bool]:
                 position = part.after_step(done) or position
             stopped = step.agreed.stop and not complete()
             goes_on = not (complete() or step.agreed.stop)
-    return position, not stopped
-
-
-def _after(position: Position, skipped: bool, sample_index: int, tokens: int) -> Position:
-    return replace(
-        position,
-        step=position.step + 1,
-        tokens=position.tokens + tokens,
-        sample_index=sample_index,
-        skipped_steps=position.skipped_steps + int(skipped),
-        optimizer_step=position.optimizer_step + int(not skipped),
-    )
+    return position.settled(), not stopped
 
 
 def _close(parts: list[Part], kind: Any, error: BaseException | None, trace: Any) -> None:

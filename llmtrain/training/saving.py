@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 from llmtrain.base import log
@@ -84,10 +84,11 @@ class Saving(Part):
         self._report(self._saver.drain())
 
     def _trainer(self, position: Position) -> dict[str, Any]:
-        engine, course = self._setup.engine, self._setup.course
+        engine, course, position = self._setup.engine, self._setup.course, position.settled()
+        counters = {field.name: getattr(position, field.name) for field in fields(position) if field.name != "newest"}
         state = replace(
             self._start.trainer,
-            **asdict(position),
+            **counters,
             loss_scale=engine.counters().loss_scale,
             model_config=engine.module.config.to_dict(),  # stages change it
             data_fingerprint=course.done(position.step).data.fingerprint,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -41,9 +41,35 @@ class Position:
     sample_index: int = 0
     """Global index of the next sequence."""
     skipped_steps: int = 0
+    """Without `newest`, as `optimizer_step`."""
     optimizer_step: int = 0
     """Updates that the optimizer has applied. A foreign checkpoint may bring more of them than this run has steps.
     Counted, not read from the optimizer: on a GPU its counter is a tensor, and reading it waits for the step."""
+    newest: Update | None = None
+    """The last step's update, while the host does not know whether the device has skipped it."""
+
+    def after(self, update: Update, sample_index: int, tokens: int) -> Position:
+        """Return the position after a step. Waits for the device's update before `update`, if any."""
+        position = replace(
+            self.settled(),
+            step=self.step + 1,
+            tokens=self.tokens + tokens,
+            sample_index=sample_index,
+            newest=update,
+        )
+        return position if update.is_late else position.settled()
+
+    def settled(self) -> Position:
+        """Return the position with `newest` in its counts. Waits for that update of the device."""
+        if self.newest is None:
+            return self
+        skipped = int(self.newest.skipped)
+        return replace(
+            self,
+            skipped_steps=self.skipped_steps + skipped,
+            optimizer_step=self.optimizer_step + 1 - skipped,
+            newest=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

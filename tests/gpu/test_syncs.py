@@ -25,7 +25,8 @@ def test_our_loop_waits_at_most_once_a_step(pools, small_data, stage, precision,
     record_property("waits", waits)
     print(f"ZeRO {stage} {precision}, {steps} steps: {waits}")
     ours = {where: count for where, count in waits.items() if not where.startswith("deepspeed")}
-    assert sum(ours.values()) <= steps, ours
+    # AdamW's kernel takes norm and clip on a GPU, in bf16; a CPU reads them.
+    assert sum(ours.values()) <= (0 if torch.cuda.is_available() and stage in (1, 2) else steps), ours
 
 
 def waits_of_steps(case: Case, steps: int) -> dict[str, int]:

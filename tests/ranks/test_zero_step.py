@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,7 +22,16 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.engine.deepspeed import optimizers, zero_step
 from llmtrain.engine.deepspeed.optimizers import parameter_groups
 from tests.helpers.families import FAMILIES
-from tests.helpers.training import LLAMA, Case, make_engine, resolved_run, train_steps
+from tests.helpers.training import (
+    LLAMA,
+    Case,
+    batches,
+    make_engine,
+    one_step,
+    poisoned,
+    resolved_run,
+    train_steps,
+)
 
 TENSORS = 290
 # As many tensors as Qwen2 of 0.5B has: twelve in each of 24 layers, the embedding (tied), the last norm.
@@ -119,6 +131,102 @@ def test_kernels_and_reads_of_a_step(pools, small_data, stage, sums, record_prop
     assert tensors == TENSORS
     assert sum(ran.values()) <= 400
     assert reads == 1
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(believes: bool = True) -> Iterator[None]:
+    """A context in which AdamW's kernel clips, as the one of a GPU; that of a CPU can, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_step, "_on_gpu", lambda _: believes)
+        yield
+
+
+def in_kernel(case: Case) -> tuple[int, dict[str, int], int]:
+    with as_on_a_gpu():
+        return update_counted(case)
+
+
+@pytest.mark.parametrize("sums", [{}, FP32_SUMS], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_update_on_a_gpu_reads_nothing(pools, small_data, stage, sums):
+    """No number comes to the host, and no pass multiplies the gradients by the clip's factor."""
+    extra = {"zero_optimization": {"stage": stage, **BUCKETS}, **sums}
+    case = Case(data=small_data, stage=stage, precision="bf16", steps=2, clip=0.01, extra=extra)
+    _, ran, reads = pools(1).run(in_kernel, case)[0]
+    assert reads == 0 and not {"mul_", "cat", "_to_copy"} & {name for name, count in ran.items() if count > 4}, ran
+
+
+def steps_and_masters(case: Case, believes: bool, clip: float) -> tuple[list[float], list[Tensor], list[Tensor]]:
+    """(norms, masters, first moments) after the steps of a case."""
+    with as_on_a_gpu(believes):
+        engine, ranks = make_engine(case)
+        optimizer = engine.deepspeed.optimizer
+        assert optimizer._clips_in_kernel is believes
+        optimizer.clip_grad = clip
+        norms = train_steps(case, engine, ranks, 0, case.steps).norms
+        masters = [flat.detach().clone() for flat in optimizer.single_partition_of_fp32_groups]
+        moments = [state["exp_avg"].clone() for state in optimizer.optimizer.state.values()]
+        assert optimizer.optimizer.grad_scale is None if believes else True
+        engine.close()
+    return norms, masters, moments
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e9, 0.1])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_adamws_kernel_clips_as_the_product_does(pools, small_data, stage, clip):
+    """Equal bits without a clip and below it: the kernel divides by 1. Above it a quotient and a product with the
+    inverse have two roundings each, 6e-8 of a gradient, and two more make its first moment: 3.6e-7 between them. A
+    second step would round masters to bf16 first, where some take the other neighbour, so one step is compared."""
+    case = Case(data=small_data, stage=stage, precision="bf16", steps=1 if clip == 0.1 else 3)
+    for ours, theirs in zip(*(pools(2).run(steps_and_masters, case, gpu, clip) for gpu in (True, False)), strict=True):
+        assert ours[0] == theirs[0] and all(norm > 0.1 for norm in ours[0])
+        for mine, other in zip(ours[1], theirs[1], strict=True):
+            # The first update is the rate times a sign, but where eps counts: one rounding of a master of 1.
+            assert torch.equal(mine, other) if clip != 0.1 else float((mine - other).abs().max()) <= 1.3e-7, clip
+        for mine, other in zip(ours[2], theirs[2], strict=True):
+            assert mine.any() and torch.allclose(mine, other, rtol=3.6e-7 if clip == 0.1 else 0.0, atol=1e-38)
+
+
+def late_and_poisoned(case: Case) -> tuple[list[bool], bool, bool]:
+    with as_on_a_gpu():
+        return poisoned(case, 2, 1)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_nan_on_one_rank_skips_the_kernels_update_on_all(pools, small_data, stage):
+    case = Case(data=small_data, stage=stage, accumulation=3, precision="bf16")
+    for skipped, finite, unchanged in pools(2).run(late_and_poisoned, case):
+        assert skipped == [False, False, True, False] and finite and unchanged
+
+
+def looked_at(case: Case) -> list[Any]:
+    """What is looked at before an update on a GPU: [norm that a caller gets, whether the update was left out, pieces of
+    a gradient that no update follows, pieces of one that is not finite, steps of the optimizer]."""
+    with as_on_a_gpu():
+        engine, ranks = make_engine(case)
+        source, norms, found = batches(case, (ranks.rank, ranks.world_size), case.accumulation), list[float](), []
+        batch = next(source)
+        engine.forward_backward(batch.micro_batches, lambda: 100)
+        update = engine.update(1.0, lambda norm: bool(norms.append(norm)) or True)
+        found += [norms, update.left_out and not update.is_late]
+        for weight in (100, math.nan):
+            pieces: list[Any] = []
+            engine.gradients(batch.micro_batches, weight, pieces.append)
+            found.append(len(pieces))
+        late = one_step(engine, batch, 100)[1]
+        found += [late.is_late and not late.skipped, int(engine.counters().optimizer_step)]
+        source.close()
+        engine.close()
+    return found
+
+
+def test_who_looks_at_a_gradient_before_the_update_gets_its_norm(pools, small_data):
+    """Two ranks: spikes.skip_outliers and a replay's look, beside updates that nobody waits for."""
+    for norms, left_out, pieces, none, late, steps in pools(2).run(
+        looked_at, Case(data=small_data, stage=2, precision="bf16", accumulation=2)
+    ):
+        assert len(norms) == 1 and math.isfinite(norms[0]) and left_out and late
+        assert pieces > 2 and none == 0 and steps == 1
 
 
 def live_bytes(case: Case, largest: int) -> tuple[int, float]:

@@ -18,8 +18,9 @@ from llmtrain.base.errors import ModelError, TrainingStopped
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.batches import MicroBatch
 from llmtrain.engine import progress
-from llmtrain.engine.api import Counters, ForwardCopy, GradientPiece, StateTensor, Update
+from llmtrain.engine.api import Counters, ForwardCopy, GradientPiece, LateUpdate, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State, Zero3State, Zero12State
+from llmtrain.engine.deepspeed.zero_step import OneNormZero
 from llmtrain.engine.losses.function import NEXT_TOKEN, LossFunction
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.models import transformers_private
@@ -94,6 +95,22 @@ def _stepping_only_if(base: Any, steps: Callable[[Any], bool]) -> Iterator[None]
             setattr(base, name, plain)
         else:
             delattr(base, name)
+
+
+def _read_later(number: Tensor) -> Callable[[], float]:
+    """Begin to copy a number to the host. The returned function waits for the copy, and for nothing that the device is
+    given later, as `item` would."""
+    if number.device.type != "cuda":
+        return number.item
+    there, event = torch.zeros_like(number, device="cpu").pin_memory(), torch.cuda.Event()
+    there.copy_(number, non_blocking=True)
+    event.record()
+
+    def read() -> float:
+        event.synchronize()
+        return there.item()
+
+    return read
 
 
 class ZeroEngine:
@@ -191,6 +208,8 @@ class ZeroEngine:
                 "or train in bf16."
             ) from error
         progress.mark()
+        if isinstance(optimizer, OneNormZero) and isinstance(optimizer._global_grad_norm, Tensor):
+            return LateUpdate(_read_later(optimizer._global_grad_norm))
         skipped = bool(optimizer.overflow) or any(left_out)
         return Update(skipped=skipped, grad_norm=optimizer._global_grad_norm, left_out=any(left_out))
 
@@ -199,6 +218,8 @@ class ZeroEngine:
         """A context in which the torch optimizer steps only if `steps` returns True for it. DeepSpeed has the norm by
         then, and frees the gradients afterwards."""
         with contextlib.ExitStack() as stack:
+            if isinstance(self.deepspeed.optimizer, OneNormZero):
+                stack.enter_context(self.deepspeed.optimizer.reading_norm())
             for base in (self._state.base, getattr(self._state.optimizer, "backup_optimizer", None)):
                 if base is not None:
                     stack.enter_context(_stepping_only_if(base, steps))

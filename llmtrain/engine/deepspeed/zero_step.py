@@ -1,8 +1,10 @@
-"""The optimizer step of DeepSpeed's ZeRO 1 and 2 with few kernels and one wait for the device.
+"""The optimizer step of DeepSpeed's ZeRO 1 and 2 with few kernels, and one wait for the device or none.
 
 DeepSpeed 0.19.8 looks at each tensor's extremes, takes each tensor's norm in a copy, reads four numbers on the host and
 multiplies every gradient by the clipping factor, also where that is 1: 4,153 kernels a step for 290 tensors (measured).
-Here one norm over the lists of gradients replaces them: the norm is finite exactly if every gradient is. DeepSpeed
+Here one norm over the lists of gradients replaces them: the norm is finite exactly if every gradient is. torch's AdamW
+takes the norm on a GPU, in bf16: its kernel divides by the excess over the clip, and changes nothing if the norm is not
+finite, so the host goes on before the device knows. Other optimizers, and fp16's loss scale, wait for it. DeepSpeed
 copies the gradients of a reduced bucket into a second set before the first is freed, 2 bytes a parameter: here they are
 added to the sums directly. To add a bf16 gradient to fp32 sums moves 10 bytes an element on one rank (DeepSpeed: 30 to
 54), 16 and a message on eight. With a separate stream for reductions (overlap_comm), DeepSpeed stops the host until the
@@ -250,14 +252,51 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         padding.zero_()
         return flat
 
+    check_grad_overflow: bool
+    reads_norm = False
+    """True while somebody looks at the norm, or the gradient, before the update: the host waits for the norm."""
+
+    @contextlib.contextmanager
+    def reading_norm(self) -> Iterator[None]:
+        """A context in which the norm is a number, and a gradient that is not finite never comes to the optimizer."""
+        self.reads_norm = True
+        try:
+            yield
+        finally:
+            self.reads_norm = False
+
+    @functools.cached_property
+    def _clips_in_kernel(self) -> bool:
+        """True if the optimizer's kernel takes the excess of the norm over the clip, and whether the norm is finite.
+
+        A CPU keeps the product with the factor, which differs from the quotient by a rounding.
+        """
+        fused = type(self.optimizer) is torch.optim.AdamW and all(g["fused"] for g in self.optimizer.param_groups)
+        return fused and self.dtype == torch.bfloat16 and _on_gpu(self.bit16_groups_flat[0])
+
+    def step(self, closure: Any = None) -> None:
+        """Update the parameters. Where the kernel clips, `_global_grad_norm` is a tensor afterwards, and `overflow` is
+        False whether the update was skipped or not."""
+        if not self._clips_in_kernel:
+            super().step(closure)
+            return
+        checks = self.check_grad_overflow
+        self.check_grad_overflow = checks and self.reads_norm  # DeepSpeed's look at the norm would wait for it
+        try:
+            super().step(closure)
+        finally:
+            self.check_grad_overflow = checks
+            self.optimizer.grad_scale = self.optimizer.found_inf = None
+
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """True if a gradient on any rank is not finite and no norm is computed, which would show the same."""
         return not self.compute_grad_norm and not math.isfinite(self.scaled_global_norm())
 
-    def scaled_global_norm(self, norm_type: int = 2) -> float:
-        """L2 norm of the complete gradient times the loss scale; infinite if a gradient on any rank is not finite.
+    def scaled_global_norm(self, norm_type: int = 2) -> float | Tensor:
+        """L2 norm of the complete gradient times the loss scale; not finite if a gradient on any rank is not.
 
-        Every rank calls it. Waits for the device, once.
+        Every rank calls it. Waits for the device, once; a norm that the kernel takes is a tensor on the device, fp64
+        and of one element, which nobody waits for.
         """
         assert norm_type == 2, norm_type
         norms: list[Tensor] = []
@@ -276,6 +315,13 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         for group in (self.dp_process_group, self.model_parallel_group):
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(square, group=group)
+        if self._clips_in_kernel:
+            norm = square.sqrt()
+            self.optimizer.found_inf = (~norm.isfinite()).float()
+            if self.clip_grad > 0:
+                self.optimizer.grad_scale = ((norm + 1e-6) / self.clip_grad).clamp_(min=1.0).float()
+            if not self.reads_norm:
+                return norm
         value = square.item()
         return math.sqrt(value) if math.isfinite(value) else math.inf
 
@@ -295,8 +341,10 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         return [gradient for gradient, wanted in zip(gradients, counts, strict=False) if wanted]
 
     def unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float | None) -> None:
-        """Divide flat gradients by the loss scale and the excess of `total_norm` (with the loss scale) over the
-        clip."""
+        """Divide flat gradients by the loss scale and the excess of `total_norm` (with the loss scale) over the clip,
+        where the optimizer's kernel does not."""
+        if self._clips_in_kernel:
+            return
         factor = self.loss_scale
         if self.clip_grad > 0:
             assert total_norm is not None
@@ -304,6 +352,10 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         if factor != 1.0:
             for gradient in grad_groups_flat:
                 gradient.mul_(1.0 / factor)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 def shorten_step(engine: DeepSpeedEngine) -> str:

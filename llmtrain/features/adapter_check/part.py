@@ -35,7 +35,9 @@ class AdapterCheck(Part):
 
     def after_step(self, done: Done) -> None:
         """Raises TrainingStopped, on all ranks."""
-        if done.position.optimizer_step != 1 or done.update.skipped:
+        if done.position.optimizer_step > 1:  # without a wait
+            return
+        if done.position.settled().optimizer_step != 1 or done.update.skipped:
             return
         still, count = unmoved(self._setup.engine, self._setup.ranks, B)
         if len(still) == count:

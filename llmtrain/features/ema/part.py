@@ -64,7 +64,7 @@ class Ema(Part):
     @torch.no_grad()
     def after_step(self, done: Done) -> None:
         assert self._settings.decay is not None
-        if done.update.skipped or not is_due(self._settings.every, done.steps):
+        if not is_due(self._settings.every, done.steps) or done.update.skipped:
             return
         for piece, mean in zip(self._pieces, self._means, strict=True):
             with piece.open() as live:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llmtrain.base import log
 from llmtrain.base.errors import TrainingStopped
+from llmtrain.engine.api import Update
 from llmtrain.features.spikes import SpikesConfig
 from llmtrain.features.spikes.pins import pin
 from llmtrain.features.spikes.steps import STEPS, StepFile, StepRow
@@ -44,7 +45,7 @@ class Record(Part):
         self._every, self._degrees = setup.run.config.train.log_every, setup.run.mix.degrees
         self._sums: list[Tensor] = []
         """Sums of each micro-batch since the last reading, on the device."""
-        self._norms: list[Tensor | float] = []
+        self._updates: list[Update] = []
         self._steps: list[StepRow] = []
         """Steps since the last reading, without their figures."""
         self.detector = Detector()
@@ -76,10 +77,9 @@ class Record(Part):
             self.read()
             self.detector.restart()
         self._sums += done.sums
-        self._norms.append(math.nan if done.update.grad_norm is None else done.update.grad_norm)
-        update: dict[str, Any] = {"skipped": done.update.skipped, "left_out": done.update.left_out}
+        self._updates.append(done.update)
         step, weight = done.position.step, done.agreed.weight
-        self._steps.append(StepRow(step=step, weight=weight, lr_factor=done.lr_factor, **update))
+        self._steps.append(StepRow(step=step, weight=weight, lr_factor=done.lr_factor))
         if done.last or len(self._steps) == _MOST or is_due(self._every, done.steps):
             self.read()
         if done.update.left_out:
@@ -117,10 +117,12 @@ class Record(Part):
             return
         rows = []
         shares = self._shares(self._sums, len(self._steps))
-        for step, of_groups, norm in zip(self._steps, shares, self._norms, strict=True):
+        for step, of_groups, update in zip(self._steps, shares, self._updates, strict=True):
             loss = math.fsum(of_groups) / (step.weight or math.nan)
-            rows.append(replace(step, loss=loss, norm=float(norm), shares=tuple(of_groups)))
-        self._steps, self._sums, self._norms = [], [], []
+            norm = math.nan if update.grad_norm is None else float(update.grad_norm)
+            flags: dict[str, Any] = {"skipped": update.skipped, "left_out": update.left_out}
+            rows.append(replace(step, loss=loss, norm=norm, shares=tuple(of_groups), **flags))
+        self._steps, self._sums, self._updates = [], [], []
         if self._file is not None:
             self._file.append(rows)
         finds_scale = self._setup.run.finds_loss_scale

@@ -42,9 +42,9 @@ class StepRow:
     norm: float = math.nan
     """Gradient norm as in metrics.jsonl; NaN if there is none."""
     lr_factor: float
-    skipped: bool
+    skipped: bool = False
     """Its update was not applied: the loss or gradient was not finite, or no token counted."""
-    left_out: bool
+    left_out: bool = False
     """Its update was left out as an outlier (spikes.skip_outliers)."""
     shares: tuple[float, ...] = ()
     """Sum of each data-parallel group's losses, fp32."""

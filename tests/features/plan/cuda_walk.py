@@ -30,18 +30,20 @@ MEMORY = 139 * 2**30
 
 @contextlib.contextmanager
 def on_cuda() -> Iterator[dict[str, int]]:
-    """Yield how often the host has waited for the device, and page locks were asked for."""
+    """Yield how often the host has waited for the device, has read from it in steps, and has asked for page locks."""
     import torch
     from deepspeed.runtime.zero import partition_parameters
     from torch._subclasses import fake_tensor
 
     from llmtrain.checkpoint import snapshot
+    from llmtrain.features.plan.ledger import Ledger
+    from llmtrain.features.plan.torch_private import READ
     from llmtrain.models import compiler, loss
     from llmtrain.models.transformers_private import is_without_memory
     from tests.helpers import fake_cuda
 
-    seen = {"waits": 0, "pinned": 0}
-    plain_to, plain_tensor = torch.Tensor.to, torch.tensor
+    seen = {"waits": 0, "reads": 0, "pinned": 0}
+    plain_to, plain_tensor, plain_dispatch = torch.Tensor.to, torch.tensor, Ledger.__torch_dispatch__
     plain_numbers = fake_tensor.should_allow_numbers_as_tensors
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -63,6 +65,21 @@ def on_cuda() -> Iterator[dict[str, int]]:
 
     def synchronize(*_: Any) -> None:
         seen["waits"] += 1
+
+    def count_read(ledger: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Of a step, not of a save, an evaluation or a look between steps."""
+        named = kwargs or {}
+        if function is READ:
+            of, to, waits = args[0], torch.device("cpu"), True
+        elif function is torch.ops.aten.copy_.default:
+            of, to, waits = args[1], args[0].device, True not in (named.get("non_blocking"), *args[2:])
+        elif function is torch.ops.aten._to_copy.default:
+            of, to, waits = args[0], named.get("device") or args[0].device, not named.get("non_blocking")
+        else:
+            return plain_dispatch(ledger, function, types, args, kwargs)
+        of_step = ledger.phase in ("forward", "backward", "step")
+        seen["reads"] += of_step and waits and of.device.type == "cuda" and torch.device(to).type == "cpu"
+        return plain_dispatch(ledger, function, types, args, kwargs)
 
     properties = SimpleNamespace(
         name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY, uuid="fake", multi_processor_count=132
@@ -89,6 +106,7 @@ def on_cuda() -> Iterator[dict[str, int]]:
         fake_cuda.page_locks() as locks,
         patch.multiple(torch.cuda, create=True, **answers),
         patch.multiple(torch.Tensor, **tensors),
+        patch.object(Ledger, "__torch_dispatch__", count_read),
         patch.object(torch, "tensor", made),
         patch.object(partition_parameters, "_orig_torch_tensor", made),  # what ZeRO 3 puts back after a model is built
         patch.object(torch.cuda.nvtx, "range_push", lambda *_: None),
@@ -146,6 +164,7 @@ def walk(form: dict[str, Any], folder: Path) -> dict[str, Any]:
         (setup,) = held
         steps_waits = seen["waits"]
         found: dict[str, Any] = {"peak": ledger.most, "waits": steps_waits, "pinned": seen["pinned"]}
+        found["reads"] = seen["reads"]
         engine, objective = setup.engine, setup.objective
         devices, found["pieces"] = {piece.device.type for piece in engine.state()}, len(engine.state())
         with ledger, contextlib.closing(setup.loader()) as loader:

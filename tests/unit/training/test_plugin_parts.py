@@ -10,9 +10,12 @@ import pytest
 from torch import nn
 
 from llmtrain.config import plugin_import
+from llmtrain.data.stream.loader import StepBatch
+from llmtrain.engine.api import Update
 from llmtrain.engine.ranks.ranks import AgreedError, Ranks
+from llmtrain.training.parts import Done
 from llmtrain.training.plugin_parts import Guarded, Surroundings
-from llmtrain.training.step import Position, Request
+from llmtrain.training.step import Agreement, Position, Request
 
 WRONG = """
 import sys
@@ -28,10 +31,19 @@ class Wrong(Part, entry="wrong"):
     after_step = figures = open = close = begin = lambda self, given: self._act()
 """
 RAISES = ("1 / 0", "sys.exit(0)", "self.missing", "(_ for _ in ()).throw(KeyboardInterrupt)")
+DONE = Done(
+    number=6,
+    batch=StepBatch(micro_batches=[], first_index=0, sequences=0),
+    agreed=Agreement(weight=1, stop=False, save=False, sums={}),
+    sums=[],
+    lr_factor=1.0,
+    update=Update(skipped=False, grad_norm=1.0),
+    position=Position(step=7),
+)
 CALLS: dict[str, Any] = {
     "request": lambda part: part.request(),
     "before_update": lambda part: part.before_update(),
-    "after_step": lambda part: part.after_step(SimpleNamespace(position=Position(step=7))),
+    "after_step": lambda part: part.after_step(DONE),
     "figures": lambda part: part.figures(SimpleNamespace(position=Position(step=7))),
     "to_json": lambda part: part.to_json(),
     "state": lambda part: part.state(),
