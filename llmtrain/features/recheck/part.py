@@ -40,6 +40,8 @@ random in one of ten, it is wrong in one of 40 with 98.5 %."""
 _BUCKETS, _MARGIN = 17, 8.0
 """Sums of a gradient whose kernels do not repeat their bits (a prime: no sum of a row, which may be zero). The bound in
 differences of a rank from itself: lengths of 17 random sums differ by a factor of 5 in one of 10^7 pairs."""
+_AT_ONCE = _BUCKETS << 20
+"""Elements of a gradient that are summed at a time: torch widens a tensor to float64 in a copy of it."""
 
 
 class Recheck(Part):
@@ -168,8 +170,11 @@ class Recheck(Part):
         """Return `factor` times a hash of the values, for equality; with a bound on differences, sums of the values."""
         if self._bound is None:
             return tensor_hash(values) * factor
-        flat = F.pad(values.reshape(-1), (0, -values.numel() % _BUCKETS))
-        return flat.view(-1, _BUCKETS).sum(dim=0, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
+        sums = torch.zeros(_BUCKETS, dtype=torch.float64, device=values.device)
+        for piece in values.reshape(-1).split(_AT_ONCE):
+            padded = F.pad(piece, (0, -piece.numel() % _BUCKETS))
+            sums += padded.view(-1, _BUCKETS).sum(dim=0, dtype=torch.float64)
+        return sums.nan_to_num(0.0, 0.0, 0.0)
 
     def _end_run(self, step: int, named: list[int], differences: list[Difference]) -> None:
         sure = all(2 * len(difference.groups[0]) > sum(map(len, difference.groups)) for difference in differences)

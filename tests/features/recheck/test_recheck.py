@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.features.recheck import part as recheck
 
@@ -38,6 +40,34 @@ def test_without_the_tool_a_gpu_has_its_uuid_and_a_processor_no_number(monkeypat
     assert recheck._serial(torch.device("cpu")) == ""
     monkeypatch.setattr(recheck, "device_id", lambda device: UUID)
     assert recheck._serial(torch.device("cuda", 0)) == f", serial {UUID}"
+
+
+class Made(TorchDispatchMode):
+    """The most bytes of a tensor that an operator makes or widens."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not function.is_view:
+            widens = function is torch.ops.aten.sum.dim_IntList and made.dtype != args[0].dtype
+            read = args[0].numel() * made.itemsize if widens else 0  # the copy is made below the operator
+            self.most = max(self.most, made.numel() * made.itemsize, read)
+        return made
+
+
+@pytest.mark.parametrize("elements", [1, 169, 170, 171, 1000])
+def test_an_embeddings_gradient_is_summed_in_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bucket by bucket as in one sum; the copies are as long as a piece, not as a gradient (12 bytes an element)."""
+    monkeypatch.setattr(recheck, "_AT_ONCE", 170)
+    part: Any = object.__new__(recheck.Recheck)
+    part._bound = 1.0
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(elements)).bfloat16()
+    with Made() as made:
+        sums = part._hash_or_sums(values)
+    whole = [values[bucket::17].double().sum() for bucket in range(17)]
+    assert torch.allclose(sums, torch.stack(whole), rtol=1e-12, atol=1e-12) and made.most <= 170 * 8
+    assert part._hash_or_sums(values.fill_(float("inf"))).eq(0).all()
 
 
 def test_the_former_key_is_refused_with_the_one_of_today(tmp_path: Path) -> None:
