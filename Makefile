@@ -130,16 +130,18 @@ test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
 
 # Both ends of the versions, each in an environment of its own: the lowest that pyproject.toml allows, and the newest that
-# the registry has, whatever pyproject.toml allows.
+# the registry has, whatever pyproject.toml allows. TORCH=torch==2.13.0 takes that one in place of the newest, which brings
+# gigabytes of CUDA libraries.
 test-oldest:
 	$(MAKE) install VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 	.venv-oldest/bin/python -m pytest tests/ranks tests/unit
 
 test-newest: NEW := .venv-newest/bin/python -m
 test-newest: export DS_IGNORE_CUDA_DETECTION := 1
+test-newest: TORCH ?= torch
 test-newest:
 	$(PYTHON) -m venv .venv-newest
-	$(NEW) pip install -q torch setuptools $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(NEW) pip install -q '$(TORCH)' setuptools $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(NEW) pip install -q --no-build-isolation $$(sed -n 's/^\([A-Za-z][A-Za-z0-9_-]*\)==.*/\1/p' constraints.txt)
 	$(NEW) pip install -q --no-build-isolation --no-deps -e .
 	$(NEW) pytest tests/ranks tests/unit
