@@ -195,7 +195,7 @@ def ways_of(run: Run) -> list[str]:
     optimizer = "optimizer to a disk" if mix.swaps else "optimizer"
     parameters = "parameters to a disk" if mix.weights_on_disk else "parameters"
     offload = [name for name, on in ((optimizer, mix.offload_optimizer), (parameters, mix.offload_param)) if on]
-    ways = [mix.precision, f"ZeRO {mix.zero_stage}", run.config.optim.name]
+    ways = [mix.arithmetic, f"ZeRO {mix.zero_stage}", run.config.optim.name]
     ways += ["moments in bf16"] if mix.bf16_moments else []
     ways += [f"offload of {' and '.join(offload)}"] if offload else []
     layers, kept = run.config.model.recompute.layers, " without attention" if mix.keep_attention else ""

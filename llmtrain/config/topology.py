@@ -91,6 +91,8 @@ class Mix:
     zero_stage: int = 0
     fp16: bool = False
     bf16: bool = False
+    autocast: bool = False
+    """torch.autocast computes products in bf16, and parameters are fp32 (`torch_autocast` of the JSON)."""
     offload_optimizer: bool = False
     offload_param: bool = False
     swaps: int = 0
@@ -126,7 +128,20 @@ class Mix:
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The precision of the parameters."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+
+    @property
+    def products(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The precision of matrix products, which decides how much a forward pass rounds."""
+        return "bf16" if self.autocast else self.precision
+
+    @property
+    def arithmetic(self) -> str:
+        """`precision` and `products` in words."""
+        return (
+            f"{self.precision} with products in {self.products} (torch.autocast)" if self.autocast else self.precision
+        )
 
     @property
     def moments(self) -> dict[str, str]:
@@ -142,13 +157,30 @@ class Mix:
 _ZERO, _OFFLOAD = "zero_optimization.stage", "zero_optimization.offload_optimizer.device"
 _TENSOR, _EXPERT = "tensor_parallel.autotp_size", "expert_parallel.autoep_size"
 _COPIES, _MOMENTS = "zero_optimization.zero_hpz_partition_size", "bf16.bf16_optimizer_states"
-_ON_HOST = "activation_checkpointing.cpu_checkpointing"
+_ON_HOST, _AUTOCAST = "activation_checkpointing.cpu_checkpointing", "torch_autocast.enabled"
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule(("fp16.enabled", "bf16.enabled"), lambda m: m.fp16 and m.bf16, "only one of fp16 and bf16 can be enabled",
          "set one of them to false (bf16 on Ampere and later: it needs no loss scaling)",
          {"fp16.enabled": True, "bf16.enabled": True}),
+    *(Rule((_AUTOCAST, f"{name}.enabled"), lambda m, name=name: m.autocast and getattr(m, name),  # type: ignore[misc]
+           f"autocast is for parameters in fp32, and {name} rounds them",
+           "set one of them to false",
+           {_AUTOCAST: True, "bf16.enabled": False, f"{name}.enabled": True})
+      for name in ("bf16", "fp16")),
+    *(Rule((_AUTOCAST, key), lambda m, name=name: m.autocast and getattr(m.degrees, name) > 1,  # type: ignore[misc]
+           "ranks that share a sequence, a layer or its maps send hidden states of one dtype, and under autocast a "
+           "layer has two", "use the bf16 section, or ZeRO alone", {_AUTOCAST: True, "bf16.enabled": False, key: 2})
+      for name, key in (("pipeline", "pipeline.stages"), ("tensor", _TENSOR), ("sequence", "sequence_parallel_size"),
+                        ("expert", _EXPERT))),
+    Rule((_AUTOCAST, "model.mlp_tile_tokens"), lambda m: m.autocast and m.mlp_tiles,
+         "MLPs in slices (model.mlp_tile_tokens) run again in a backward pass of their own, outside of autocast",
+         "use the bf16 section, or set model.mlp_tile_tokens to null",
+         {_AUTOCAST: True, "bf16.enabled": False, "model.mlp_tile_tokens": 64}),
+    Rule((_AUTOCAST, "model.fp8"), lambda m: m.autocast and m.fp8, "products are in bf16 or in fp8",
+         "use the bf16 section with model.fp8, or set model.fp8 to null",
+         {_AUTOCAST: True, "bf16.enabled": False, "model.fp8": "rowwise"}),
     Rule(("zero_optimization.offload_param.device", _ZERO), lambda m: m.offload_param and m.zero_stage != 3,
          "only ZeRO 3 partitions parameters, so only it can offload them",
          "set zero_optimization.stage to 3, or remove offload_param",

@@ -144,18 +144,18 @@ class Head:
         """
         from llmtrain.models.distillation import TopWords, few_of, top_words
 
-        layer = self._layer
         compute = F.linear if self._vocabulary is None else self._vocabulary.logits
+        weight, bias = self._of_dtype(hidden.dtype)
         words = []
         with torch.no_grad():
             for some in hidden.split(few_of(self._chunk)) if len(hidden) else [hidden]:
-                values = self.form.apply(compute(some, layer.weight, layer.bias).float())
+                values = self.form.apply(compute(some, weight, bias).float())
                 words.append(top_words(values, k, temperature))
         return TopWords(words=torch.cat([part.words for part in words]), logs=torch.cat([part.logs for part in words]))
 
     def values(self, hidden: Tensor) -> Tensor:
         """Logits after the head's form, fp32 [..., V], from [..., H]; all rows of the weight must be here."""
-        return self.form.apply(F.linear(hidden, self._layer.weight, self._layer.bias).float())
+        return self.form.apply(F.linear(hidden, *self._of_dtype(hidden.dtype)).float())
 
     def _counted_rows(self, labels: Tensor, counted: int | None) -> Tensor | None:
         """int64 [K]: tokens with all `counted` among them, in order; None: all tokens.
@@ -173,11 +173,15 @@ class Head:
     def _likelihoods(
         self, compute: Callable[..., Tensor], hidden: Tensor, labels: Tensor, z_loss: float = 0.0
     ) -> Tensor:
-        layer = self._layer
         if self._vocabulary is not None:
             hidden = self._vocabulary.shared(hidden)
         about = About(self._chunk, self.form, self._vocabulary, z_loss)
-        return compute(hidden, layer.weight, layer.bias, labels, about)
+        return compute(hidden, *self._of_dtype(hidden.dtype), labels, about)
+
+    def _of_dtype(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias in a dtype: autocast's, else their own."""
+        weight, bias = self._layer.weight, self._layer.bias
+        return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _forward(self, hidden: Tensor, loss: Loss | None = None) -> Tensor:
         layer = self._layer
@@ -190,7 +194,13 @@ class Head:
                 f"model: its head takes {layer.in_features} features, and its decoder gives {hidden.shape[-1]}: a "
                 "layer between the two is not known here, and the loss needs it. Train another family."
             )
-        return loss(self, hidden)
+        # Backward passes run outside of autocast, so the loss gets factors in bf16, as autocast makes them; what it
+        # computes in fp32 stays fp32.
+        kind = hidden.device.type
+        if not torch.is_autocast_enabled(kind):
+            return loss(self, hidden)
+        with torch.autocast(kind, enabled=False):
+            return loss(self, hidden.to(torch.get_autocast_dtype(kind)))
 
 
 Loss = Callable[[Head, Tensor], Tensor]

@@ -91,7 +91,7 @@ def _kind(config: PreTrainedConfig) -> Any:
 
 
 def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> Trace:
-    """Train with fp32 masters, model and gradients in the run's precision."""
+    """Train with fp32 masters, model and gradients in the run's precision; with its autocast, if it has that."""
     config, optim = run.config, run.config.optim
     of_model = load_config(config.model)
     model = _kind(of_model).from_config(of_model, attn_implementation=order.attention, dtype=torch.float32).to(device)
@@ -119,6 +119,8 @@ def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> T
         if order.halves:
             _halve_products(each)
         compute_in_fp8(each, config.model.fp8, halves=order.halves)
+        if run.mix.autocast:
+            each.forward = torch.autocast(device.type, DTYPES[run.mix.products])(each.forward)
     optimizer = PlainOptimizer(
         model, masters, optim, newton_schulz_dtype(optim.name, run.mix.precision), bf16=run.mix.bf16_moments
     )

@@ -50,7 +50,9 @@ _DROPPED = (
     "scheduler",
     "data_parallel_size",
 )
-_NOT_IN_FP32 = ("bf16", "bfloat16", "fp16", "data_types", "communication_data_type")
+_NOT_IN_FP32 = ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "communication_data_type")
+AUTOCAST = "autocast"
+"""The name, beside those of precisions, of a small run with the JSON's `torch_autocast`."""
 
 
 def wanted(config: RunConfig, places: Places) -> Run:
@@ -125,7 +127,7 @@ def small_run(wanted: Run, model: dict[str, Any], shrunk_by: float, ranks: int, 
 
 
 def resolve_in(folder: Path, wanted: Run, config: RunConfig, shrunk_by: float, ranks: int, precision: str) -> Run:
-    """Resolve the small run under the user's JSON in "fp32", "bf16" or "fp16". Raises ConfigError."""
+    """Resolve the small run under the user's JSON in "fp32", "bf16", "fp16" or AUTOCAST. Raises ConfigError."""
     from llmtrain.models.skeleton import load_config
 
     layers = load_config(config.model).get_text_config().num_hidden_layers

@@ -29,7 +29,7 @@ from llmtrain.parity.compare import CEILINGS, COUNT, KINDS, Difference, Trace, V
 from llmtrain.parity.plain import nudged, orders, train_plainly
 from llmtrain.parity.plain_objectives import PLAIN, with_small_teacher
 from llmtrain.parity.small import attention_here, own_settings_here, patterns_here, small_model, targets_here
-from llmtrain.parity.small_run import PLAN, degrees_text, resolve_in, small_run
+from llmtrain.parity.small_run import AUTOCAST, PLAN, degrees_text, resolve_in, small_run
 from llmtrain.parity.untrained import compare_course, compare_folder
 
 TIMEOUT_S = 900.0
@@ -82,7 +82,7 @@ class AgainstPlain:
         return user
 
     def before_ranks(self, user: Run) -> Iterator[int]:
-        if (of_folder := compare_folder(user.config, user.mix.precision)) is not None:
+        if (of_folder := compare_folder(user.config, user.mix.products)) is not None:
             print("\n".join(of_folder[0]), flush=True)
             yield SAME if of_folder[1] else PARTS
 
@@ -150,7 +150,8 @@ def _worlds(title: str, asked: Asked, worlds: list[int], comparison: AgainstPlai
             objective = with_small_teacher(user.config, fields, made / "teacher")
             user = replace(user, config=replace(user.config, objective=objective))
         asked = replace(asked, run=user)
-        own = "bf16" if user.mix.precision == "fp16" and cpu else user.mix.precision
+        own: str = "bf16" if user.mix.precision == "fp16" and cpu else user.mix.precision
+        own = AUTOCAST if user.mix.autocast else own
         in_bf16 = user.config.model.fp8 is not None and not cpu  # fp8 products come out in bf16
         precisions: list[str] = [own] if in_bf16 else list(dict.fromkeys(["fp32", own]))
         every = {}  # before any rank starts: a later refusal would hide the failure of an earlier world size
@@ -193,13 +194,15 @@ def _tell(
     user: Run, plan: Run, got: Trace, want: list[Trace], more: Callable[[int], list[Trace]], *, sharp: bool
 ) -> int:
     """Print one comparison; return SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
-    name, split = plan.mix.precision, plan.mix.degrees.tensor > 1 or plan.mix.degrees.sequence > 1
+    split = plan.mix.degrees.tensor > 1 or plan.mix.degrees.sequence > 1
+    name: str = plan.mix.products
     verdict = compare(got, want, fp32=sharp, split=split)
     instead = (
         f" instead of {user.mix.precision}, which DeepSpeed has on GPUs only"
-        if name != user.mix.precision and name != "fp32"
+        if name not in (user.mix.products, "fp32")
         else ""
     )
+    name += " under torch.autocast" * plan.mix.autocast
     title = f"{name} against plain PyTorch in {name}{instead}"
     if (recipe := user.config.model.fp8) is not None:
         title += f", both with fp8 {recipe}" + (", step 1" if sharp else "")

@@ -62,7 +62,7 @@ def examine(run: Run) -> Examined:
     columns |= {f"eval.sets.{name}": source for name, source in sets.items()}
     references = None
     if config.objective.reference == "column":
-        references = take_columns(columns, lambda source: source.take_reference(run.mix.precision))
+        references = take_columns(columns, lambda source: source.take_reference(run.mix.products))
     for feature in asked_features(config):
         feature.check_data(config, data)
     name_cpu()

@@ -219,7 +219,7 @@ def write_columns(examined: Examined, ranks: Ranks) -> None:
         with ranks.together():
             if ranks.rank == 0:
                 model = setup.spec.config.to_dict()
-                write_reference(PreparedSet(folder), setup.initial_weights, run.mix.precision, columns, model)
+                write_reference(PreparedSet(folder), setup.initial_weights, run.mix.products, columns, model)
         rows = sum(map(len, columns.values()))
         log.info(f"{folder}: log-probabilities of {units.counted(rows, 'answer')} of {config.model.pretrained}")
     setup.engine.close()

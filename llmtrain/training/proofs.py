@@ -269,7 +269,7 @@ class StartProof:
                 window = alike(data.kind, data.window_at(0))
                 equal = list(batches_of(data.kind, lambda _: window, batch.data_parallel, one, dealt))
         objectives = (self.objective, self.with_reference)
-        precision, evaluate = self.run.mix.precision, self.engine.evaluate
+        precision, evaluate = self.run.mix.products, self.engine.evaluate
         known = Known(config, precision, evaluate, *objectives, first, equal, self.own_teacher)
         with compiler.uncompiled():
             for error in known.broken(self.engine.module):  # of numbers that all ranks have

@@ -327,7 +327,7 @@ def flops_of(setup: Setup, stage: int) -> TokenFlops:
 def throughput_of(setup: Setup, step: int = 0) -> Throughput:
     """`step`: the step to continue from."""
     flops = flops_of(setup, setup.run.stages.number(step))
-    peak = peak_flops(device_name(setup.ranks.device), setup.run.mix.precision)
+    peak = peak_flops(device_name(setup.ranks.device), setup.run.mix.products)
     return Throughput(flops=flops, devices=setup.ranks.world_size, peak=peak)
 
 

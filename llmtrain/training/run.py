@@ -410,7 +410,7 @@ def _announce(launch: Launch) -> None:
     frozen = f" ({units.count(sizes.trained)} trained)" if sizes.trained < sizes.parameters else ""
     by_auto = ' (by the JSON\'s "auto")' if any(FP32_BY_AUTO in line for line in lines) else ""
     log.info(
-        f"{units.count(sizes.parameters)} parameters{frozen}, {mix.precision}{by_auto}, ZeRO {mix.zero_stage}, "
+        f"{units.count(sizes.parameters)} parameters{frozen}, {mix.arithmetic}{by_auto}, ZeRO {mix.zero_stage}, "
         f"{units.counted(mix.degrees.world_size, 'rank')} on {device_name(setup.ranks.device)}; "
         f"{units.count(batch.tokens)} tokens a step ({batch.global_batch} sequences of {batch.sequence_length}: "
         f"micro-batch {batch.micro_batch} x accumulation {batch.accumulation} x {batch.data_parallel} data-parallel "

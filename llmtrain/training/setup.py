@@ -104,7 +104,7 @@ class Setup:
     def _check_device(self) -> None:
         """Raises ConfigError: this device cannot compute the run."""
         config = self.run.config
-        check_device(self.run.mix.precision, self.spec.model.attention, config.model.fp8, config.deepspeed)
+        check_device(self.run.mix, self.spec.model.attention, config.model.fp8, config.deepspeed)
 
     def _load_teacher(self, model: ModelConfig, precision: str, language: Callable[..., LanguageModel]) -> Teacher:
         from llmtrain.models.teacher import load_teacher
@@ -183,7 +183,7 @@ class Setup:
             prove_alike(self.run.config.objective, self.ranks)
         row = torch.from_numpy(self.data.first.sequence(0)[0])
         shared_by, isolated = self.run.mix.degrees.sequence, self.run.config.data.isolate_documents
-        prove_loss(self.engine, row, self.ranks, shared_by=shared_by, isolate_documents=isolated)
+        prove_loss(self.engine, row, self.run.mix, self.ranks, shared_by=shared_by, isolate_documents=isolated)
         of_tokens = isinstance(self.objective, NextTokenLoss)
         if self.initial_weights is None or (of_tokens and self.run.config.adapter.r is None):
             return
@@ -412,7 +412,7 @@ def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callabl
     return base
 
 
-def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, shared_by: int, isolate_documents: bool) -> None:
+def prove_loss(engine: Engine, row: Tensor, mix: Mix, ranks: Ranks, *, shared_by: int, isolate_documents: bool) -> None:
     """Prove on the first tokens of `row` [T] that our loss equals the loss of the model's own logits and, if asked,
     that documents are isolated. `shared_by`: ranks that share a row. Raises AgreedError, on all ranks."""
 
@@ -422,7 +422,7 @@ def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, shared_by: int, iso
     # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
     failures = contextlib.nullcontext() if engine.is_pipeline else _failures_in_transformers()
     with ranks.together(), failures, compiler.uncompiled():
-        check_head(engine, few(shared_by))
+        check_head(engine, few(shared_by), autocast=mix.autocast)
         if isolate_documents:
             from llmtrain.models.fp8 import without_fp8
 
@@ -475,7 +475,7 @@ class _OfLogits(NextTokenLoss):
         return F.cross_entropy(logits, labels, reduction="sum").unsqueeze(0)
 
 
-def check_head(engine: Engine, inputs: Tensor) -> None:
+def check_head(engine: Engine, inputs: Tensor, *, autocast: bool = False) -> None:
     """Prove on `inputs` [1, T] that the loss equals the loss of transformers' logits: a layout, a precision or a head
     may silently train on a wrong one. All ranks call it. Raises ModelError."""
     module = engine.module
@@ -487,7 +487,7 @@ def check_head(engine: Engine, inputs: Tensor) -> None:
         loss_of_logits, _ = engine.evaluate([micro], _LastScore(given=True) if scores else _OfLogits())
     finally:
         module.wants_logits = False
-    compare_losses(module.hf, loss["loss"], loss_of_logits["loss"])
+    compare_losses(module.hf, loss["loss"], loss_of_logits["loss"], autocast=autocast)
 
 
 def check_isolation(engine: Engine, inputs: Tensor) -> None:

@@ -76,6 +76,7 @@ class Case:
     stage: int = 0
     accumulation: int = 1
     precision: str = "fp32"
+    """Or bf16, fp16, autocast."""
     optimizer: str = "adamw"
     pipeline: int = 1
     tensor: int = 1
@@ -197,7 +198,8 @@ def deepspeed_tree(degrees: Degrees, stage: int, offload: str, precision: str, m
     if degrees.expert > 1:
         tree["expert_parallel"] = {"enabled": True, "autoep_size": degrees.expert, **more.get("expert_parallel", {})}
     if precision != "fp32" and "bfloat16" not in tree:  # bf16's old name
-        tree[precision] = {**more.get(precision, {}), "enabled": True}
+        section = "torch_autocast" if precision == "autocast" else precision
+        tree[section] = {**more.get(section, {}), "enabled": True}
     return tree
 
 

@@ -251,7 +251,7 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
     words = ["--config", "launch/recipes/quickstart.yaml", "--deepspeed", "ds_configs/fp16.json"]
     with pytest.raises(UserError) as refused:
         run = resolve(parse(words, check_paths=False).config, 1)
-        check_device(run.mix.precision, run.config.model.attention, None, run.config.deepspeed)
+        check_device(run.mix, run.config.model.attention, None, run.config.deepspeed)
     shown_errors.remove(str(refused.value))
 
     error = next(e for e in shown_errors if "data_fingerprint" in e)

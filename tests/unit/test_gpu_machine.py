@@ -21,6 +21,7 @@ from llmtrain.cli import main
 from llmtrain.cluster.hosts.hostfile import Host, on_visible_devices
 from llmtrain.commands import train
 from llmtrain.commands.launch import main as launch
+from llmtrain.config.topology import Mix
 from llmtrain.engine.ranks import device
 from llmtrain.engine.ranks.device import device_index, use_deterministic_kernels
 from llmtrain.engine.ranks.rendezvous import _shared_devices
@@ -215,7 +216,7 @@ def test_a_gpu_without_bf16_or_fp8_is_refused_and_nothing_is_emulated(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A card")
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
-        device.check_device(precision, "sdpa", fp8, "zero1.json")
+        device.check_device(Mix(bf16=precision == "bf16"), "sdpa", fp8, "zero1.json")
 
 
 def test_two_ranks_on_one_gpu_are_named_when_they_meet():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
@@ -205,6 +206,7 @@ def read_run(config: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
     path, tree, notes = config.deepspeed, copy.deepcopy(tree), list[str]()
     _resolve_precision(tree, path, notes)
     _resolve_types(tree, path, problems)
+    _resolve_autocast(tree, path, notes, problems)
     if dropped := _drop_auto(tree, ""):
         notes.append(f'{path}: "auto" means DeepSpeed\'s default for {", ".join(dropped)}')
     mix = _mix(config, tree, _degrees(tree, path, problems))
@@ -246,12 +248,13 @@ FP32_BY_AUTO = "and so the run computes in fp32"
 
 
 def _resolve_precision(tree: dict[str, Any], path: str, notes: list[str]) -> None:
-    """An "auto" for fp16.enabled is false; for bf16.enabled it is true unless fp16 is on."""
+    """An "auto" for fp16.enabled is false; for bf16.enabled it is true unless fp16 or autocast is on."""
+    autocast = lookup(tree, "torch_autocast.enabled") is True
     for name in ("fp16", "bf16"):
         if lookup(tree, f"{name}.enabled") == "auto":
-            tree[name]["enabled"] = name == "bf16" and not lookup(tree, "fp16.enabled")
+            tree[name]["enabled"] = name == "bf16" and not (lookup(tree, "fp16.enabled") or autocast)
             notes.append(f'{path}: {name}.enabled "auto" -> {show(tree[name]["enabled"])}')
-    if notes and not any(lookup(tree, f"{name}.enabled") for name in ("fp16", "bf16")):
+    if notes and not autocast and not any(lookup(tree, f"{name}.enabled") for name in ("fp16", "bf16")):
         notes[-1] += f", {FP32_BY_AUTO}: there is no --fp16 or --bf16 here; write true for one of the two"
 
 
@@ -272,7 +275,7 @@ def _resolve_types(tree: dict[str, Any], path: str, problems: Problems) -> None:
         value = lookup(tree, key)
         if value in (None, "auto"):
             continue
-        name = next((name for name, names in _TYPES.items() if str(value).lower() in names), None)
+        name = _type_named(value)
         if name is None:
             problems.add(key, value, "must be fp32, bf16 or fp16", 'write "fp32", or remove it', path)
         elif key in _OF_PARAMETERS and name != own:
@@ -285,6 +288,42 @@ def _resolve_types(tree: dict[str, Any], path: str, problems: Problems) -> None:
         else:
             section, _, last = key.rpartition(".")
             (tree[section] if section else tree)[last] = name
+
+
+def _type_named(value: Any) -> str | None:
+    return next((name for name, names in _TYPES.items() if str(value).lower() in names), None)
+
+
+_SAFE_MODULE = re.compile(r"(torch\.nn|transformers)(\.\w+)+")
+
+
+def _resolve_autocast(tree: dict[str, Any], path: str, notes: list[str], problems: Problems) -> None:
+    """Give torch_autocast.dtype its value, and refuse what DeepSpeed would not do, or compute wrongly, or import."""
+    section = tree.get("torch_autocast", {})
+    if section.get("enabled") is not True:
+        return
+    if section.get("dtype") in (None, "auto"):
+        section["dtype"] = "bfloat16"
+        notes.append(f"{path}: torch_autocast.dtype -> bfloat16; DeepSpeed has no default for it")
+    if (dtype := _type_named(section["dtype"])) != "bf16":
+        reason = {
+            None: "must be bfloat16",
+            "fp32": "products in fp32 need no autocast",
+            "fp16": "at ZeRO 1 to 3 DeepSpeed 0.19 clips gradients that are still multiplied by torch's loss scale, "
+            "and no checkpoint has a place for that scale",
+        }[dtype]
+        remedy = 'write "bfloat16"' + ", or use the fp16 section" * (dtype == "fp16")
+        problems.add("torch_autocast.dtype", section["dtype"], reason, remedy, path)
+    safe = section.get("lower_precision_safe_modules")
+    for name in safe if isinstance(safe, list) else ():
+        if not (isinstance(name, str) and _SAFE_MODULE.fullmatch(name)):
+            rule = "DeepSpeed imports the names of this list: here they are classes of torch.nn and transformers"
+            remedy = 'correct or remove it; DeepSpeed\'s own list begins with "torch.nn.modules.linear.Linear"'
+            problems.add("torch_autocast.lower_precision_safe_modules", name, rule, remedy, path)
+    if tree.get("communication_data_type") not in (None, "auto"):
+        rule = "torch_autocast decides it: gradients of lower_precision_safe_modules are sent in bf16, others in fp32"
+        remedy = "remove it; with an empty list torch_autocast.lower_precision_safe_modules all are sent in fp32"
+        problems.add("communication_data_type", tree["communication_data_type"], rule, remedy, path)
 
 
 def _drop_auto(section: dict[str, Any], prefix: str) -> list[str]:
@@ -331,6 +370,7 @@ def _mix(config: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
         zero_stage=int(zero.get("stage") or 0),
         fp16=bool(lookup(tree, "fp16.enabled")),
         bf16=bf16,
+        autocast=bool(lookup(tree, "torch_autocast.enabled")),
         offload_optimizer=offloads(tree, "optimizer"),
         offload_param=offloads(tree, "param"),
         weights_on_disk=lookup(zero, "offload_param.device") == "nvme",
@@ -391,6 +431,7 @@ _SWITCHES = {
     "seq_parallel_communication_data_type": "sequence_parallel_size",
     "fp16": "fp16.enabled",
     "bf16": "bf16.enabled",
+    "torch_autocast": "torch_autocast.enabled",
     "comms_logger": "comms_logger.enabled",
     "flops_profiler": "flops_profiler.enabled",
     "zero_optimization.offload_optimizer": "zero_optimization.offload_optimizer.device",

@@ -366,7 +366,6 @@ _NOT_SCALED = Why(
     "remove it (gradients are then divided after their sum), or use ZeRO 0 or 1",
 )
 _SCALED_BEFORE = dict.fromkeys((2, 3), _NOT_SCALED)
-_MIXED = "remove it: mixed precision is an enabled bf16 or fp16 section here"
 
 KEYS: Section = {
     "train_batch_size": _proved(int, least=1),
@@ -383,8 +382,9 @@ KEYS: Section = {
     "fp16": _FP16,
     "bf16": _BF16,
     "torch_autocast": {
-        "enabled": _no(False, "torch autocast is not built yet", _MIXED),
-        **_all({"dtype": str, "lower_precision_safe_modules": list}, unread=_OFF),
+        "enabled": _proved(False),
+        "dtype": _proved(str),
+        "lower_precision_safe_modules": _proved(list),
     },
     "data_types": {
         "grad_accum_dtype": _proved(str),
@@ -534,7 +534,7 @@ UNKNOWN_REMEDIES: dict[str, str] = {
 REMOVED: dict[str, str] = {
     "nebula": "remove it: llmtrain writes its own crash-safe checkpoints",
     "compression_training": "remove it: DeepSpeed would train without it and say nothing",
-    "amp": _MIXED,
+    "amp": "remove it: mixed precision is an enabled bf16, fp16 or torch_autocast section here",
     "quantize_training": "remove it",
     "sparse_gradients": "remove it: sparse=True embeddings need no key",
     "eigenvalue": "remove it",

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups, z3_leaf_module
 from torch import nn
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank import watch
 from llmtrain.config.run import Run
 from llmtrain.config.topology import Mix, cores_of_a_rank
@@ -46,7 +48,7 @@ def build_engine(
     model: LanguageModel, run: Run, own: Mapping[str, OwnSettings], ranks: Ranks, mesh: Mesh
 ) -> ZeroEngine:
     """Make the engine for a model without values. `own`: settings of single parameters, by Hugging Face name. Raises
-    ConfigError: DeepSpeed or torch lacks a feature that a run needs."""
+    ConfigError: DeepSpeed or torch lacks a feature or class that a run needs."""
     optim, mix, exact = run.config.optim, run.mix, run.deepspeed
     patches.check()
     if mix.mlp_tiles and get_accelerator().device_name() == "cpu":
@@ -67,11 +69,20 @@ def build_engine(
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if mix.zero_stage > 0:
         config["zero_optimization"] = {**_room(model, mix), **exact["zero_optimization"]}
-    groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
+    groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process, and that it had autocast
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     with choosing_optimizers():
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
-        )
+        try:
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
+            )
+        except ValueError as error:
+            if "lower precision safe module" not in str(error):
+                raise
+            raise ConfigError(
+                f"{run.config.deepspeed}: torch_autocast.lower_precision_safe_modules names no class that there is: "
+                f'{error}. Correct it, such as "torch.nn.modules.linear.Linear", or remove it.'
+            ) from error
     if note := shorten_step(engine):
         model.notes.append(note)
     for held in model.local_parameters():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.utils import groups
 from torch import Tensor
 
@@ -269,6 +270,7 @@ class ZeroEngine:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._attention([micro]))
+            stack.enter_context(autocast_if_enabled(self.deepspeed))
             for parameter_here in trained:
                 stack.enter_context(parameter_here.parameter.register_hook(functools.partial(took, parameter_here)))
             # Of the module: DeepSpeed's forward pass would make the backward pass its own.

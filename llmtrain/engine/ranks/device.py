@@ -13,7 +13,7 @@ import torch
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError, number_in
 from llmtrain.base.imports import without
-from llmtrain.config.topology import ranks_of_this_host
+from llmtrain.config.topology import Mix, ranks_of_this_host
 
 with without("mlflow"):
     from deepspeed.accelerator import get_accelerator
@@ -117,21 +117,22 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write each new tensor once more
 
 
-def check_device(precision: str, attention: str, fp8: str | None, json_path: str) -> None:
-    """Refuse a precision that this device lacks, and an `attention` or `fp8` (of the section model) that lacks the
-    precision. `json_path`: the run's DeepSpeed JSON. Raises ConfigError."""
-    accelerator = get_accelerator()
+def check_device(mix: Mix, attention: str, fp8: str | None, json_path: str) -> None:
+    """Refuse precisions that this device lacks, and an `attention` or `fp8` (of the section model) that lacks the
+    parameters' precision. `json_path`: the run's DeepSpeed JSON. Raises ConfigError."""
+    accelerator, precision, products = get_accelerator(), mix.precision, mix.products
     name = accelerator.device_name()
     if name == "cuda" and torch.version.cuda is not None:
         has_bf16 = torch.cuda.get_device_capability()[0] >= _BF16_CAPABILITY
     else:
         has_bf16 = accelerator.is_bf16_supported()
     supported = {"fp32": True, "bf16": has_bf16, "fp16": accelerator.is_fp16_supported()}
-    if not supported[precision]:
-        other = "fp16" if precision == "bf16" and name != "cpu" else "bf16"
+    if not supported[products]:
+        other = "fp16" if products == "bf16" and name != "cpu" else "bf16"
+        section = "torch_autocast" if mix.autocast else products
         raise ConfigError(
-            f"{json_path}: {precision}.enabled is true, but the device ({name}) does not "
-            f"support {precision}. Set {precision}.enabled to false, or use {other}."
+            f"{json_path}: {section}.enabled is true, but the device ({name}) does not "
+            f"support {products}. Set {section}.enabled to false, or use {other}."
         )
 
     if name != "cpu" and precision == "fp32" and attention == "varlen":

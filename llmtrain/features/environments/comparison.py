@@ -43,7 +43,7 @@ from llmtrain.models.structure.calls import tensors_of
 from llmtrain.parity.compare import MOVEMENT, NORM, SPREADS, Difference, share
 from llmtrain.parity.plain_maps import loud_source
 from llmtrain.parity.small import noise
-from llmtrain.parity.small_run import PLAN
+from llmtrain.parity.small_run import AUTOCAST, PLAN
 from llmtrain.parity.trainer import main, set_up, spec_of, train_steps, whole_tensors
 from llmtrain.parity.worlds import PARTS, SAME, AgainstPlain, Asked
 from llmtrain.storage.pieces import byte_view
@@ -52,7 +52,7 @@ FIRST = "first.pt"
 """File of the first values that an environment draws itself."""
 _NUDGED = 3
 """Trainings here whose weights differ by rounding; the tolerance is SPREADS times their largest difference."""
-_NUDGE = {"fp32": 2.5e-7, "bf16": 2.0**-8, "fp16": 2.0**-11}
+_NUDGE = {"fp32": 2.5e-7, "bf16": 2.0**-8, AUTOCAST: 2.0**-8, "fp16": 2.0**-11}
 """Relative: in fp32 as in plain.py, else half a unit in the last place, by which an operation rounds its output."""
 _OUTPUT = 1e-5
 """Smallest tolerance of a value in fp32, relative. These have others:"""

@@ -209,7 +209,7 @@ def _in_child(pipe: Connection, examined: Examined, rank: int, slots: int, imbal
     warnings.simplefilter("ignore")  # about tensors without memory
     torch.set_num_threads(1)  # nothing is computed, and a forked process must not wait for its parent's threads
     if on_gpu:
-        TRIED["cpu", DTYPES[run.mix.precision]] = True
+        TRIED["cpu", DTYPES[run.mix.products]] = True
     world_size = run.mix.degrees.world_size
     with rehearsed_ranks(rank, world_size, slots, imbalance) as ranks, without_memory():
         try:

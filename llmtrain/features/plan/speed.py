@@ -144,7 +144,7 @@ def speeds_for(run: Run, machines: Machines) -> Speeds | None:
     """Return the speeds of a device; None: the table does not have it. Raises ConfigError: no such link."""
     across, trip_s, linked = _link(machines)
     if not machines.on_gpu:
-        measured = _measured_cpu(run.mix.precision, machines.slots)
+        measured = _measured_cpu(run.mix.products, machines.slots)
         notes = (*measured.notes, *linked)
         return replace(measured, across=across, trip_s=max(trip_s, measured.trip_s), notes=notes)
     if machines.device not in _GPUS:

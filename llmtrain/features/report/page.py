@@ -94,7 +94,8 @@ def _settings(run_dir: Path) -> dict[str, str]:
     ds = _json(run_dir / "deepspeed.json")
     zero = ds.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    on = [name for name in ("bf16", "fp16") if isinstance(ds.get(name), dict) and ds[name].get("enabled")]
+    names = {"bf16": "bf16", "fp16": "fp16", "torch_autocast": "fp32 with products in bf16"}
+    on = [word for name, word in names.items() if isinstance(ds.get(name), dict) and ds[name].get("enabled")]
     if ds:
         settings |= {"precision": (on or ["fp32"])[0], "ZeRO stage": str(stage)}
     return settings | {"norm": norm_of(settings.get("optim.name"), zero=bool(stage))}

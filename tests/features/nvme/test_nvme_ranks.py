@@ -24,8 +24,12 @@ def swapping(case: Case, folder: Path, **settings: object) -> Case:
 
 @pytest.mark.parametrize(
     ("form", "settings"),
-    [({"precision": "bf16", "accumulation": 3}, {}), ({"optimizer": "lion"}, AHEAD)],
-    ids=["adamw", "lion"],
+    [
+        ({"precision": "bf16", "accumulation": 3}, {}),
+        ({"optimizer": "lion"}, AHEAD),
+        ({"precision": "autocast"}, AHEAD),
+    ],
+    ids=["adamw", "lion", "autocast"],
 )
 def test_a_run_in_swap_files_is_one_in_memory(pools, small_data, tmp_path, form, settings):
     """Without clipping: DeepSpeed adds an offloaded gradient's norm up in another order."""
@@ -48,8 +52,13 @@ LORA = {"adapter": {"r": 4, "targets": ["*.q_proj", "*.up_proj"]}}
 
 @pytest.mark.parametrize(
     ("form", "swaps"),
-    [({"precision": "bf16", "accumulation": 3}, True), ({"optimizer": "lion"}, False), (LORA, False)],
-    ids=["both", "weights", "frozen weights"],
+    [
+        ({"precision": "bf16", "accumulation": 3}, True),
+        ({"optimizer": "lion"}, False),
+        (LORA, False),
+        ({"precision": "autocast"}, True),
+    ],
+    ids=["both", "weights", "frozen weights", "autocast"],
 )
 def test_weights_in_files_are_those_in_memory(pools, small_data, tmp_path, form, swaps):
     case = Case(data=small_data, stage=3, steps=END, model=WIDE, clip=0.0, **form)

@@ -67,9 +67,9 @@ def fails_in_transformers(rank: int) -> None:
 
         check = setup.check_head
 
-        def check_head(*given: Any) -> None:
+        def check_head(*given: Any, **named: Any) -> None:
             modeling_llama.apply_rotary_pos_emb = None
-            check(*given)
+            check(*given, **named)
 
         setup.check_head = check_head
 

@@ -13,6 +13,15 @@ from llmtrain.optim.optimizers import Muon
 # (a mix that is refused, the first key that the refusal names, the change that its remedy proposes)
 CASES = [
     (Mix(fp16=True, bf16=True), "fp16.enabled", {"fp16": False}),
+    *((Mix(autocast=True, **{name: True}), "torch_autocast.enabled", {name: False}) for name in ("bf16", "fp16")),
+    *(
+        (Mix(autocast=True, degrees=Degrees(**{name: 2})), "torch_autocast.enabled", {"degrees": Degrees()})
+        for name in ("pipeline", "tensor", "sequence", "expert")
+    ),
+    *(
+        (Mix(autocast=True, **{name: True}), "torch_autocast.enabled", {"autocast": False, "bf16": True})
+        for name in ("mlp_tiles", "fp8")
+    ),
     (Mix(zero_stage=2, offload_param=True), "zero_optimization.offload_param.device", {"zero_stage": 3}),
     (Mix(offload_optimizer=True), "zero_optimization.offload_optimizer.device", {"zero_stage": 1}),
     (Mix(optimizer="muon", clip_norm=1.0), "optim.name", {"clip_norm": 0.0}),
