@@ -237,6 +237,9 @@ OLD = ("zero_optimization.stage3_gather_fp16_weights_on_model_save",)
 IDLE: Tree = {
     "tensor_parallel.vocab_parallel_ce_backend": "liger",
     "compile.passes": ["z3"],
+    "expert_parallel.row_weighting_impl": "fused",
+    "expert_parallel.gate_up_impl": "fused",
+    "expert_parallel.comm_backend": "deepep",
     "data_efficiency.data_sampling": {"enabled": False},
     "data_efficiency.data_routing": {"enabled": False},
 }
