@@ -119,7 +119,7 @@ FACTORS: dict[str, Factor] = {
         }
     ),
     "timers": Factor({"wall_clock_breakdown": True}),
-    "recomputation": Factor({"activation_checkpointing": {"cpu_checkpointing": True}}),
+    "recomputation": Factor({"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}),
     "engine": Factor({"disable_python_gc": True, "dump_state": True, "log_level": "info"}),
     "scaled before": Factor({"prescale_gradients": True}, (0, 1)),
     "scaled in parts": Factor({"gradient_predivide_factor": 4.0}, (0, 1)),

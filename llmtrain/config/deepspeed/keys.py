@@ -261,21 +261,18 @@ _FP16: Section = {
     "fp16_master_weights_and_grads": _no(False, "checkpoints and exact resume need fp32 master weights"),
 }
 
-_NO_RECOMPUTED = "llmtrain recomputes decoder layers by torch's checkpoint function, which has no such option"
+_NOT_RECOMPUTED = "torch's checkpoint function, by which llmtrain recomputes decoder layers, has no such option"
 
 _RECOMPUTATION: Section = {
-    "partition_activations": _no(
-        False, _NO_RECOMPUTED, "remove it or set it to false; cpu_checkpointing lets the layers' inputs wait on the "
-        "host, sequence_parallel_size shares them"),
-    "number_checkpoints": _no(
-        int, "it is the size of a buffer of DeepSpeed's recomputation, and llmtrain recomputes with torch's "
-             "checkpoint function",
-        "remove it; model.recompute.layers in the YAML is the number of layers that are recomputed"),
-    "contiguous_memory_optimization": _no(False, _NO_RECOMPUTED, "remove it or set it to false"),
+    "partition_activations": _key(
+        False, unread=f"{_NOT_RECOMPUTED}; where memory is short, set cpu_checkpointing or sequence_parallel_size"),
+    "number_checkpoints": _key(
+        int, unread="it is the size of a buffer of DeepSpeed's; model.recompute.layers in the YAML is the number of "
+                    "layers that are recomputed"),
+    "contiguous_memory_optimization": _key(False, unread=_NOT_RECOMPUTED),
     "cpu_checkpointing": _key(False),
-    "profile": _no(
-        False, _NO_RECOMPUTED, "remove it or set it to false; profile.steps in the YAML measures a step's time"),
-    "synchronize_checkpoint_boundary": _no(False, _NO_RECOMPUTED, "remove it or set it to false"),
+    "profile": _key(False, unread="profile.steps in the YAML measures a step's time"),
+    "synchronize_checkpoint_boundary": _key(False, unread=_NOT_RECOMPUTED),
 }  # fmt: skip
 
 _STAGES_BELOW_2 = dict.fromkeys((2, 3), _mix("pipeline.stages", "zero_optimization.stage"))
