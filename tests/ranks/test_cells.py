@@ -103,7 +103,7 @@ def plainly(form: Case) -> list[Trace]:
         return [train_plainly(run, STEPS, order, torch.device("cpu")) for order in ways]
 
 
-TOLERANCES = {"bf16": (0.03, 0.1, 0.8), "fp16": (4e-3, 0.02, 0.4)}
+TOLERANCES = {"bf16": (0.03, 0.1, 0.8), "autocast": (0.03, 0.1, 0.8), "fp16": (4e-3, 0.02, 0.4)}
 """Below fp32, where few steps do not show what rounding can do: of the loss in nats, of the gradient norm, and of each
 tensor's movement as a share. An update of a gradient that is all rounding is anyone's, and a sign's more so. Twice what
 is seen; a tensor that does not train is off by 1."""
