@@ -35,9 +35,9 @@ LOSS = 2e-4
 NORM = 2**-8
 """Of the gradient norm, as a share: the gradient of each token's own logit is about the same number, whose rounding to
 bf16 is up to 2^-8 and no accident: PyTorch's is divided by the tokens before it is rounded, ours after."""
-MOVEMENT = 0.04
+MOVEMENT = 0.07
 """Of what all parameters have moved, as a share: AdamW moves by the sign of a gradient, which rounding decides where
-the gradient is that small. 0.017 seen; fp32 is off by 0.022."""
+the gradient is that small. 0.017 is seen after four steps and 0.035 after two, twice that is tolerated."""
 
 
 def plainly(case: Case) -> Trace:
