@@ -85,7 +85,12 @@ def test_a_module_that_there_is_not_is_named(pools: Any, small_data: str) -> Non
 def test_an_engine_after_one_with_autocast_has_none(pools: Any, small_data: str) -> None:
     """DeepSpeed keeps that a process had one with autocast, and then ignores communication_data_type."""
     plain = replace(
-        case_of(1, {"bf16": {"enabled": True}, "communication_data_type": "fp32"}), data=small_data, steps=2
+        case_of(
+            1,
+            {"bf16": {"enabled": True}, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},
+        ),
+        data=small_data,
+        steps=2,
     )
     before = pools(2).run(losses_and_norms, plain)
     pools(2).run(losses_and_norms, replace(case_of(1, AUTOCAST), data=small_data, steps=1))
