@@ -95,7 +95,8 @@ THREE: Cell = {"pipeline": 2, "offload": "optimizer", "own": True}
 """Refused together (config/topology.py)."""
 TIE: Cell = {"precision": "autocast", "experts": "whole", "objective": "reward"}
 """At step 3 the last token of a record has two experts so near that rounding decides: 0.042 nats with `own`, 0.002
-without it, and 0.003 without experts."""
+without it, and 0.003 without experts. Plain PyTorch, its weights moved by half a unit of bf16, is 0.03 nats from
+itself in 2 of 42 steps, and within 0.006 in the others."""
 APART = REFUSED.keys() | set(map(_in_order, ELSEWHERE))
 RANKS = 2
 
