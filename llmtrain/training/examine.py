@@ -62,7 +62,7 @@ def examine(run: Run) -> Examined:
     columns |= {f"eval.sets.{name}": source for name, source in sets.items()}
     references = None
     if config.objective.reference == "column":
-        references = take_columns(columns, lambda source: source.take_reference(run.mix.products))
+        references = take_columns(columns, lambda source: source.take_reference(run.mix.arithmetic))
     for feature in asked_features(config):
         feature.check_data(config, data)
     name_cpu()
@@ -85,7 +85,7 @@ def examine(run: Run) -> Examined:
     if isinstance(config.objective, Distill) and config.objective.top_k is not None:
         distill, words = config.objective, spec.facts.vocab_size
         teachers = take_columns(
-            columns, lambda source: source.take_teacher(source.teacher_columns(distill, words, run.mix.precision))
+            columns, lambda source: source.take_teacher(source.teacher_columns(distill, words, run.mix.arithmetic))
         )
     compared = config_of_columns(columns.values(), compared)
     if plugins.is_of_plugin(config.optim):

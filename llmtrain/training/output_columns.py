@@ -135,7 +135,7 @@ def write_teacher(examined: Examined, ranks: Ranks, asked: RunConfig) -> None:
         folder = str(config.path)
         with ranks.together():
             data = TrainData(config, trains=False)
-            [column] = data.teacher_columns(objective, vocabulary, run.mix.precision, weights, model)
+            [column] = data.teacher_columns(objective, vocabulary, run.mix.arithmetic, weights, model)
             writer = None
             if ranks.rank == 0:
                 places = units.counted(sum(column.places.values()), "token")
@@ -219,7 +219,7 @@ def write_columns(examined: Examined, ranks: Ranks) -> None:
         with ranks.together():
             if ranks.rank == 0:
                 model = setup.spec.config.to_dict()
-                write_reference(PreparedSet(folder), setup.initial_weights, run.mix.products, columns, model)
+                write_reference(PreparedSet(folder), setup.initial_weights, run.mix.arithmetic, columns, model)
         rows = sum(map(len, columns.values()))
         log.info(f"{folder}: log-probabilities of {units.counted(rows, 'answer')} of {config.model.pretrained}")
     setup.engine.close()

@@ -119,7 +119,7 @@ class TeacherColumn:
     vocabulary: int
     """Size of the teacher's vocabulary."""
     precision: str
-    """Precision of the teacher's forward pass: fp32, bf16 or fp16."""
+    """Precision of the teacher's forward pass, as `Mix.arithmetic` has it."""
     places: dict[str, int]
     """Split -> number of places."""
     files: dict[str, str]

@@ -139,9 +139,8 @@ def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:
     for key, value in (exact.get("zero_optimization") or {}).items():
         usual = fields[key].default if key in fields else None
         if isinstance(value, dict) and "device" in value:  # of offload, which may have paths beside it
-            key, value = f"{key}.device", value["device"]
-            keys.append(f"zero_optimization.{key} = {json.dumps(value)}")
-        elif isinstance(value, bool | dict) and value != usual:
+            key, value, usual = f"{key}.device", value["device"], "none"
+        if isinstance(value, bool | dict | str) and value != usual:
             keys.append(f"zero_optimization.{key} = {json.dumps(value)}")
     return tuple(keys)
 

@@ -142,6 +142,7 @@ class Store:
 
 
 def open_unnamed(folder: Path) -> int:
+    """Open a new file without a name in the folder; returns its descriptor."""
     try:
         return os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
     except OSError:  # a file system without it

@@ -50,15 +50,15 @@ def in_files(folder: Path, key: str) -> Iterator[None]:
             numel = sum(parameter.partition_numel() for parameter in group["params"])
             self.param_groups_fp16_flat_cpu_memory.append(mapped(folder, key, numel, self.dtype))
 
-    name, plain = "_create_param_groups_fp16_flat_cpu_memory", get_accelerator
-    of_deepspeed = getattr(DeepSpeedZeroOptimizer_Stage3, name)
-    setattr(DeepSpeedZeroOptimizer_Stage3, name, make_groups)
+    stage3 = DeepSpeedZeroOptimizer_Stage3
+    make_in_memory = stage3._create_param_groups_fp16_flat_cpu_memory
+    stage3._create_param_groups_fp16_flat_cpu_memory = make_groups
     partition_parameters.get_accelerator = Accelerator
     try:
         yield
     finally:
-        partition_parameters.get_accelerator = plain
-        setattr(DeepSpeedZeroOptimizer_Stage3, name, of_deepspeed)
+        partition_parameters.get_accelerator = get_accelerator
+        stage3._create_param_groups_fp16_flat_cpu_memory = make_in_memory
 
 
 def mapped(folder: Path, key: str, numel: int, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,8 @@ TRAIN = {"global_batch": 8, "micro_batch": 2, "max_steps": END}
 def test_runs_that_are_damaged_and_killed_go_on(small_data: str, tmp_path: Path) -> None:
     disk, sections = tmp_path / "disk", {"model": {"config": WIDE}, "checkpoint": {"every_steps": 2}}
     disk.mkdir()
-    swapping = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(disk)}}
+    place = {"device": "nvme", "nvme_path": str(disk)}
+    swapping = {"stage": 3, "offload_optimizer": place, "offload_param": place}
     plain = write_run(tmp_path / "plain", small_data, {"zero_optimization": {"stage": 3}}, TRAIN, **sections)
     recipe = write_run(tmp_path / "swapping", small_data, {"zero_optimization": swapping}, TRAIN, **sections)
     optim = ("--optim.clip_norm", "0", "--optim.lr", "0.0003")
