@@ -42,8 +42,19 @@ LONGEST, LONGEST_TOPIC = 100, 150
 """Longest sentence, in characters: a question and its answer must fit a short row."""
 _SHORTEST = 15
 # Folders without modules to ask about: applications, hundreds of codecs, and files outside of the library.
-_NOT_ASKED = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "dist-packages", "test",
-              "tests", "turtledemo", "distutils"}  # fmt: skip
+_NOT_ASKED = {
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "turtledemo",
+    "distutils",
+}
 # Not sys: a process may have replaced its functions by hooks.
 _COMPILED_IN = ("builtins", "cmath", "itertools", "math", "time")
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)")

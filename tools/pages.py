@@ -115,8 +115,10 @@ def markdown() -> str:
         "| refused | because | instead |",
         "|---|---|---|",
     ]
-    lines += [f"| {option} with {', '.join(others)} | {why} | {remedy} |"
-              for (option, (why, remedy)), others in refused.items()]  # fmt: skip
+    lines += [
+        f"| {option} with {', '.join(others)} | {why} | {remedy} |"
+        for (option, (why, remedy)), others in refused.items()
+    ]
     return "\n".join([*forms, "", *lines]) + "\n"
 
 

@@ -70,8 +70,9 @@ def train(first_ms: float, then_ms: float, after: int, words: Sequence[str]) -> 
     return main(["train", *words])
 
 
-def run(home: Path, data: Path, paces: Sequence[tuple[float, float]], stage: int, options: argparse.Namespace,
-        mode: str) -> float:  # fmt: skip
+def run(
+    home: Path, data: Path, paces: Sequence[tuple[float, float]], stage: int, options: argparse.Namespace, mode: str
+) -> float:
     """Tokens per second of a run whose ranks have these milliseconds for a sequence, before and after its middle."""
     home.mkdir(parents=True)
     (home / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
@@ -80,27 +81,41 @@ def run(home: Path, data: Path, paces: Sequence[tuple[float, float]], stage: int
         "model": {"config": MODEL},
         "data": {"path": str(data), "sequence_length": 64},
         "schedule": {"name": "constant"},
-        "train": {"run_dir": str(home / "run"), "micro_batch": options.micro_batch,
-                  "accumulation": options.accumulation,
-                  "max_steps": options.steps if len(paces) > 1 else min(options.steps, LAST + 4),
-                  "log_every": 1, "eval": False, "export": False},
+        "train": {
+            "run_dir": str(home / "run"),
+            "micro_batch": options.micro_batch,
+            "accumulation": options.accumulation,
+            "max_steps": options.steps if len(paces) > 1 else min(options.steps, LAST + 4),
+            "log_every": 1,
+            "eval": False,
+            "export": False,
+        },
         "balance": {"mode": mode},
-    }  # fmt: skip
+    }
     (home / "recipe.yaml").write_text(json.dumps(tree))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = child_environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", WORLD_SIZE=str(len(paces)),
-                               WANDB_MODE="disabled",
-                               MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")  # fmt: skip
+    common = child_environment(
+        OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cpu",
+        WORLD_SIZE=str(len(paces)),
+        WANDB_MODE="disabled",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
     middle = options.steps // 2 * options.accumulation
     ranks = []
     with open(home / "log", "w") as log:
         for rank, pace in enumerate(paces):
             words = [*map(str, pace), str(middle), "--config", str(home / "recipe.yaml")]
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen([sys.executable, __file__, "--rank", *words], env={**common, **place},
-                                          stdout=log, stderr=log))  # fmt: skip
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, "--rank", *words], env={**common, **place}, stdout=log, stderr=log
+                )
+            )
     codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"a run has failed:\n{(home / 'log').read_text()[-3000:]}")
@@ -114,8 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from machine import about
 
     print(", ".join(f"{key} {value}" for key, value in about().items()), flush=True)
-    print(f"{options.steps} steps, micro-batch {options.micro_batch} x accumulation {options.accumulation}; "
-          f"milliseconds of a sequence by rank: {', '.join(f'{each:g}' for each in options.ms)}")  # fmt: skip
+    print(
+        f"{options.steps} steps, micro-batch {options.micro_batch} x accumulation {options.accumulation}; "
+        f"milliseconds of a sequence by rank: {', '.join(f'{each:g}' for each in options.ms)}"
+    )
     print(f"{'ZeRO':6}{'shares':14}{'tokens/s':>10}{'sum of speeds':>15}{'reached':>9}", flush=True)
     steady = [(each, each) for each in options.ms]
     later = [(options.ms[0], options.ms[0] * options.later), *steady[1:]]

@@ -270,10 +270,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-", dir=options.folder) as folder:
         task = Task(
-            folder=folder, model=model, sequence=sequence, micro_batch=micro_batch, accumulation=accumulation, stage=1,
-            rounds=options.rounds, parameters=parameters, savers=tuple(options.savers), source=options.only is None,
+            folder=folder,
+            model=model,
+            sequence=sequence,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            stage=1,
+            rounds=options.rounds,
+            parameters=parameters,
+            savers=tuple(options.savers),
+            source=options.only is None,
             figures="" if options.json is None else str(options.json.resolve()),
-        )  # fmt: skip
+        )
         print(
             f"{parameters / 1e9:.3f} B parameters, {options.ranks} rank(s), bf16, ZeRO 1, {options.rounds} rounds",
             flush=True,

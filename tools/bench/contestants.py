@@ -253,9 +253,19 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
         Session.step = timed_step  # type: ignore[method-assign, assignment]
         # Without saving: no checkpoint is due, and 12 bytes a parameter of memory and disk are not asked for.
         session = setup.session()
-        launch = Launch(setup=setup, start=start, folder=folder, checkpoints=checkpoints, requests=StopRequests(),
-                        tracker=tracker, session=session, loader=setup.loader(), parts=[], speed=throughput_of(setup),
-                        began_s=0.0)  # fmt: skip
+        launch = Launch(
+            setup=setup,
+            start=start,
+            folder=folder,
+            checkpoints=checkpoints,
+            requests=StopRequests(),
+            tracker=tracker,
+            session=session,
+            loader=setup.loader(),
+            parts=[],
+            speed=throughput_of(setup),
+            began_s=0.0,
+        )
         launch.parts.extend([SkippedSteps(launch), Logging(launch), Evaluation(launch)])
         clock.compiled = is_compiled(session.engine.module)
         clock.ready()

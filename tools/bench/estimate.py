@@ -49,17 +49,30 @@ class Assumption:
     source: str
 
 
-PRODUCTS = Assumption("products of matrices, best shape", 794.5, "TFLOP/s",
-                      "ml-engineering, maximum achievable matmul FLOPS, H100 SXM, torch 2.7")  # fmt: skip
+PRODUCTS = Assumption(
+    "products of matrices, best shape",
+    794.5,
+    "TFLOP/s",
+    "ml-engineering, maximum achievable matmul FLOPS, H100 SXM, torch 2.7",
+)
 SHAPES = Assumption("of that, the shapes of a training", 0.8, "share", "a guess: large products, not the best")
 POWER = Assumption("clock at a limit of 500 W for 700", 0.894, "share", "a guess: power grows with the clock's cube")
-FORWARD = Assumption("attention forward", 333.0, "TFLOP/s",
-                     "FlashAttention-3's paper, figure for FlashAttention-2: causal, heads of 128, 8k")  # fmt: skip
-BACKWARD = Assumption("attention backward", 318.0, "TFLOP/s",
-                      "the same paper, not causal; its FLOPs are 2.5 times the forward pass's")  # fmt: skip
+FORWARD = Assumption(
+    "attention forward",
+    333.0,
+    "TFLOP/s",
+    "FlashAttention-3's paper, figure for FlashAttention-2: causal, heads of 128, 8k",
+)
+BACKWARD = Assumption(
+    "attention backward", 318.0, "TFLOP/s", "the same paper, not causal; its FLOPs are 2.5 times the forward pass's"
+)
 MEMORY = Assumption("of the memory's bandwidth, passes over tensors", 0.85, "share", "a guess")
-LINKS = Assumption("messages between 8 GPUs, for each byte that a rank gets", 360.0, "GB/s",
-                   "a guess: 0.8 of NVLink 4's 450 GB/s in a direction")  # fmt: skip
+LINKS = Assumption(
+    "messages between 8 GPUs, for each byte that a rank gets",
+    360.0,
+    "GB/s",
+    "a guess: 0.8 of NVLink 4's 450 GB/s in a direction",
+)
 ASSUMPTIONS = (PRODUCTS, SHAPES, POWER, FORWARD, BACKWARD, MEMORY, LINKS)
 
 LAYER_FORWARD, LAYER_BACKWARD = 44.0, 78.0
@@ -152,8 +165,14 @@ def speed(model: dict[str, Any], training: Training, count: Count) -> float:
     return training.rows * training.tokens / sum(parts(model, training, count).values())
 
 
-PEER = Training(name="torchtitan: 2 rows, every second product again", rows=2, recomputed=16, attention_again=False,
-                watts=500, bandwidth=2.4e12)  # fmt: skip
+PEER = Training(
+    name="torchtitan: 2 rows, every second product again",
+    rows=2,
+    recomputed=16,
+    attention_again=False,
+    watts=500,
+    bandwidth=2.4e12,
+)
 
 
 def ours(tokens: int) -> tuple[Training, ...]:
@@ -162,11 +181,17 @@ def ours(tokens: int) -> tuple[Training, ...]:
     train = yaml.safe_load((ROOT / "launch/recipes/sft_8b.yaml").read_text())["train"]
     rows, batch = train["micro_batch"], train["global_batch"] // 8
     return (
-        Training(name=f"sft_8b.yaml: ZeRO 3, {rows} row, 2 of 32 layers again", rows=rows, tokens=tokens, recomputed=2,
-                 accumulation=batch // rows),
-        Training(name="the same with 4 rows, all layers again", rows=4, tokens=tokens, recomputed=32,
-                 accumulation=batch // 4),
-    )  # fmt: skip
+        Training(
+            name=f"sft_8b.yaml: ZeRO 3, {rows} row, 2 of 32 layers again",
+            rows=rows,
+            tokens=tokens,
+            recomputed=2,
+            accumulation=batch // rows,
+        ),
+        Training(
+            name="the same with 4 rows, all layers again", rows=4, tokens=tokens, recomputed=32, accumulation=batch // 4
+        ),
+    )
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

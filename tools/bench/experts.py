@@ -69,12 +69,26 @@ class Size:
 
 
 PRESETS = {
-    "small": Size(shape=train_speed.Preset(model=MODEL, sequence=256, micro_batch=4, accumulation=1, steps=4),
-                  experts=[16, 64], zero=[1, 3], sides=(train_speed.OURS, LOOP, PLAIN_LOOP)),
-    "gpu": Size(shape=train_speed.Preset(model=OF_30B, sequence=4096, micro_batch=2, accumulation=4, steps=6, needs={
-                    train_speed.OURS: Need(held=38.1, made=12.0), LOOP: Need(held=38.1, made=12.0)}),
-                experts=[128], zero=[1], sides=(train_speed.OURS, LOOP)),
-}  # fmt: skip
+    "small": Size(
+        shape=train_speed.Preset(model=MODEL, sequence=256, micro_batch=4, accumulation=1, steps=4),
+        experts=[16, 64],
+        zero=[1, 3],
+        sides=(train_speed.OURS, LOOP, PLAIN_LOOP),
+    ),
+    "gpu": Size(
+        shape=train_speed.Preset(
+            model=OF_30B,
+            sequence=4096,
+            micro_batch=2,
+            accumulation=4,
+            steps=6,
+            needs={train_speed.OURS: Need(held=38.1, made=12.0), LOOP: Need(held=38.1, made=12.0)},
+        ),
+        experts=[128],
+        zero=[1],
+        sides=(train_speed.OURS, LOOP),
+    ),
+}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

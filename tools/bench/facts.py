@@ -90,8 +90,9 @@ class Ceilings:
         found = {"bf16_tflops": flops / self._seconds(lambda: a @ b) / 1e12}
         x, y = (each.contiguous().to(torch.float8_e4m3fn) for each in (a, b.t()))
         one = torch.ones((), device=a.device)
-        took = self._seconds(lambda: torch._scaled_mm(x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
-                                                       use_fast_accum=True))  # fmt: skip
+        took = self._seconds(
+            lambda: torch._scaled_mm(x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        )
         return {**found, "fp8_tflops": flops / took / 1e12}
 
     def copies(self) -> dict[str, float]:

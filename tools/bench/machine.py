@@ -87,8 +87,11 @@ def use(speed: float, model: ModelConfig, sequence: int, adapter: AdapterConfig 
     peak = peak_flops(torch.cuda.get_device_name(), "bf16")
     flops = facts.flops(sequence)
     found = {"tflops_causal": speed * flops.causal / 1e12}
-    return found if peak is None else {**found, "mfu_causal": speed * flops.causal / peak,
-                                       "mfu_noncausal": speed * flops.noncausal / peak}  # fmt: skip
+    return (
+        found
+        if peak is None
+        else {**found, "mfu_causal": speed * flops.causal / peak, "mfu_noncausal": speed * flops.noncausal / peak}
+    )
 
 
 def write(path: Path | None, found: dict[str, Any]) -> None:

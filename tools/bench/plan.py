@@ -27,8 +27,14 @@ sys.path[:0] = [str(ROOT)]
 RANKS, RUNS = 2, 30
 M_MMAP_THRESHOLD, M_MMAP_MAX = -3, -4
 """malloc.h."""
-SHAPE = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8, "num_attention_heads": 10,
-         "num_key_value_heads": 10, "vocab_size": 16384}  # fmt: skip
+SHAPE = {
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 10,
+    "vocab_size": 16384,
+}
 CELLS = (
     ("none", 0, "plain", "llama"),
     ("none", 1, "recompute", "qwen3"),
@@ -138,8 +144,10 @@ def compare_others(wanted: Sequence[int] | None) -> None:
             print(f"{cell!s:34} {peak / 1e6:10.1f}  {listed}", flush=True)
     for name, found in errors.items():
         sizes = sorted(map(abs, found))
-        print(f"{name}: {len(found)} runs, median {statistics.median(sizes):.2%}, largest {sizes[-1]:.1%}, "
-              f"below the peak in {sum(error < -0.005 for error in found)}")  # fmt: skip
+        print(
+            f"{name}: {len(found)} runs, median {statistics.median(sizes):.2%}, largest {sizes[-1]:.1%}, "
+            f"below the peak in {sum(error < -0.005 for error in found)}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,8 +177,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = run_of(cell, large)
             for planned in rehearse(run, list(kinds(run[0].mix.degrees)), RANKS):
                 took = real[planned.rank]
-                print(f"{cell!s:28} {planned.rank:4} {planned.peak / 1e6:11.1f} {took / 1e6:12.1f} "
-                      f"{planned.peak / took - 1:+.1%}", flush=True)  # fmt: skip
+                print(
+                    f"{cell!s:28} {planned.rank:4} {planned.peak / 1e6:11.1f} {took / 1e6:12.1f} "
+                    f"{planned.peak / took - 1:+.1%}",
+                    flush=True,
+                )
     return 0
 
 

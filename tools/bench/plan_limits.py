@@ -26,8 +26,15 @@ from tests.helpers.memory_limit import Limit  # noqa: E402
 
 RANKS = 2
 SHARES = (1.35, 0.85)
-SHAPE = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8, "num_attention_heads": 10,
-         "num_key_value_heads": 10, "vocab_size": 16384, "head_dim": 64}  # fmt: skip
+SHAPE = {
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 10,
+    "vocab_size": 16384,
+    "head_dim": 64,
+}
 CELLS = (
     ("none", 0, "plain", "llama"),
     ("none", 1, "recompute", "qwen3"),
@@ -106,8 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                     for rank in range(RANKS):
                         Limit(f"{name}-{rank}").folder.rmdir()
                 right += said == ("trains" if share > 1 else "killed")
-                print(f"{cell!s:28} {max(peaks.values()) / 1e6:11.1f} {max(before) / 1e6:10.1f} {share:6.2f} {said}",
-                      flush=True)  # fmt: skip
+                print(
+                    f"{cell!s:28} {max(peaks.values()) / 1e6:11.1f} {max(before) / 1e6:10.1f} {share:6.2f} {said}",
+                    flush=True,
+                )
     wanted = len(SHARES) * len(args.only or CELLS)
     print(f"{right} of {wanted} limits did what the plan says")
     return int(right < wanted)

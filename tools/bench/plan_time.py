@@ -26,9 +26,16 @@ from tests.helpers.launching import write_run  # noqa: E402
 from tools.lab.lab import Lab, why_not  # noqa: E402
 
 HOSTS = 2
-MODEL = {"model_type": "llama", "vocab_size": 512, "hidden_size": 384, "intermediate_size": 1024,
-         "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 6,
-         "max_position_embeddings": 256}  # fmt: skip
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": 256,
+}
 FORMS: dict[str, dict[str, Any]] = {
     "ZeRO 0": {"zero_optimization": {"stage": 0}},
     "ZeRO 1": {"zero_optimization": {"stage": 1}},
@@ -103,8 +110,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 plan_s, parts = planned(recipe, options.rate_mbit)
                 took_s, share = measured(recipe, lab)
                 sent = parts.get("messages", 0.0)
-                print(f"{form:22} {plan_s:10.2f} {sent:15.2f} {took_s:11.2f} {share * took_s:15.2f} "
-                      f"{plan_s / took_s - 1:+.0%}", flush=True)  # fmt: skip
+                print(
+                    f"{form:22} {plan_s:10.2f} {sent:15.2f} {took_s:11.2f} {share * took_s:15.2f} "
+                    f"{plan_s / took_s - 1:+.0%}",
+                    flush=True,
+                )
     return 0
 
 

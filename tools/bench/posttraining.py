@@ -173,18 +173,34 @@ class Race:
 
 
 RACES = {
-    "lora": Race(contestants=("llmtrain lora", "llmtrain full", "peft lora"),
-                 targets={"llmtrain full": 0.72, "peft lora": 1.03}, other_loss=("llmtrain full",),
-                 others=("trainer lora", "trl lora")),
-    "dpo": Race(contestants=("llmtrain dpo", "plain online", "trl online", "trl prepared"), pairs=True,
-                targets={"plain online": 0.76, "trl online": 0.9}),
-    "sft": Race(contestants=("llmtrain full", "plain full", "trl sft"), targets={"trl sft": 0.9},
-                others=("trainer full",)),
-    "packing": Race(contestants=("llmtrain full", "trl sft", "trl grouped", "trl flat"), skewed=True,
-                    targets={"trl sft": 1 / 3}, others=("trainer full", "plain full")),
-    "packing-dpo": Race(contestants=("llmtrain dpo", "trl online", "trl prepared"), pairs=True, skewed=True,
-                        targets={"trl online": 1 / 2}, others=("plain online",)),
-}  # fmt: skip
+    "lora": Race(
+        contestants=("llmtrain lora", "llmtrain full", "peft lora"),
+        targets={"llmtrain full": 0.72, "peft lora": 1.03},
+        other_loss=("llmtrain full",),
+        others=("trainer lora", "trl lora"),
+    ),
+    "dpo": Race(
+        contestants=("llmtrain dpo", "plain online", "trl online", "trl prepared"),
+        pairs=True,
+        targets={"plain online": 0.76, "trl online": 0.9},
+    ),
+    "sft": Race(
+        contestants=("llmtrain full", "plain full", "trl sft"), targets={"trl sft": 0.9}, others=("trainer full",)
+    ),
+    "packing": Race(
+        contestants=("llmtrain full", "trl sft", "trl grouped", "trl flat"),
+        skewed=True,
+        targets={"trl sft": 1 / 3},
+        others=("trainer full", "plain full"),
+    ),
+    "packing-dpo": Race(
+        contestants=("llmtrain dpo", "trl online", "trl prepared"),
+        pairs=True,
+        skewed=True,
+        targets={"trl online": 1 / 2},
+        others=("plain online",),
+    ),
+}
 VOCABULARY = 4096
 
 
@@ -235,17 +251,21 @@ def write_workplace(race: Race, options: argparse.Namespace, folder: Path, steps
 
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()
-    fields = dict(PRESETS[options.preset].model) if options.preset else {
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": options.hidden,
-        "intermediate_size": options.hidden * 11 // 4,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.hidden // 64 or 1,
-        "num_key_value_heads": options.hidden // 64 or 1,
-        "max_position_embeddings": options.sequence,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
+    fields = (
+        dict(PRESETS[options.preset].model)
+        if options.preset
+        else {
+            "model_type": "llama",
+            "vocab_size": VOCABULARY,
+            "hidden_size": options.hidden,
+            "intermediate_size": options.hidden * 11 // 4,
+            "num_hidden_layers": options.layers,
+            "num_attention_heads": options.hidden // 64 or 1,
+            "num_key_value_heads": options.hidden // 64 or 1,
+            "max_position_embeddings": options.sequence,
+            "tie_word_embeddings": True,
+        }
+    )
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("cuda" if on_gpu else "cpu"):
         made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
@@ -255,11 +275,15 @@ def write_workplace(race: Race, options: argparse.Namespace, folder: Path, steps
         torch.cuda.empty_cache()  # the contestants need the room
     write_tokenizer(folder / "model", KINDS["chatml"])
     config_of_deepspeed = {
-        "train_batch_size": options.batch, "train_micro_batch_size_per_gpu": options.batch,
-        "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True, **({"bf16": {"enabled": True}} if on_gpu else {}),
+        "train_batch_size": options.batch,
+        "train_micro_batch_size_per_gpu": options.batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        **({"bf16": {"enabled": True}} if on_gpu else {}),
         **({"activation_checkpointing": {}} if options.recompute else {}),
-    }  # fmt: skip
+    }
     (folder / "deepspeed.json").write_text(json.dumps(config_of_deepspeed))
     source = folder / "records.jsonl"
     count = steps * options.batch * (8 if race.skewed else 1 if race.pairs else 2) + 40
@@ -296,16 +320,29 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> bool:
         options.batch, _, together = what_fits(options, contestants, total_gib)
         if not together:
             print(f"{name}: {total_gib:.0f} GiB do not hold {', '.join(contestants)} at a time: each alone", flush=True)
-    task = Tuning(folder=str(folder), sequence=options.sequence, global_batch=options.batch, contestants=contestants,
-                  threads=1, steps_per_round=options.steps, rounds=options.rounds + 1, bf16=on_gpu,
-                  at_once=options.at_once if race.skewed else 0, recompute=options.recompute)  # fmt: skip
+    task = Tuning(
+        folder=str(folder),
+        sequence=options.sequence,
+        global_batch=options.batch,
+        contestants=contestants,
+        threads=1,
+        steps_per_round=options.steps,
+        rounds=options.rounds + 1,
+        bf16=on_gpu,
+        at_once=options.at_once if race.skewed else 0,
+        recompute=options.recompute,
+    )
     write_workplace(race, options, folder, task.total_steps)
     if any(each.endswith("lora") for each in contestants):
         write_adapter(folder)
     if race.pairs:
-        run = {"deepspeed": str(folder / "deepspeed.json"), "model": {"pretrained": str(folder / "model")},
-               "data": {"path": str(folder / "data"), "sequence_length": task.sequence, "isolate_documents": True},
-               "objective": {"name": "dpo"}, "train": {"max_steps": 1, "run_dir": str(folder / "column")}}  # fmt: skip
+        run = {
+            "deepspeed": str(folder / "deepspeed.json"),
+            "model": {"pretrained": str(folder / "model")},
+            "data": {"path": str(folder / "data"), "sequence_length": task.sequence, "isolate_documents": True},
+            "objective": {"name": "dpo"},
+            "train": {"max_steps": 1, "run_dir": str(folder / "column")},
+        }
         (folder / "column.yaml").write_text(yaml.safe_dump(run))
         spent_s, _ = seconds([sys.executable, "-m", "llmtrain", "reference", str(folder / "column.yaml")])
         if race.skewed:
@@ -329,8 +366,10 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> bool:
     if race.skewed:
         held = {each: held_out(str(folder), each, pairs=race.pairs) for each in rounds}
         keep(rounds, held)
-        print(f"{padding_share(task, race.group):.3f} of the padded micro-batches are padding; "
-              f"held-out loss: {', '.join(f'{each} {loss:.5f}' for each, loss in held.items())}")  # fmt: skip
+        print(
+            f"{padding_share(task, race.group):.3f} of the padded micro-batches are padding; "
+            f"held-out loss: {', '.join(f'{each} {loss:.5f}' for each, loss in held.items())}"
+        )
     return len(rounds) == len(contestants)
 
 

@@ -70,14 +70,23 @@ def main() -> None:
             print(f"{len(named)} of {options.faults} faults are named: {after}", flush=True)
             print("\n".join(text for check, text, _ in answers if not check))
         if options.rounds:
-            model = {**LLAMA, "hidden_size": options.hidden, "intermediate_size": 3 * options.hidden,
-                     "num_hidden_layers": options.layers, "max_position_embeddings": options.tokens}  # fmt: skip
-            case = Case(data=data, stage=1, model=model, length=options.tokens,
-                        accumulation=max(1, options.sequences // 4))  # fmt: skip
+            model = {
+                **LLAMA,
+                "hidden_size": options.hidden,
+                "intermediate_size": 3 * options.hidden,
+                "num_hidden_layers": options.layers,
+                "max_position_embeddings": options.tokens,
+            }
+            case = Case(
+                data=data, stage=1, model=model, length=options.tokens, accumulation=max(1, options.sequences // 4)
+            )
             step_s, check_s = pool.run(cost, case, options.rounds, options.sequences * RANKS, timeout_s=1e5)[0]
             share = check_s / step_s / 500
-            print(f"processor time of a rank: step {step_s * 1e3:.0f} ms, check {check_s * 1e3:.0f} ms: {share:.2%} of "
-                  "a run at every 500 steps", flush=True)  # fmt: skip
+            print(
+                f"processor time of a rank: step {step_s * 1e3:.0f} ms, check {check_s * 1e3:.0f} ms: {share:.2%} of "
+                "a run at every 500 steps",
+                flush=True,
+            )
         wrong, check_s = pool.run(healthy, small, options.healthy, 2 * RANKS, timeout_s=1e5)[0]
         print(f"{wrong} of {options.healthy} healthy checks are false alarms; {check_s * 1e3:.0f} ms each")
     pool.close()

@@ -112,11 +112,21 @@ class Rank:
 
     def __init__(self, host: LabHost | None, home: Path, name: str, words: Sequence[str], **variables: str) -> None:
         self.name, self._times, self._log = name, home / f"{name}.times", home / f"{name}.log"
-        environment = child_environment(**{
-            "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled", "RUST_LOG": "warn",
-            "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29600",
-            "GLOO_SOCKET_IFNAME": "eth0" if host else "lo", **variables,
-        })  # fmt: skip
+        environment = child_environment(
+            **{
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+                "WANDB_MODE": "disabled",
+                "RUST_LOG": "warn",
+                "LOCAL_RANK": "0",
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29600",
+                "GLOO_SOCKET_IFNAME": "eth0" if host else "lo",
+                **variables,
+            }
+        )
         pace_s = "0" if host is None else variables["PACE_S"]
         command = [sys.executable, __file__, "--rank", pace_s, str(self._times), "--config", str(home / "recipe.yaml")]
         run: Any = host.popen if host else subprocess.Popen
@@ -138,18 +148,28 @@ def recipe(home: Path, options: argparse.Namespace, batch: int, steps: int, seed
     home.mkdir(parents=True)
     (home / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}, **ds}))
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(1, options.hidden // 64))
-    begins = {"pretrained": options.begin} if options.begin else {
-        "config": {**MODEL, **heads, "hidden_size": options.hidden}}  # fmt: skip
+    begins = (
+        {"pretrained": options.begin}
+        if options.begin
+        else {"config": {**MODEL, **heads, "hidden_size": options.hidden}}
+    )
     tree = {
         "deepspeed": str(home / "ds.json"),
         "model": begins,
         "data": {"path": options.data, "sequence_length": 128, "seed": seed},
         "optim": {"lr": options.lr},
         "schedule": {"name": "cosine", "warmup_steps": min(20, steps // 4)},
-        "train": {"run_dir": str(home / "run"), "global_batch": batch, "micro_batch": options.batch,
-                  "max_steps": steps, "seed": seed, "log_every": 10, "export": False},
+        "train": {
+            "run_dir": str(home / "run"),
+            "global_batch": batch,
+            "micro_batch": options.batch,
+            "max_steps": steps,
+            "seed": seed,
+            "log_every": 10,
+            "export": False,
+        },
         "checkpoint": {"every_steps": 10 * steps},
-    }  # fmt: skip
+    }
     (home / "recipe.yaml").write_text(json.dumps(tree))
     return home
 
@@ -280,8 +300,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from machine import about
 
     print(", ".join(f"{key} {value}" for key, value in about().items()), flush=True)
-    print(f"{options.sites} sites, {options.rate_mbit:g} Mbit/s, {options.rtt_ms:g} ms, {options.steps} steps of "
-          f"{options.batch * 128} tokens a site and {options.pace_s:g} s")  # fmt: skip
+    print(
+        f"{options.sites} sites, {options.rate_mbit:g} Mbit/s, {options.rtt_ms:g} ms, {options.steps} steps of "
+        f"{options.batch * 128} tokens a site and {options.pace_s:g} s"
+    )
     print(
         f"{'way':40}{'bytes/step':>12}{'of ddp':>9}{'step, s':>9}{'computing':>11}{'loss':>8}{'of ddp':>8}",
         flush=True,
@@ -299,9 +321,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             fewer = f"1/{plain.bytes_per_step / row.bytes_per_step:.0f}" if plain else ""
             ratios = [own / of for own, of in zip(row.losses, plain.losses, strict=True)] if plain else []
             worse = f"{statistics.mean(ratios):.3f}" if plain else ""
-            print(f"{row.way:40}{row.bytes_per_step:>12,.0f}{fewer:>9}{row.step_s:>9.2f}"
-                  f"{options.pace_s / row.step_s:>11.1%}{statistics.mean(row.losses):>8.4f}{worse:>8}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{row.way:40}{row.bytes_per_step:>12,.0f}{fewer:>9}{row.step_s:>9.2f}"
+                f"{options.pace_s / row.step_s:>11.1%}{statistics.mean(row.losses):>8.4f}{worse:>8}",
+                flush=True,
+            )
             if len(row.losses) > 1:
                 each = ", ".join(map("{:.4f}".format, row.losses))
                 print(f"  of each seed: {each}; of ddp: {', '.join(map('{:.4f}'.format, ratios))}", flush=True)

@@ -70,10 +70,20 @@ def said(sites: int, own: int, round_: int) -> dict[str, Any]:
     requests = [Request(site=name, batch=64, steps=100, reserve=1000) for name in names]
     ledger = Ledger(next=10**6).settled({}, requests)
     return {
-        "phase": "meet", "run": "0" * 16, "common": {f"key {number}": "0" * 16 for number in range(20)},
-        "was": names[own], "round": round_, "trained": 6400, "weights": [10**7], "ledger": ledger.to_json(),
-        "checksum": "0" * 33, "step": 100 * round_, "batch": 64, "weight": 10**7, "addresses": ["10.0.0.1:12345"],
-    }  # fmt: skip
+        "phase": "meet",
+        "run": "0" * 16,
+        "common": {f"key {number}": "0" * 16 for number in range(20)},
+        "was": names[own],
+        "round": round_,
+        "trained": 6400,
+        "weights": [10**7],
+        "ledger": ledger.to_json(),
+        "checksum": "0" * 33,
+        "step": 100 * round_,
+        "batch": 64,
+        "weight": 10**7,
+        "addresses": ["10.0.0.1:12345"],
+    }
 
 
 @contextlib.contextmanager
@@ -121,8 +131,10 @@ def meetings(options: argparse.Namespace) -> None:
     cost, span = statistics.median(costs[1:]), statistics.median(spans[1:])
     share = beats + cost / options.every_s
     sent_mb = MEETINGS * count * sum(sizes) / 1e6
-    print(f"coordinator, {count} sites: heartbeats {beats:.2%} of a core; a round's two meetings {cost:.3f} CPU-s, "
-          f"{span:.2f} s; {sent_mb:.1f} MB sent a round ({statistics.mean(sizes):,.0f} bytes a site said)")  # fmt: skip
+    print(
+        f"coordinator, {count} sites: heartbeats {beats:.2%} of a core; a round's two meetings {cost:.3f} CPU-s, "
+        f"{span:.2f} s; {sent_mb:.1f} MB sent a round ({statistics.mean(sizes):,.0f} bytes a site said)"
+    )
     print(f"coordinator, a round every {options.every_s:g} s: {share:.2%} of a core", flush=True)
 
 
@@ -135,8 +147,12 @@ class Hall:
 
     def member(self, _coordinator: str, member_id: str, _connect_s: float) -> Any:
         """What `Site` asks for."""
-        return SimpleNamespace(id=member_id, meet=lambda words, limit_s: self.meet(member_id, words, limit_s),
-                               heard=list, close=lambda: None)  # fmt: skip
+        return SimpleNamespace(
+            id=member_id,
+            meet=lambda words, limit_s: self.meet(member_id, words, limit_s),
+            heard=list,
+            close=lambda: None,
+        )
 
     def meet(self, member_id: str, words: Mapping[str, Any], limit_s: float) -> list[Member]:
         """All who have come."""
@@ -158,12 +174,17 @@ class Numbers:
         """As an engine's."""
         return [
             StateTensor(
-                name=f"layers.{number}.weight", kind="param", region=Region(0, self._each),
-                own=slice(0, self._each), replica=(0, 1), dtype=torch.float32, device=torch.device("cpu"),
+                name=f"layers.{number}.weight",
+                kind="param",
+                region=Region(0, self._each),
+                own=slice(0, self._each),
+                replica=(0, 1),
+                dtype=torch.float32,
+                device=torch.device("cpu"),
                 open=lambda row=number: contextlib.nullcontext(self._values[row]),  # type: ignore[misc]
             )
             for number in range(TENSORS)
-        ]  # fmt: skip
+        ]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """As an engine's."""
@@ -189,14 +210,20 @@ def rounds(count: int, compress: Any, options: argparse.Namespace) -> None:
     sites, engines = [], []
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(count) as pool:
         for number in range(count):
-            settings = DiLoCo(name=f"site-{number:03}", coordinator="127.0.0.1:1", sync_every=1,
-                              compress=compress, timeout_s=600.0, max_alone_steps=4)  # fmt: skip
-            engines.append(Numbers(options.parameters))
+            settings = DiLoCo(
+                name=f"site-{number:03}",
+                coordinator="127.0.0.1:1",
+                sync_every=1,
+                compress=compress,
+                timeout_s=600.0,
+                max_alone_steps=4,
+            )
+            engine: Any = Numbers(options.parameters)
+            engines.append(engine)
             tell = (lambda kind, **fields: events.append((kind, fields))) if number == 0 else (lambda kind, **_: None)
-            sites.append(stack.enter_context(site.Site(
-                engines[-1], Ranks(), settings, {}, Share(batch=1, tokens=1), tell, # type: ignore[arg-type]
-                members=hall.member,
-            )))  # fmt: skip
+            share = Share(batch=1, tokens=1)
+            opened = site.Site(engine, Ranks(), settings, {}, share, tell, members=hall.member)
+            sites.append(stack.enter_context(opened))
         at_once(pool, [lambda e=each: e.begin(0, 0, 600.0) for each in sites])  # type: ignore[misc]
         costs, spans = [], []
         for step in range(1, options.rounds + 2):  # the first asks for the indexes
@@ -209,8 +236,11 @@ def rounds(count: int, compress: Any, options: argparse.Namespace) -> None:
     kind, fields = events[-1]
     assert kind == "synchronise" and len(fields["used"]) == count, (kind, fields)
     received = fields["received_bytes"]
-    print(f"{count:>6}{compress:>10}{received:>16,}{count * (count - 1):>13,}{statistics.median(costs[1:]):>10.3f}"
-          f"{statistics.median(spans[1:]):>10.2f}", flush=True)  # fmt: skip
+    print(
+        f"{count:>6}{compress:>10}{received:>16,}{count * (count - 1):>13,}{statistics.median(costs[1:]):>10.3f}"
+        f"{statistics.median(spans[1:]):>10.2f}",
+        flush=True,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -223,8 +253,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.only != "rounds":
         meetings(options)
     if options.only != "coordinator":
-        print(f"rounds, {options.parameters:,} parameters\n{'sites':>6}{'compress':>10}{'bytes received':>16}"
-              f"{'requests':>13}{'CPU-s':>10}{'wall, s':>10}", flush=True)  # fmt: skip
+        print(
+            f"rounds, {options.parameters:,} parameters\n{'sites':>6}{'compress':>10}{'bytes received':>16}"
+            f"{'requests':>13}{'CPU-s':>10}{'wall, s':>10}",
+            flush=True,
+        )
         for count in sorted({2, min(16, options.sites), options.sites}):
             for compress in ("none", "int4"):
                 rounds(count, compress, options)

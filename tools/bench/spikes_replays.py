@@ -41,10 +41,16 @@ ROW = 64
 """Tokens of a row of texts."""
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 FORMS: dict[str, dict[str, Any]] = {
-    "zero1": {}, "zero3": {"zero_optimization": {"stage": 3}}, "pp2": {"pipeline": {"stages": 2}},
-    "tp2": {"tensor_parallel": {"autotp_size": 2}}, "sp2": {"sequence_parallel_size": 2},
-    "ep2": {"expert_parallel": {"enabled": True, "autoep_size": 2}}, "lora": {}, "dpo": {}, "stages": {},
-}  # fmt: skip
+    "zero1": {},
+    "zero3": {"zero_optimization": {"stage": 3}},
+    "pp2": {"pipeline": {"stages": 2}},
+    "tp2": {"tensor_parallel": {"autotp_size": 2}},
+    "sp2": {"sequence_parallel_size": 2},
+    "ep2": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    "lora": {},
+    "dpo": {},
+    "stages": {},
+}
 """Keys of the DeepSpeed JSON."""
 
 
@@ -138,8 +144,12 @@ class Bench:
             data["stages"], seeded = [{"from_step": BORDER, "path": other}], {**seeded, **theirs}
         tree = {"zero_optimization": {"stage": 1}, "gradient_clipping": 1.0, **FORMS[form]}
         train = {"global_batch": 8, "micro_batch": 2, "max_steps": STEPS, "log_every": 50, "export": form == "zero1"}
-        sections = {"model": {"pretrained": str(self.base)} if form in more else model, "data": data,
-                    "optim": {"lr": 1e-3}, "checkpoint": {"every_steps": WINDOW, "keep": 100}}  # fmt: skip
+        sections = {
+            "model": {"pretrained": str(self.base)} if form in more else model,
+            "data": data,
+            "optim": {"lr": 1e-3},
+            "checkpoint": {"every_steps": WINDOW, "keep": 100},
+        }
         recipe = write_run(self.folder / form, path, tree, train, **sections, **more.get(form, {}))
         if pairs:
             self.command("reference", recipe)
@@ -152,8 +162,10 @@ class Bench:
         self.command("replay", run, "--steps", f"{first}:{first + WINDOW - 1}", "--out", out)
         answer = json.loads((out / "answer.json").read_text())
         assert len(answer["steps"]) == WINDOW and answer["checkpoints"]
-        rows = [(float(row["loss"]), any(line.startswith(f"{name},") for line in row["documents"]))
-                for row in answer["rows"]]  # fmt: skip
+        rows = [
+            (float(row["loss"]), any(line.startswith(f"{name},") for line in row["documents"]))
+            for row in answer["rows"]
+        ]
         return answer["exact"] and answer["equal"], rows[0][1], max(rows)[1]
 
 

@@ -87,16 +87,43 @@ PRESETS = {
     "small": Preset(model=SMALL, sequence=256, micro_batch=4, accumulation=1, steps=4),
     # The head's share of the work grows with the vocabulary; most models of today have more than this.
     "small-32k": Preset(model={**SMALL, "vocab_size": 32768}, sequence=256, micro_batch=2, accumulation=1, steps=4),
-    "0.5b": Preset(model=QWEN_HALF_B, sequence=4096, micro_batch=4, accumulation=2, steps=10, needs={
-        OURS: Need(held=7.4, made=25.6), "plain": Need(held=7.4, made=57.3), "trainer": Need(held=7.4, made=55.9)}),
-    "1.2b": Preset(model=LLAMA_1B, sequence=4096, micro_batch=2, accumulation=4, steps=8, needs={
-        OURS: Need(held=18.4, made=18.2), "plain": Need(held=18.4, made=31.7), "trainer": Need(held=18.4, made=29.7),
-        "llmtrain lora": Need(held=2.4, made=13.9)}),
+    "0.5b": Preset(
+        model=QWEN_HALF_B,
+        sequence=4096,
+        micro_batch=4,
+        accumulation=2,
+        steps=10,
+        needs={
+            OURS: Need(held=7.4, made=25.6),
+            "plain": Need(held=7.4, made=57.3),
+            "trainer": Need(held=7.4, made=55.9),
+        },
+    ),
+    "1.2b": Preset(
+        model=LLAMA_1B,
+        sequence=4096,
+        micro_batch=2,
+        accumulation=4,
+        steps=8,
+        needs={
+            OURS: Need(held=18.4, made=18.2),
+            "plain": Need(held=18.4, made=31.7),
+            "trainer": Need(held=18.4, made=29.7),
+            "llmtrain lora": Need(held=2.4, made=13.9),
+        },
+    ),
     # The state alone fills 120 of an H200's 139 GiB (tests/unit/models/test_fake_steps.py): gradients are summed in
     # bf16.
-    "8b": Preset(model=LONG["8b"], sequence=4096, micro_batch=1, accumulation=4, steps=4, recompute=True, needs={
-        OURS: Need(held=119.7, made=6.8), "llmtrain lora": Need(held=15.3, made=24.1)}),
-}  # fmt: skip
+    "8b": Preset(
+        model=LONG["8b"],
+        sequence=4096,
+        micro_batch=1,
+        accumulation=4,
+        steps=4,
+        recompute=True,
+        needs={OURS: Need(held=119.7, made=6.8), "llmtrain lora": Need(held=15.3, made=24.1)},
+    ),
+}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -113,8 +140,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-steps", type=int, default=0, help="steps of the warm-up round (default: as the others)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each contestant (default 1)")
     parser.add_argument("--eager", action="store_true", help="llmtrain without compiled layers")
-    parser.add_argument("--only", nargs="+", choices=(*NAMES, *FP8), default=list(NAMES), help="these contestants; "
-                        "rowwise and tensorwise are llmtrain with that model.fp8")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=(*NAMES, *FP8),
+        default=list(NAMES),
+        help="these contestants; rowwise and tensorwise are llmtrain with that model.fp8",
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file, after each round")
     return parser.parse_args(argv)
 
@@ -376,8 +408,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
 
-        head = {"machine": machine, "task": asdict(replace(task, folder="")), "zero": options.zero,
-                "gradient_sums": "bf16" if task.bf16 else "fp32"}  # fmt: skip
+        head = {
+            "machine": machine,
+            "task": asdict(replace(task, folder="")),
+            "zero": options.zero,
+            "gradient_sums": "bf16" if task.bf16 else "fp32",
+        }
 
         with Card() as card:
 

@@ -468,10 +468,11 @@ def _trl_sft(task: Tuning, how: str, rows: list[Row], options: dict[str, Any], t
     model = _model(task, torch.bfloat16 if task.bf16 else torch.float32)
     given = [{"input_ids": ids, "completion_mask": [int(bit) for bit in mask]} for ids, mask in rows]
     return SFTTrainer(
-        model=_with_adapter(task, model) if how == "lora" else model, processing_class=tokenizer,
+        model=_with_adapter(task, model) if how == "lora" else model,
+        processing_class=tokenizer,
         args=SFTConfig(completion_only_loss=True, padding_free=how == "flat", **options),
         train_dataset=Dataset.from_list(given),
-    )  # fmt: skip
+    )
 
 
 def _trl_dpo(task: Tuning, how: str, rows: list[Row], options: dict[str, Any], tokenizer: Any) -> Any:
@@ -494,8 +495,11 @@ def _trl_dpo(task: Tuning, how: str, rows: list[Row], options: dict[str, Any], t
         given.append(one)
     text = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2)  # it renders text, and takes no ids
     trainer = DPOTrainer(
-        model=policy, ref_model=None if prepared else _model(task), processing_class=tokenizer, train_dataset=text,
+        model=policy,
+        ref_model=None if prepared else _model(task),
+        processing_class=tokenizer,
+        train_dataset=text,
         args=DPOConfig(beta=BETA, precompute_ref_log_probs=prepared, remove_unused_columns=False, **options),
-    )  # fmt: skip
+    )
     trainer.train_dataset = Dataset.from_list(given)
     return trainer

@@ -223,9 +223,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape = {"hidden": asked.hidden, "wide": 2 * asked.hidden, "layers": asked.layers}
         steps = BLOCK * asked.blocks + 1
         recipe.write_text(RECIPE.format(repo=REPO, data=data, run=Path(folder) / "run", steps=steps, **shape))
-        env = child_environment(WORLD_SIZE="2", LOCAL_SIZE="2", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
-                                WANDB_MODE="disabled",
-                                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # fmt: skip
+        env = child_environment(
+            WORLD_SIZE="2",
+            LOCAL_SIZE="2",
+            OMP_NUM_THREADS="1",
+            DS_ACCELERATOR="cpu",
+            WANDB_MODE="disabled",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(free_port()),
+        )
         command = [sys.executable, __file__, "rank", str(recipe), str(results), "control" if asked.control else ""]
         ranks = [
             subprocess.Popen(command, env={**env, "RANK": str(n), "LOCAL_RANK": str(n)}, stdout=subprocess.DEVNULL)

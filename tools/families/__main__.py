@@ -120,9 +120,15 @@ def _family(family: str, args: argparse.Namespace, done: set[tuple[str, str, str
 
 
 def _cell(
-    family: str, form: str, command: str, attention: str, model: dict[str, Any], args: argparse.Namespace, folder: Path,
+    family: str,
+    form: str,
+    command: str,
+    attention: str,
+    model: dict[str, Any],
+    args: argparse.Namespace,
+    folder: Path,
     data: str,
-) -> tuple[Ended, str, str]:  # fmt: skip
+) -> tuple[Ended, str, str]:
     """(how it ended, the attention and the preset of experts with which): a user who is told to use eager attention, no
     export, or a preset, does so."""
     export, preset = True, ""

@@ -63,10 +63,17 @@ def write_run(
         "deepspeed": str(folder / "ds.json"),
         "model": {"config": model, "attention": attention},
         "data": {"path": data, "sequence_length": 32},
-        "train": {"run_dir": str(folder / "run"), "micro_batch": 2, "accumulation": 2 if form == "pp2" else 1,
-                  "max_steps": STEPS, "log_every": 1, "eval_sequences": 4, "export": export},
+        "train": {
+            "run_dir": str(folder / "run"),
+            "micro_batch": 2,
+            "accumulation": 2 if form == "pp2" else 1,
+            "max_steps": STEPS,
+            "log_every": 1,
+            "eval_sequences": 4,
+            "export": export,
+        },
         "schedule": {"warmup_steps": 2},
-    }  # fmt: skip
+    }
     path = folder / "run.yaml"
     path.write_text(json.dumps(run, indent=1))  # JSON is YAML
     return path
@@ -135,9 +142,16 @@ def _launched(rank: int, port: int, words: list[str]) -> Callable[[], int]:
 
     def start() -> int:
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE=str(RANKS),
-            WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WANDB_MODE="disabled",
-        )  # fmt: skip
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            CROSS_RANK="0",
+            CROSS_SIZE="1",
+            LOCAL_SIZE=str(RANKS),
+            WORLD_SIZE=str(RANKS),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            WANDB_MODE="disabled",
+        )
         return _main([*words, f"--local_rank={rank}"])
 
     return start

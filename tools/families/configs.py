@@ -58,8 +58,11 @@ def tiny(family: str) -> dict[str, Any]:
 
 def _merged(fields: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """The fields with the others', section by section."""
-    both = {key: _merged(fields[key], value) for key, value in others.items()
-            if isinstance(value, dict) and isinstance(fields.get(key), dict)}  # fmt: skip
+    both = {
+        key: _merged(fields[key], value)
+        for key, value in others.items()
+        if isinstance(value, dict) and isinstance(fields.get(key), dict)
+    }
     return {**fields, **others, **both}
 
 
@@ -85,8 +88,14 @@ def _small_fields(config: Any) -> dict[str, Any]:
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_ZAMBA = {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2, "mamba_d_state": 8,
-          "num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16}  # fmt: skip
+_ZAMBA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "hybrid"] * 2,
+    "mamba_d_state": 8,
+    "num_key_value_heads": 4,
+    "attention_hidden_size": 64,
+    "attention_head_dim": 16,
+}
 _GEMMA4 = {"head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2}
 _DOTS3 = {"head_dim": 16, "per_layer_config": {}, "shared_experts_intermediate_size": 24}
 _QWEN4_EXP = {
