@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,17 @@ def prepare(settings: PrepareSettings) -> Manifest:
             log.info(f"each document begins with {untrusted.shown(encoder.decode(first))}")
         records = run_units(settings, work, out, plan["moment"])
         by_unit = {unit.index: record for unit, record in zip(work, records, strict=True)}
+        written = _Written(settings, work, records)
         try:
-            manifest = _manifest(settings, [files, validation], work, plan, records, out, wanted, tuple(first))
-        finally:  # it shows the reason for an empty split
+            written.check(wanted)
+        except DataError as error:
+            clear(out)
+            if left_out := _left_out(records):
+                raise DataError(f"{error} ({left_out})") from error
+            raise
+        finally:  # the reason for an empty split
             write_rejected(out, rejections(work, by_unit))
+        manifest = _manifest(written, [files, validation], plan, out, tuple(first))
         if settings.kind.templated:
             trained = [record.shards["train"] for record in records]
             samples = [record.sample for record in records]
@@ -110,63 +118,74 @@ def _refuse_unnamed(settings: PrepareSettings) -> None:
 # --- the manifest ---------------------------------------------------------------------------------
 
 
-def _manifest(
-    settings: PrepareSettings,
-    files: list[list[SourceFile]],
-    work: list[Unit],
-    plan: dict[str, Any],
-    records: list[UnitRecord],
-    out: OutFolder,
-    wanted: Mapping[tuple[str, int], str],
-    first: tuple[int, ...],
-) -> Manifest:
-    """Raises DataError for an empty split or a line of --exclude without a document (`wanted`), and clears the folder
-    for other settings. `first`: ids before each text."""
-    encoder = tokenize.Encoder(out.here / "tokenizer")
-    # For each unit the file that continues in it, and the number of its earlier lines.
-    read = {unit.index: record.lines for unit, record in zip(work, records, strict=True)}
-    before = lines_before(work, read, set(read))
-    continued = [(unit.pieces[0].origin, before[unit.index]) if unit.index in before else ("", 0) for unit in work]
-    shards: dict[str, tuple[Shard, ...]] = {
-        split: tuple(
-            replace(shard, continues=name, records_before=lines)
-            for record, (name, lines) in zip(records, continued, strict=True)
-            if (shard := record.shards[split]) is not None
-        )
-        for split in SPLITS
-    }
-    tokens: dict[str, int] = {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}
-    documents: dict[str, int] = {split: sum(shard.documents for shard in shards[split]) for split in SPLITS}
-    try:
-        refuse_unmatched(wanted, {each for record in records for each in record.excluded})
-        lowest = min((record.lowest_draw for record in records), default=1.0)
-        _check_splits(settings, tokens, documents, lowest, sum(len(record.rejected) for record in records))
+@dataclass(frozen=True)
+class _Written:
+    """What the workers wrote: a record for each unit of work."""
+
+    settings: PrepareSettings
+    work: list[Unit]
+    records: list[UnitRecord]
+
+    @cached_property
+    def shards(self) -> dict[str, tuple[Shard, ...]]:
+        """The shards of each split. A shard names the file that continues in it and the number of earlier lines."""
+        lines = {unit.index: record.lines for unit, record in zip(self.work, self.records, strict=True)}
+        before = lines_before(self.work, lines, set(lines))
+        shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+        for unit, record in zip(self.work, self.records, strict=True):
+            name, earlier = (unit.pieces[0].origin, before[unit.index]) if unit.index in before else ("", 0)
+            for split in SPLITS:
+                if (shard := record.shards[split]) is not None:
+                    shards[split].append(replace(shard, continues=name, records_before=earlier))
+        return {split: tuple(shards[split]) for split in SPLITS}
+
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        return {split: sum(shard.tokens for shard in self.shards[split]) for split in SPLITS}
+
+    @cached_property
+    def documents(self) -> dict[str, int]:
+        return {split: sum(shard.documents for shard in self.shards[split]) for split in SPLITS}
+
+    @property
+    def rejected(self) -> int:
+        return sum(len(record.rejected) for record in self.records)
+
+    def check(self, wanted: Mapping[tuple[str, int], str]) -> None:
+        """Raises DataError for a line of --exclude without a document (`wanted`) and for an empty split."""
+        settings = self.settings
+        refuse_unmatched(wanted, {each for record in self.records for each in record.excluded})
+        lowest = min((record.lowest_draw for record in self.records), default=1.0)
+        _check_splits(settings, self.tokens, self.documents, lowest, self.rejected)
         for split in SPLITS if settings.kind.has_rows and not settings.kind.never_trains else ():
-            if documents[split] and not any(record.chat[split].counted for record in records if record.chat):
+            if self.documents[split] and not any(record.chat[split].counted for record in self.records if record.chat):
                 named = settings.sources if split == "train" else settings.validation_sources or settings.sources
                 raise DataError(
                     f"--source {' '.join(named)}: no token of its {split} rows is counted, so there is "
                     "nothing to learn or to measure; give records with counted tokens"
                 )
-    except DataError as error:
-        clear(out)
-        if left_out := _left_out(records):
-            raise DataError(f"{error} ({left_out})") from error
-        raise
+
+
+def _manifest(
+    written: _Written, files: list[list[SourceFile]], plan: dict[str, Any], out: OutFolder, first: tuple[int, ...]
+) -> Manifest:
+    """`first`: ids before each text."""
+    settings, records = written.settings, written.records
+    encoder = tokenize.Encoder(out.here / "tokenizer")
     tokenizer = tokenizer_folder.fingerprint(out.here / "tokenizer")
-    dtype = "uint16" if dtype_of(work, encoder).itemsize == 2 else "uint32"
+    dtype = "uint16" if dtype_of(written.work, encoder).itemsize == 2 else "uint32"
     return Manifest(
         dtype=dtype,
         vocab_size=encoder.vocab_size,
         separator_id=encoder.separator_id,
         first_tokens=first,
-        tokens=tokens,
-        documents=documents,
-        rejected=sum(len(record.rejected) for record in records),
+        tokens=written.tokens,
+        documents=written.documents,
+        rejected=written.rejected,
         cut=sum(record.cut for record in records),
         tokenizer_fingerprint=tokenizer,
         data_fingerprint=manifests.data_fingerprint(
-            dtype, encoder.vocab_size, encoder.separator_id, tokenizer, shards, first
+            dtype, encoder.vocab_size, encoder.separator_id, tokenizer, written.shards, first
         ),
         source={
             "files": sum(map(len, files)),
@@ -174,7 +193,7 @@ def _manifest(
             "stat": plan["stat"],
         },
         settings=plan["settings"],
-        shards=shards,
+        shards=written.shards,
         chat=_chat_figures(settings.kind, records, plan["moment"]) if settings.kind.has_rows else None,
     )
 

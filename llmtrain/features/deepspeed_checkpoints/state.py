@@ -329,6 +329,7 @@ _COMPARED = 4096  # elements
 class _Group:
     """Places for parameters: one tensor each, or one flat tensor for all (`flat`)."""
 
+    file: PickleFile
     entries: list[Any]
     """The optimizer's state of each tensor."""
     masters: list[Tensor]
@@ -343,7 +344,7 @@ class _Group:
     def after(self, place: int, shape: tuple[int, ...]) -> int:
         return place + (numel(shape) if self.flat else 1)
 
-    def fits(self, place: int, shape: tuple[int, ...], file: PickleFile, copy: Span) -> bool:
+    def fits(self, place: int, shape: tuple[int, ...], copy: Span) -> bool:
         if self.after(place, shape) > self.end() or not (self.flat or self.sizes[place] == shape):
             return False
         if not self.masters:
@@ -351,7 +352,7 @@ class _Group:
         count = min(_COMPARED, numel(shape))
         tensor, first = (self.masters[0], place) if self.flat else (self.masters[place], 0)
         copied = copy.read(0, count)
-        return torch.equal(file.read(tensor, first, first + count).to(copied.dtype), copied)
+        return torch.equal(self.file.read(tensor, first, first + count).to(copied.dtype), copied)
 
 
 def add_unnamed(state: State, files: Files, order: list[str], kinds: tuple[str, ...]) -> None:
@@ -363,7 +364,7 @@ def add_unnamed(state: State, files: Files, order: list[str], kinds: tuple[str, 
         names = _take(state, files, file, groups, waiting, stage)
         places = _deal(state, file, groups, names)
         for name, (group, place) in zip(names, places, strict=True):
-            _add(state, file, groups[group], place, name, kinds, twin=name not in waiting)
+            _add(state, groups[group], place, name, kinds, twin=name not in waiting)
         waiting = [name for name in waiting if name not in names]
     if waiting:
         raise CheckpointError(
@@ -386,7 +387,7 @@ def _groups(state: State, file: PickleFile, kinds: tuple[str, ...]) -> list[_Gro
             entries = [inner["state"].get(number) for number in group["params"]]
             tensors = [flat_masters[index]] if flat_masters else list(masters[index]) if masters else []
             tensors = [file.tensor(tensor) for tensor in tensors]
-            groups.append(_Group(entries, tensors, bool(flat_masters)))
+            groups.append(_Group(file, entries, tensors, bool(flat_masters)))
     except (LookupError, TypeError, AttributeError):
         raise CheckpointError(f"{file.path}: its optimizer state is not what DeepSpeed 0.19.8 writes.") from None
     for one in groups:
@@ -429,7 +430,7 @@ def _deal(state: State, file: PickleFile, groups: list[_Group], names: list[str]
         ahead: dict[tuple[int, ...], tuple[int, tuple[Any, ...]]] = {}
         for places, (count, path) in ways.items():
             for index, group in enumerate(groups):
-                if group.fits(places[index], shape, file, state.copies[name]):
+                if group.fits(places[index], shape, state.copies[name]):
                     after = (*places[:index], group.after(places[index], shape), *places[index + 1 :])
                     ahead[after] = (ahead.get(after, (0, ()))[0] + count, (path, (index, places[index])))
         ways = ahead
@@ -447,16 +448,14 @@ def _deal(state: State, file: PickleFile, groups: list[_Group], names: list[str]
     return places_of[::-1]
 
 
-def _add(
-    state: State, file: PickleFile, group: _Group, place: int, name: str, kinds: tuple[str, ...], *, twin: bool
-) -> None:
+def _add(state: State, group: _Group, place: int, name: str, kinds: tuple[str, ...], *, twin: bool) -> None:
     index, offset = (0, place) if group.flat else (place, 0)
-    tensors = adam_moments(state, file, group.entries[index], 1, kinds)
+    tensors = adam_moments(state, group.file, group.entries[index], 1, kinds)
     if group.masters:
         tensors[PARAM] = group.masters[index]
     else:
         tensors[PARAM] = state.copies[name].tensor
     for kind, tensor in tensors.items():
-        home = state.copies[name].file if kind == PARAM and not group.masters else file
+        home = state.copies[name].file if kind == PARAM and not group.masters else group.file
         span = Span(home, tensor, offset if kind != PARAM or group.masters else 0, 0, numel(state.shapes[name]))
         (state.twins if twin else state.spans).setdefault((kind, name), []).append(span)
