@@ -95,6 +95,32 @@ class Ceilings:
         )
         return {**found, "fp8_tflops": flops / took / 1e12}
 
+    def maps_of_one_input(self) -> dict[str, float]:
+        """TFLOP/s of the maps to queries, keys and values, forward and backward: a product for each, and one for all.
+
+        At size 8192 they are those of Llama 3 8B, whose keys and values have a quarter of the columns.
+        """
+        torch, tokens, hidden = self._torch, self._size, self._size // 2
+        columns = [hidden, hidden // 4, hidden // 4]
+        flops = 3 * 2 * tokens * hidden * sum(columns)
+        x = self._draw(tokens, hidden).requires_grad_()
+        together = self._draw(sum(columns), hidden).requires_grad_()
+        apart = [part.detach().clone().requires_grad_() for part in together.split(columns)]
+        gradients = [self._draw(tokens, width) for width in columns]
+
+        def step(weights: list[Any]) -> None:
+            x.grad = None
+            for weight in weights:
+                weight.grad = None
+            outputs = [torch.nn.functional.linear(x, weight) for weight in weights]
+            parts = outputs if len(outputs) > 1 else outputs[0].split(columns, dim=-1)
+            torch.autograd.backward(list(parts), gradients)
+
+        return {
+            "qkv_apart_tflops": flops / self._seconds(lambda: step(apart)) / 1e12,
+            "qkv_together_tflops": flops / self._seconds(lambda: step([together])) / 1e12,
+        }
+
     def copies(self) -> dict[str, float]:
         """GB/s, bytes read and written together: within the device, and to and from page-locked memory."""
         torch = self._torch
@@ -211,7 +237,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     found["programs"] = [name for name in ("git", "g++", "nvcc", "nvidia-smi") if shutil.which(name)]
     ceilings, failed = Ceilings(options.device, options.size), False
     with Card() as card:
-        for measure in (ceilings.products, ceilings.copies, ceilings.page_locks, ceilings.attention, disk):
+        for measure in (
+            ceilings.products,
+            ceilings.maps_of_one_input,
+            ceilings.copies,
+            ceilings.page_locks,
+            ceilings.attention,
+            disk,
+        ):
             try:
                 found |= measure()
             except Exception as error:  # the others are worth having
