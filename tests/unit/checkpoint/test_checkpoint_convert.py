@@ -115,7 +115,7 @@ def test_a_conversion_continues_where_it_was_interrupted(
     monkeypatch.setattr(CheckpointReader, "read_kind", lambda *args: names.append(args[2]) or read(*args))
     names.clear()
     code, out, _ = say("average", run / "step-100", run / "step-200", tmp_path / "mean")
-    assert code == 0 and "3 files are finished" in out
+    assert code == 0 and "3 files" in out
     assert set(names) == {"model.norm.weight"}
     assert say("verify", at(tmp_path / "mean", 200))[0] == 0
 
@@ -144,7 +144,7 @@ def test_from_and_to_hugging_face(tmp_path: Path, say: Say) -> None:
     code, _, err = say("to-hf", tmp_path / "run", tmp_path / "hf")
     assert code == 2 and "exists" in err
     code, _, err = say("to-hf", tmp_path / "run", tmp_path / "x", "--max-shard-size", "2 potatoes")
-    assert code == 2 and "--max-shard-size 2" in err
+    assert code == 2 and "--max-shard-size" in err and "potatoes" in err
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_gives_way_to_the_next(
@@ -200,7 +200,7 @@ def test_what_a_disk_changes_while_it_is_written_is_found(
     write_checkpoint(tmp_path / "run", 8, seed=2, shapes=WHOLE_LLAMA)
     monkeypatch.setattr(DurableFile, "close", close_and_change)
     code, _, err = say("average", run, tmp_path / "run/step-8", tmp_path / "mean")
-    assert code != 0 and "not written as it should be" in err, err
+    assert code != 0 and str(tmp_path / "mean") in err, err
     assert not at(tmp_path / "mean", 8).exists()
 
 
@@ -224,7 +224,7 @@ def test_what_a_checkpoint_leaves_out_is_read_from_its_folder(outside: Path, tmp
     assert [row["state"] for row in json.loads(say("ls", outside, "--json")[1])] == ["complete"] * 2
     assert say("diff", at(outside, 1), at(outside, 1))[0] == 0
     code, out, _ = say("diff", at(outside, 1), at(outside, 2))
-    assert code == 1 and "param of model.norm.weight: by up to" in out and not any(name in out for name in FROZEN)
+    assert code == 1 and "model.norm.weight" in out and not any(name in out for name in FROZEN)
     assert say("to-hf", at(outside, 2), tmp_path / "export")[0] == 0
     written = load_file(tmp_path / "export" / "model.safetensors")
     assert written["model.norm.weight"].dtype == torch.float32
@@ -255,14 +255,13 @@ def test_a_folder_that_is_not_as_it_was_is_refused(
     places = {"A": at(outside, 1), "B": at(outside, 2), "OUT": tmp_path / "out", "RUN": outside}
     code, out, err = say(*(places.get(word, word) for word in command.split()))
     assert code == {"v": 1, "p": 0}.get(command[0], 2), (out, err)
-    assert str(tmp_path / "hf") in out + err and "as it was when the run began. Put that folder" in out + err
-    assert "a resume reads model.pretrained instead" in out + err
+    assert str(tmp_path / "hf") in out + err and "model.pretrained" in out + err
     assert (UP if how == "changed" else "hf/model-") in out + err or how == "other"
     assert not (tmp_path / "out").exists()
     assert at(outside, 1).exists() == (command[0] != "p") and at(outside, 2).exists()
     assert (f"{at(outside, 1)}  intact, without its frozen parameters\n" in out) == (command[0] == "v"), out
     if how == "moved":
-        assert "which is not there" in say("ls", outside)[1]
+        assert str(tmp_path / "hf") in say("ls", outside)[1]
         (tmp_path / "hf").symlink_to(tmp_path / "elsewhere")
         assert say(*(places.get(word, word) for word in command.split()))[0] == (command[0] == "d")
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def test_ls_shows_all_that_lies_there(run: Path, say: Say) -> None:
         "incomplete",
         "trash",
     ]
-    assert "rank-00001.safetensors is missing" in states[2][1] and "trainer.json" in states[3][1]
+    assert "rank-00001.safetensors" in states[2][1] and "trainer.json" in states[3][1]
     assert "307k" in lines[1] and "ZeRO 1 x 2 ranks, fp32" in lines[1] and str(at(run, 300)) in lines[1]
 
 
@@ -60,7 +61,7 @@ def test_ls_shows_all_that_lies_there(run: Path, say: Say) -> None:
 def test_a_data_folder_is_told_from_a_checkpoint(tmp_path: Path, say: Say, command: str) -> None:
     write_prepared(tmp_path / "data", [[[1, 2, 3]]], [[[1, 2]]], vocab_size=8)
     code, _, err = say(command, tmp_path / "data", *([tmp_path / "out"] if command == "to-hf" else []))
-    assert code == 2 and "is prepared data" in err and "`llmtrain data show`" in err
+    assert code == 2 and str(tmp_path / "data") in err and "`llmtrain data show`" in err
 
 
 def test_the_layout_in_words() -> None:
@@ -101,7 +102,7 @@ def test_what_holds_no_checkpoint(run: Path, tmp_path: Path, say: Say) -> None:
     for path in (tmp_path / "empty", tmp_path / "none", run / "step-7"):
         for command in ("ls", "verify"):
             code, _, err = say(command, path)
-            assert code == 2 and str(path) in err and "Give a run folder" in err
+            assert code == 2 and str(path) in err
 
 
 # verify
@@ -155,12 +156,12 @@ def test_verify_finds_each_kind_of_damage(run: Path, say: Say, file: str, how: s
 def test_verify_compares_the_steps(run: Path, say: Say) -> None:
     at(run, 300).rename(at(run, 999))
     code, out, _ = say("verify", at(run, 999))
-    assert code == 1 and "manifest.json is of step 300, the folder of step 999" in out
+    assert code == 1 and "manifest.json" in out and "step 300" in out and "step 999" in out
     trainer = replace(TrainerState.read(at(run, 200)), step=7)
     (at(run, 200) / TRAINER).write_text(json.dumps(trainer.to_json()))
     resign(at(run, 200))
     code, out, _ = say("verify", at(run, 200))
-    assert code == 1 and "trainer.json is of step 7, manifest.json of step 200" in out
+    assert code == 1 and "trainer.json" in out and "step 7" in out and "step 200" in out
 
 
 # diff
@@ -206,7 +207,7 @@ def test_diff_of_other_tensors(tmp_path: Path, say: Say) -> None:
     b = write_checkpoint(tmp_path / "b", 5, seed=1, shapes=shapes)
     code, out, _ = say("diff", a, b)
     assert code == 1
-    assert "tensor   param of lm_head.weight: only in B" in out
+    assert re.search(r"lm_head\.weight: .*\bB$", out, re.MULTILINE)
     assert f"tensor   exp_avg of {UP}: shape (16, 8) -> (8, 16)" in out
 
 
@@ -215,7 +216,7 @@ def test_diff_of_other_tensors(tmp_path: Path, say: Say) -> None:
 
 @pytest.mark.parametrize("given", ["step-999", "checkpoints/step-999"])
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(run: Path, given: str) -> None:
-    with pytest.raises(CheckpointError, match=r"no such folder\. .* The run has steps 300, 200, 100\.$"):
+    with pytest.raises(CheckpointError, match=f"{run}.* 300, 200, 100"):
         find_checkpoints(run / given)
 
 
@@ -289,10 +290,10 @@ def test_prune_never_takes_the_newest_that_verifies(run: Path, say: Say) -> None
         flip(path, path.stat().st_size - 1)
     code, out, _ = say("prune", run, "--keep", 1)
     assert code == 0 and complete_checkpoints(run / "checkpoints") == [at(run, 300), at(run, 100)]
-    assert f"damaged  {at(run, 300)}" in out and "step-00000100 verified" in out
+    assert str(at(run, 300)) in out and "step-00000100" in out
     (at(run, 100) / TRAINER).unlink()
     code, _, err = say("prune", run, "--keep", 1)
-    assert code == 2 and "no checkpoint verifies, so nothing was deleted" in err and at(run, 100).is_dir()
+    assert code == 2 and str(run) in err and at(run, 100).is_dir()
     code, _, err = say("prune", run, "--keep", 0)
     assert code == 2 and "--keep 0" in err
 
@@ -320,4 +321,4 @@ def test_a_disk_that_is_too_small_is_known_beforehand(tmp_path, monkeypatch, kee
     said = will_lack(tmp_path / "run" / "checkpoints", 100 << 20, keep)
     assert (said is not None) == bool(short)
     if said is not None:
-        assert f"this run writes {short} checkpoints of 100 MiB" in said and "checkpoint.keep 2" in said
+        assert f"{short} checkpoints" in said and "100 MiB" in said and "checkpoint.keep 2" in said

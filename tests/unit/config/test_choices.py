@@ -94,7 +94,7 @@ def test_the_json_selects_the_class_of_an_optimizer_without_a_name(here: Path) -
         lr=1e-3, muon_lr=0.03, muon_momentum=0.95, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=0.0
     )
     write(here, {"optim": {"eps": 1e-6}}, {"optimizer": {"type": "Lion"}})
-    with pytest.raises(ConfigError, match=r"(?s)optim.eps = 1e-06.*optim.name"):
+    with pytest.raises(ConfigError, match=r"optim\.name", check=lambda e: e.keys == {"optim.eps"}):
         load(["run.yaml"], 2)
 
 

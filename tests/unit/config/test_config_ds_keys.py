@@ -281,7 +281,8 @@ def test_what_deepspeed_refuses_is_told_in_its_words(
     assert cli.main(["config", "check", "run.yaml"]) == 2
     assert "data_types.keep_in_fp32_modules" in capsys.readouterr().err
     exact = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    with pytest.raises(ConfigError, match=r"(?s)zero_optimization.reduce_bucket_size = -1.*DeepSpeed"):
+    key = "zero_optimization.reduce_bucket_size"
+    with pytest.raises(ConfigError, match=f"{key} = -1", check=lambda e: e.keys == {key}):
         deep_check({**exact, "zero_optimization": {"stage": 2, "reduce_bucket_size": -1}}, "ds.json")
 
 

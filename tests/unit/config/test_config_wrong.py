@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,9 @@ def test_a_run_folder_in_use_is_told_before_anything_slow(
         with monkeypatch.context() as patch:
             patch.setattr("llmtrain.training.examine.examine", lambda _: pytest.fail("this takes seconds"))
             assert main(["train", "--config", "run.yaml"]) == 2
-            assert "held is in use by another launch" in capsys.readouterr().err
             (here / "hosts").write_text("localhost slots=2\n")
             assert main(["launch", "--hostfile", "hosts", "--", "run.yaml"]) == 2
-            assert "held is in use by another launch" in capsys.readouterr().err
+            assert len(re.findall(r"held .*another launch", capsys.readouterr().err)) == 2
         assert main(["config", "check", "run.yaml"]) == 0, "which disturbs nobody"
 
 
@@ -158,9 +158,9 @@ def test_check_without_a_world_size_tells_which_to_give(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     write(here)
     assert main(["config", "show", "run.yaml"]) == 0
-    assert "the figures are for 1 rank; --world-size 2 or 4 gives those for more" in capsys.readouterr().out
+    assert "--world-size 2 or 4" in capsys.readouterr().out
     assert main(["config", "show", "run.yaml", "--world-size", "1"]) == 0
-    assert "for 1 rank;" not in capsys.readouterr().out
+    assert "--world-size" not in capsys.readouterr().out
     write(here, {"train": {"accumulation": 1}}, {"sequence_parallel_size": 2})
     assert main(["config", "check", "run.yaml"]) == 2
     assert "--world-size 8" in capsys.readouterr().err
@@ -179,7 +179,7 @@ def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixtu
     edit_manifest(here / "data/x", lambda told: told["shards"]["train"][0].update(origins))
     check = ["config", "check", "run.yaml", "--world-size=2"]
     assert main([*check, "--data"]) == 0
-    assert "10 files, " in (said := capsys.readouterr().out) and "as the checksums of their manifests say" in said
+    assert "10 files, " in (said := capsys.readouterr().out) and "checksums" in said and "except" not in said
     first = ("x/train-00000.bin", "x/tokenizer/tokenizer.json", "x/train-00000.origins.parquet")
     for name in (*first, "y/train-00000.bin", "z/validation-00000.bin"):  # of a stage, and of an evaluation set
         file = here / "data" / name
@@ -191,7 +191,7 @@ def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixtu
         file.write_bytes(good)
     edit_manifest(here / "data/x", lambda told: [shard.update(xxh3="") for shard in told["shards"]["train"]])
     assert main([*check, "--data"]) == 0, "a folder without checksums goes on working"
-    assert "except 1 file without a checksum" in capsys.readouterr().out
+    assert "except 1 file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

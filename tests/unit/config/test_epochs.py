@@ -35,8 +35,7 @@ def test_the_schedule_must_fit_into_the_epochs(here: Path, capsys: pytest.Captur
     assert cli.main(["config", "check", "run.yaml", "--world-size", "2"]) == 2
     told = capsys.readouterr().err
     assert "schedule.warmup_steps = 4 with train.epochs = 2.0  (run.yaml, line" in told
-    assert "must be less than the run's 4 steps" in told
-    assert "or train.epochs to more than 2" in told
+    assert "4 steps" in told and "train.epochs to more than 2" in told
 
 
 @pytest.mark.parametrize("epochs", [0, -1, 1e9])

@@ -45,7 +45,7 @@ def test_another_choice_of_a_later_file_drops_the_fields_that_it_has_not(here: P
     (here / "more.yaml").write_text("schedule: {name: constant, min_ratio: null}\n")
     assert parse(["run.yaml", "more.yaml"]).config.schedule == Constant()
     (here / "more.yaml").write_text("schedule: {decay_steps: 3}\n")
-    with pytest.raises(ConfigError, match=r"decay_steps = 3  \(more.yaml, line 1\)"):
+    with pytest.raises(ConfigError, match=r"more\.yaml, line 1", check=lambda e: e.keys == {"schedule.decay_steps"}):
         parse(["run.yaml", "more.yaml"])
     (here / "more.yaml").write_text("schedule:\nmodel: null\n")  # a section without contents says nothing
     assert parse(["run.yaml", "more.yaml"]).config.schedule == Cosine(min_ratio=0.2)
@@ -83,7 +83,7 @@ def test_home_and_variables_in_paths(here: Path, monkeypatch: pytest.MonkeyPatch
     config = run.config
     assert (config.deepspeed, config.data.mixture) == (f"{here}/ds.json", {f"{here}/data/x": 1.0})
     assert (config.train.run_dir, config.train.sample_prompt) == ("runs/of me/1", "$OUT")
-    assert "train.run_dir: $OUT/1 is runs/of me/1 here" in run.notes
+    assert any("train.run_dir" in note and "$OUT/1" in note and "runs/of me/1" in note for note in run.notes)
     (here / "~").mkdir()
     (here / "~/ds.json").write_text((here / "ds.json").read_text())  # what is there as it is written is meant
     assert load(["run.yaml"], 2).config.deepspeed == "~/ds.json"
@@ -92,5 +92,5 @@ def test_home_and_variables_in_paths(here: Path, monkeypatch: pytest.MonkeyPatch
 def test_one_folder_under_two_names_is_a_mistake(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("D", "data")
     write(here, {"data": {"path": None, "mixture": {"data/x": 1, "$D/x": 2}}})
-    with pytest.raises(ConfigError, match=r"(?s)data.mixture.\$D/x = .*data/x"):
+    with pytest.raises(ConfigError, match="data/x", check=lambda e: e.keys == {"data.mixture.$D/x"}):
         parse(["run.yaml"])

@@ -80,8 +80,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(
     placed(here, *trained)
     assert check(key) == 2
     said = capsys.readouterr().err
-    assert f'{key} = "m"' in said and "that of data/t" in said and "tokens have other ids, such as" in said
-    assert "prepare the data with --tokenizer m, or name a model of the data's tokenizer" in said
+    assert f'{key} = "m"' in said and "data/t" in said and "ids" in said and "--tokenizer m" in said
     (here / "m/tokenizer.json").unlink()  # nothing is proved then
     assert "its tokenizer" not in (capsys.readouterr().err if check(key) else "")
 
@@ -90,7 +89,7 @@ def test_a_text_that_another_step_would_give_other_ids_is_refused(
     here: Path, trained: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     placed(here, trained[0], changed(trained[0], digits))
-    assert check("model.pretrained") == 2 and "they cut or normalize a text differently" in capsys.readouterr().err
+    assert check("model.pretrained") == 2 and "normalize" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("of_data", [False, True])
@@ -114,7 +113,7 @@ def test_other_merges_are_refused(here: Path, trained: tuple[str, str], capsys: 
     told = json.loads(trained[0])
     told["model"]["merges"] = told["model"]["merges"][::-1]
     placed(here, trained[0], json.dumps(told))
-    assert check("model.pretrained") == 2 and "by other merges or scores" in capsys.readouterr().err
+    assert check("model.pretrained") == 2 and "merges" in capsys.readouterr().err
 
 
 def test_what_changes_no_id_and_added_tokens_pass(here: Path, trained: tuple[str, str]) -> None:

@@ -398,5 +398,5 @@ def test_a_figure_of_a_plugins_metric_may_decide(here: Path) -> None:
     assert parse([*words, "eval/rare", "--checkpoint.keep_best.mode", "max"]).config.checkpoint.keep_best.mode == "max"
     with pytest.raises(ConfigError, match=r"checkpoint\.keep_best\.mode"):
         parse([*words, "eval/rare"])
-    with pytest.raises(ConfigError, match=r'checkpoint\.keep_best\.metric = "eval/common"'):
+    with pytest.raises(ConfigError, match='"eval/common"', check=lambda e: e.keys == {"checkpoint.keep_best.metric"}):
         parse([*words, "eval/common"])

@@ -86,14 +86,13 @@ def test_units_switches_and_quoted_numbers_are_read(here: Path) -> None:
 def test_values_that_few_runs_mean_are_noted(here: Path) -> None:
     write(here, {"train": {"max_steps": 4, "max_tokens": 10**6, "eval_every": 1000}, "optim": {"weight_decay": 10}})
     notes = "\n".join(load(["run.yaml"], 2).notes)
-    assert "train.eval_every 1000: the run has 4 steps" in notes
-    assert "train.max_steps 4 and train.max_tokens 1000000: the first to be reached ends the run, at step 4" in notes
-    assert "optim.weight_decay 10: 0.1 is common" in notes
+    assert "train.eval_every 1000: " in notes and "4 steps" in notes
+    assert "train.max_steps 4 and train.max_tokens 1000000: " in notes and "optim.weight_decay 10: 0.1 " in notes
     write(here, {"train": {"eval": False, "eval_every": 1000}})
     notes = "\n".join(load(["run.yaml"], 2).notes)
-    assert "train.eval is off" in notes and "evaluated only at its end" not in notes
+    assert "train.eval is off" in notes and "train.eval_every 1000" not in notes
     write(here)
-    assert not [note for note in load(["run.yaml"], 2).notes if "common" in note or "first to be" in note]
+    assert not [note for note in load(["run.yaml"], 2).notes if "weight_decay" in note or "max_tokens" in note]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,24 +201,22 @@ def test_reading_costs_little(here: Path) -> None:
 
 
 def test_a_flag_over_a_section_that_is_no_map_hides_no_mistake(here: Path) -> None:
-    write(here, {"optim": 5})
-    with pytest.raises(ConfigError, match=r"optim = 5  \(run.yaml, line \d+\)"):
-        parse(["run.yaml", "--optim.lr", "1e-3"])
-    write(here, {"model": {"config": "folder"}})
-    with pytest.raises(ConfigError, match=r'model.config = "folder"  \(run.yaml'):
-        parse(["run.yaml", "--model.config.vocab_size", "5"])
     (here / "above.yaml").write_text("optim: {lr: 1e-3}\n")
-    write(here, {"optim": 5})
-    with pytest.raises(ConfigError, match=r"optim = 5  \(run.yaml"):
-        parse(["run.yaml", "above.yaml"])
+    for section, words in (
+        ("optim", ["--optim.lr", "1e-3"]),
+        ("optim", ["above.yaml"]),
+        ("model.config", ["--model.config.vocab_size", "5"]),
+    ):
+        write(here, {"optim": 5} if section == "optim" else {"model": {"config": "folder"}})
+        with pytest.raises(ConfigError, match=r"run\.yaml, line \d", check=lambda e, key=section: e.keys == {key}):
+            parse(["run.yaml", *words])
     (here / "above.yaml").write_text("model: {config: {model_type: gpt2}}\n")  # a path below may be replaced
-    write(here, {"model": {"config": "folder"}})
     assert parse(["run.yaml", "above.yaml"]).config.model.config == {"model_type": "gpt2"}
 
 
 def test_a_broken_word_of_a_map_is_named_by_its_flag(here: Path) -> None:
     write(here)
-    with pytest.raises(ConfigError, match=r"--model.config.layer_types, line 1"):
+    with pytest.raises(ConfigError, match=r"--model\.config\.layer_types\b"):
         parse(["run.yaml", "--model.config.layer_types", "[a"])
 
 
@@ -233,5 +230,5 @@ def test_a_class_that_refuses_its_values_makes_no_traceback() -> None:
                 raise ValueError("3 is odd")
 
     assert read(Picky, {"size": 3}, "parts.picky", problems := Problems()) is WRONG
-    assert "class Picky refuses it: 3 is odd" in str(problems.error())
+    assert "Picky" in (said := str(problems.error())) and "3 is odd" in said and problems.keys == {"parts.picky"}
     assert read(Picky, {"size": 2}, "parts.picky", Problems()) == Picky(size=2)

@@ -59,8 +59,8 @@ def test_a_mistake_about_one_stage_silences_no_rule_of_another(here: Path) -> No
     write(here, {"data": {"stages": stages}})
     with pytest.raises(ConfigError) as refused:
         load(["run.yaml"], RANKS)
-    told = str(refused.value)
-    assert told.count("data.stages[0].from_step = -1") == 1 and "data.stages[2].from_step = 8" in told
+    assert refused.value.keys >= {"data.stages[0].from_step", "data.stages[2].from_step"}
+    assert str(refused.value).count("data.stages[0].from_step = -1") == 1
 
 
 def test_a_blank_of_a_name_is_seen(here: Path) -> None:

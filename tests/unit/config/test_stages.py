@@ -123,7 +123,7 @@ def test_a_schedule_lasts_until_the_next_one(here: Path) -> None:
     assert rate(0, 100) == pytest.approx(1 / 11) and rate(10, 100) == 1
     assert rate(79, 100) == pytest.approx(0.1)
     assert rate(80, 100) == 1 and rate(99, 100) == pytest.approx(0) and rate(89, 100) == pytest.approx(1 - 9 / 19)
-    assert any("changes from 0.1 to 1 of optim.lr at step 80" in note for note in found.notes)
+    assert any("0.1 to 1 of optim.lr at step 80" in note for note in found.notes)
 
 
 TOKENS = 60 * 8 * 128
@@ -172,7 +172,7 @@ def test_figures_that_decide_across_other_data_are_told(here: Path) -> None:
     best = {"checkpoint": {"keep_best": {"metric": "eval/loss"}}, "eval": {"sets": {"web": "data/x"}}}
     steps = {"max_steps": 60, "eval_every": 10}
     told = [note for note in loaded(here, STAGES, **best, train=steps).notes if "keep_best" in note]
-    assert len(told) == 1 and "from step 40 on eval/loss is measured on other data" in told[0]
+    assert len(told) == 1 and "step 40" in told[0] and "eval/loss" in told[0]
     best["checkpoint"]["keep_best"]["metric"] = "eval/web/loss"
     assert not [note for note in loaded(here, STAGES, **best, train=steps).notes if "keep_best" in note]
     best["checkpoint"]["keep_best"]["metric"] = "eval/loss"
@@ -224,7 +224,7 @@ def test_what_a_stage_cannot_say(here: Path, stages: Any, sections: dict[str, An
 
 def test_lengths_of_stages_are_checked_as_those_of_runs(here: Path) -> None:
     write(here, {"data": {"stages": [{"from_step": 5, "sequence_length": 129}]}}, {"sequence_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"data.stages\[0\].sequence_length = 129"):
+    with pytest.raises(ConfigError, match="129", check=lambda e: e.keys == {"data.stages[0].sequence_length"}):
         load(["--config", "run.yaml"], 2)
 
 

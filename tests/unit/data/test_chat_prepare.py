@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import shutil
 import time
 from collections import Counter
@@ -105,7 +106,7 @@ def test_every_record_is_there_or_named(place: Path, prepared: Path) -> None:
     lines = (prepared / "rejected.jsonl").read_text().splitlines()
     rejected = sorted(map(json.loads, lines), key=lambda entry: entry["line"])
     assert [(entry["file"], entry["line"]) for entry in rejected] == [("talks.jsonl", 7), ("talks.jsonl", 11)]
-    assert rejected[0]["reason"] == "message 0 has no role" and "broken JSON" in rejected[1]["reason"]
+    assert "role" in rejected[0]["reason"] and "JSON" in rejected[1]["reason"]
     # Rows of a conversation are on one side: a thought that validation asks for is in no row for training.
     train, validation = ({data_text(prepared, row).split()[0] for row in rows_of(data, s)} for s in SPLITS)
     assert validation and not train & validation
@@ -139,8 +140,7 @@ def test_where_nothing_is_left_the_reasons_are(place: Path, capsys: pytest.Captu
     deep = '{"messages": ' + "[" * 990 + "]" * 990 + "}"
     (place / "none.jsonl").write_text(f"{BAD[7]}\n{deep}\n")
     assert prepare(place, "none.jsonl", "none", "--max-rejected", "2") == 2
-    told = capsys.readouterr().err
-    assert "no training document (2 records rejected, each with its reason in rejected.jsonl)" in told
+    assert "2 records" in (told := capsys.readouterr().err) and "rejected.jsonl" in told
     assert [json.loads(line)["line"] for line in (place / "none/rejected.jsonl").read_text().splitlines()] == [1, 2]
 
 
@@ -186,7 +186,7 @@ def test_an_epoch_holds_every_row_whole_and_once(place: Path, prepared: Path) ->
 
 
 def test_training_refuses_what_would_leak_or_be_cut(prepared: Path) -> None:
-    with pytest.raises(DataError, match=r"holds conversations.*set data.isolate_documents to true"):
+    with pytest.raises(DataError, match=r"data\.isolate_documents"):
         TrainData(config(prepared, isolate_documents=False))
     longest = PreparedSet(prepared).manifest.chat.longest  # type: ignore[union-attr]
     with pytest.raises(DataError, match=f"has {longest} tokens, and rows are not cut.*--max-tokens {longest - 1}"):
@@ -200,12 +200,12 @@ def test_damage_is_found(place: Path, prepared: Path, tmp_path: Path) -> None:
     path = sorted(folder.glob("train-*.rows"))[0]
     good = path.read_bytes()
     path.write_bytes(bytes([good[0] + 1]) + good[1:])
-    with pytest.raises(DataError, match=r"its rows do not fit its shard"):
+    with pytest.raises(DataError, match=f"{path.stem}.*rows"):
         TrainData(config(folder))
-    with pytest.raises(DataError, match=r"\.rows: its checksum"):
+    with pytest.raises(DataError, match=f"{path}: its checksum"):
         PreparedSet(folder).verify()
     path.write_bytes(good[:-1])
-    with pytest.raises(DataError, match=r"\.rows: has .* bytes, the manifest says"):
+    with pytest.raises(DataError, match=f"{path}: .*{len(good) - 1:,} .*{len(good):,}"):
         PreparedSet(folder)
 
 
@@ -239,9 +239,9 @@ def test_a_tokenizer_needs_a_template(place: Path, tmp_path: Path, capsys: pytes
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
     given = ["--source", str(place / "good.jsonl"), "--format", "chat", "--validation-fraction", "0"]
     assert main([*given, "--out", str(tmp_path / "a"), "--tokenizer", str(bare)]) == 2
-    assert "it has no chat template" in capsys.readouterr().err
+    assert str(bare) in (error := capsys.readouterr().err) and "--chat-template" in error
     assert main([*given, "--out", str(tmp_path / "a"), "--vocab-size", "300"]) == 2
-    assert "--format chat needs --tokenizer FOLDER" in capsys.readouterr().err
+    assert "--tokenizer" in capsys.readouterr().err
     (tmp_path / "own.jinja").write_text(template)
     own = ("--chat-template", str(tmp_path / "own.jinja"))
     assert main([*given, "--out", str(tmp_path / "a"), "--tokenizer", str(bare), *own]) == 0
@@ -256,7 +256,7 @@ def test_show_tells_what_is_counted(prepared: Path, capsys: pytest.CaptureFixtur
     counted = "".join(line.partition("| ")[2] + "\n" for line in shown.splitlines() if line.startswith("counted"))
     assert counted.count("<think>") == counted.count("<|im_end|>") == 2 and "user" not in counted
     assert cli.main(["data", "show", str(prepared), "--index", "100000"]) == 2
-    assert "has rows 0 to" in capsys.readouterr().err
+    assert str(len(rows) - 1) in capsys.readouterr().err
 
 
 def told(place: Path, records: list[dict[str, object]], out: str, model: Path, *more: str) -> int:
@@ -344,9 +344,9 @@ def test_an_option_tells_the_template_of_all_records(tmp_path: Path, capsys: pyt
     assert told(tmp_path, records, "out", model, *chat, "--chat-template-kwargs", '{"think": "no"}') == 0
     rows = [data_text(tmp_path / "out", row) for row in rows_of(PreparedSet(tmp_path / "out"), "train")]
     assert ["think no" in rows[0], "think maybe" in rows[1]] == [True, True]
-    assert 'chat_template_kwargs {"think": "no"}' in capsys.readouterr().out
+    assert '{"think": "no"}' in capsys.readouterr().out
     assert told(tmp_path, records, "out", model, *chat) == 2  # it is a setting of the folder
-    assert "chat_template_kwargs was {'think': 'no'}" in capsys.readouterr().err
+    assert "chat_template_kwargs" in (error := capsys.readouterr().err) and "{'think': 'no'}" in error
     for wrong, reason in (
         ('{"thnk": 1}', "reads no such name; it reads think"),
         ("{think}", "write an object of JSON"),
@@ -385,7 +385,7 @@ def test_a_preparation_that_ended_with_bad_records_does_not_block_the_next_one(
     assert list((out / "unfinished").glob("unit-*.json"))
     capsys.readouterr()
     assert prepare(place, "good.jsonl", str(out), "--max-tokens", "4096") == 0
-    assert "starting over" in capsys.readouterr().out
+    assert "unfinished" in capsys.readouterr().out
 
 
 # --- best fit
@@ -430,10 +430,10 @@ def test_one_row_fills_a_sequence_whatever_its_length() -> None:
     """A text does not: its window is full. So a newcomer's ten conversations train with a long sequence_length."""
     config = RunConfig(deepspeed="ds.json", data=DataConfig(path="x", sequence_length=4096))
 
-    def told(chat: dict[str, object] | None, validation: int) -> str:
+    def short(chat: dict[str, object] | None, validation: int) -> list[str]:
         manifest = {"tokens": {"train": 369, "validation": validation}, "chat": chat}
         _check_length("data.path", "x", manifest, config, problems := Problems())
-        return str(problems.error()) if problems else ""
+        return re.findall(r"(\w+) split \((\d+) tokens", str(problems.error())) if problems else []
 
-    assert told({"longest": 41}, 41) == "" and "its validation split (0 tokens)" in told({"longest": 41}, 0)
-    assert "its train split (369 tokens) does not fill one sequence" in told(None, 41)
+    assert short({"longest": 41}, 41) == [] and short({"longest": 41}, 0) == [("validation", "0")]
+    assert short(None, 41) == [("train", "369"), ("validation", "41")]

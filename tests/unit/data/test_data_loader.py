@@ -160,7 +160,7 @@ def test_a_fault_in_the_thread_reaches_the_consumer(tmp_path: Path) -> None:
     shard = folder / "train-00000.bin"
     shard.write_bytes(b"\xff" * shard.stat().st_size)  # ids 65535 in a vocabulary of 50
     loader = of_four(data)
-    with pytest.raises(DataError, match="holds the id 65535, outside the vocabulary"):
+    with pytest.raises(DataError, match="65535"):
         next(loader)
 
 
@@ -232,26 +232,27 @@ def test_refusals_name_the_folder_and_the_remedy(folder: Path, tmp_path: Path) -
         return str(caught.value)
 
     assert "llmtrain prepare" in refusal(path=str(tmp_path / "nowhere"))
-    assert "exactly one" in refusal()
-    assert "exactly one" in refusal(path=str(folder), mixture={str(folder): 1.0})
+    for fields in ({}, {"path": str(folder), "mixture": {str(folder): 1.0}}):
+        assert "data.path" in (both := refusal(**fields)) and "data.mixture" in both
     assert "positive" in refusal(mixture={str(folder): 0.0})
-    assert "do not fill one sequence" in refusal(path=str(folder), sequence_length=10**6)
+    assert str(folder) in (short := refusal(path=str(folder), sequence_length=10**6)) and "1000000" in short
     foreign = write_prepared(tmp_path / "f", random_shards(0, 1, 9), [], tokenizer="{ }")
-    assert "different tokenizers" in refusal(mixture={str(folder): 1.0, str(foreign): 1.0}, sequence_length=T)
+    mixed = refusal(mixture={str(folder): 1.0, str(foreign): 1.0}, sequence_length=T)
+    assert str(folder) in mixed and str(foreign) in mixed
     no_validation = TrainData(DataConfig(path=str(foreign), sequence_length=T))
     with pytest.raises(DataError, match="--validation-fraction"):
         validation_batches(no_validation, sequences=1, micro_batch=1, rank=0, data_parallel=1)
     (foreign / "manifest.json").write_text('{"format": "llmtrain-data", "version": 99}')
-    assert "version is 99" in refusal(path=str(foreign))
+    assert "99" in refusal(path=str(foreign))
     (foreign / "manifest.json").write_text("[]")
-    assert "not a manifest" in refusal(path=str(foreign))
+    assert f"{foreign}/manifest.json" in refusal(path=str(foreign))
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(folder: Path) -> None:
     manifest = PreparedSet(folder).manifest
     check_vocabulary(manifest, 50)
     check_vocabulary(manifest, 64)
-    with pytest.raises(DataError, match=r"vocab_size 49 is smaller than the tokenizer's 50"):
+    with pytest.raises(DataError, match=r"vocab_size.* 49 .* 50"):
         check_vocabulary(manifest, 49)
 
 
@@ -261,13 +262,13 @@ def test_damaged_shards_are_found(tmp_path: Path) -> None:
     shard = folder / "train-00001.bin"
     good = shard.read_bytes()
     shard.write_bytes(good[:100] + bytes([good[100] ^ 1]) + good[101:])
-    with pytest.raises(DataError, match=r"train-00001\.bin: its checksum"):
+    with pytest.raises(DataError, match=f"{shard}: .*checksum"):
         PreparedSet(folder).verify()
     shard.write_bytes(good[:-2])
-    with pytest.raises(DataError, match=r"train-00001\.bin: has \d+ bytes, the manifest says"):
+    with pytest.raises(DataError, match=f"{shard}: .*{len(good) - 2}.*{len(good)}"):
         PreparedSet(folder)
     shard.unlink()
-    with pytest.raises(DataError, match=r"train-00001\.bin: is missing"):
+    with pytest.raises(DataError, match=f"{shard}: .*missing"):
         PreparedSet(folder)
 
 

@@ -156,7 +156,7 @@ def test_kill_9_loses_no_finished_shard(corpus: Path, reference: Path, tmp_path:
     process.communicate()
     assert_all_end(workers)  # nobody told them; they saw the end of their input
     assert not (out / "manifest.json").exists()
-    with pytest.raises(DataError, match="not fully"):
+    with pytest.raises(DataError, match=r"manifest\.json.*`llmtrain prepare"):
         PreparedSet(out)
     records = [json.loads(path.read_text()) for path in (out / "unfinished").glob("unit-*.json")]
     kept = [out / shard["file"] for record in records for shard in record["shards"].values() if shard]
@@ -176,11 +176,11 @@ def test_ctrl_c_leaves_no_process_and_no_temporary_file(
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert "the same command continues" in errors and "Traceback" not in errors
+    assert "Traceback" not in errors
     assert_all_end(workers)
     assert not list(out.rglob("*.tmp"))
     assert main(arguments(corpus, out)) == 0
-    assert "shards are already done" in capsys.readouterr().out
+    assert re.search(r"\d+ of 99 shards", capsys.readouterr().out)
     assert contents(out) == contents(reference)
 
 
@@ -192,7 +192,7 @@ def test_a_killed_worker_is_named_and_nothing_hangs(corpus: Path, tmp_path: Path
     workers[0].kill()
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 2
-    assert "was killed by SIGKILL" in errors and "--processes" in errors and "Traceback" not in errors
+    assert "SIGKILL" in errors and "--processes" in errors and "Traceback" not in errors
     assert_all_end(workers)
     assert not list(out.rglob("*.tmp"))
 
@@ -204,7 +204,7 @@ def test_a_second_prepare_is_refused_and_leaves_the_files_of_the_first_alone(
     process = start(arguments(corpus, out, "--processes", "1"))
     wait_for_records(out, 1, process)
     assert main(arguments(corpus, out, "--processes", "1")) == 2
-    assert "another `llmtrain prepare` is at work in it" in capsys.readouterr().err
+    assert str(out) in (error := capsys.readouterr().err) and "`llmtrain prepare`" in error
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert contents(out) == contents(reference)
@@ -222,7 +222,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_shard(corpus: Path, reference: P
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
     )
     assert process.returncode == 2
-    assert "cannot be written (File too large)" in process.stderr and "Traceback" not in process.stderr
+    assert "File too large" in process.stderr and "Traceback" not in process.stderr
     assert not list(out.rglob("*.tmp")) and not list(out.glob("*.bin"))
 
 
@@ -232,7 +232,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_shard(corpus: Path, reference: P
 def test_a_complete_folder_is_left_alone(corpus: Path, reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in reference.rglob("*")}
     assert main(arguments(corpus, reference)) == 0
-    assert "already complete" in capsys.readouterr().out
+    assert "complete" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in reference.rglob("*")} == before
 
 
@@ -247,7 +247,7 @@ def test_show_prints_the_documents_of_texts(corpus: Path, reference: Path, capsy
         text = "\n".join(shown).removesuffix("<|endoftext|>")
         assert text in texts and number == len(Encoder(data.tokenizer_dir).encode([text])[0]) + 1
     assert cli.main(["data", "show", str(reference), "--index", "100000"]) == 2
-    assert "has documents 0 to" in capsys.readouterr().err
+    assert str(data.manifest.documents["train"] - 1) in capsys.readouterr().err
 
 
 def test_other_settings_or_another_source_are_refused(
@@ -255,7 +255,7 @@ def test_other_settings_or_another_source_are_refused(
 ) -> None:
     assert main([*arguments(corpus, reference), "--validation-fraction", "0.5"]) == 2
     error = capsys.readouterr().err
-    assert "validation_fraction was 0.05 and is now 0.5" in error and "another --out" in error
+    assert all(word in error for word in ("validation_fraction", "0.05", "0.5", "--out")) and "source" not in error
     source = tmp_path / "a.txt"
     source.write_text("hello " * 100)
     out = tmp_path / "set"
@@ -263,11 +263,11 @@ def test_other_settings_or_another_source_are_refused(
     assert main(argv) == 0
     source.write_text("other " * 100)
     assert main(argv) == 2
-    assert "the source files have changed since" in capsys.readouterr().err
+    assert "source" in (error := capsys.readouterr().err) and "--out" in error
     assert main(["--source", *map(str, [source] * 50), *argv[2:]]) == 2
-    assert "a.txt' and 47 others]" in (error := capsys.readouterr().err) and len(error) < 1000
+    assert "47" in (error := capsys.readouterr().err) and len(error) < 1000
     assert main(["--source", str(corpus), "--out", str(tmp_path), "--vocab-size", "258"]) == 2
-    assert "not made by `llmtrain prepare`" in capsys.readouterr().err
+    assert f"--out {tmp_path}" in (error := capsys.readouterr().err) and "empty" in error
 
 
 def test_a_shard_that_too_many_bad_records_cut_off_is_done_again(reference: Path, tmp_path: Path) -> None:
@@ -290,13 +290,12 @@ def test_bad_records_stop_the_run_until_they_are_allowed(
     argv = ["--source", str(source), "--out", str(out), "--vocab-size", "270", "--shard-bytes", "10000"]
     assert main(argv) == 2
     error = capsys.readouterr().err
-    assert "2 bad records so far" in error  # met while the tokenizer was trained: all of them are shown
-    assert "a.jsonl, line 201: broken JSON" in error and "--max-rejected N" in error
+    # Met while the tokenizer was trained: all of them are shown.
+    assert all(word in error for word in ("a.jsonl, line 201", "a.jsonl, line 402", "--max-rejected"))
     (talks := tmp_path / "talks.jsonl").write_text('{"messages": []}\n' * 300)
     assert main(["--source", str(talks), "--out", str(tmp_path / "talks"), "--vocab-size", "270"]) == 2
     error = capsys.readouterr().err
-    assert error.count("no field 'text'") == 1 and "talks.jsonl, line 1 and 299 other records: no field" in error
-    assert "add --format chat" in error
+    assert error.count("'text'") == 1 and "talks.jsonl, line 1 and 299" in error and "--format chat" in error
     assert main([str(talks), "--vocab-size", "270"]) == 2
     words = f"`llmtrain prepare --source {talks} --vocab-size 270 --out FOLDER`"
     assert f"prepare {talks}: write --source before what is to be read: {words}" in capsys.readouterr().err
@@ -308,10 +307,10 @@ def test_bad_records_stop_the_run_until_they_are_allowed(
     del given[given.index("--vocab-size") : given.index("--vocab-size") + 2]
     given[3] = str(tmp_path / "given")
     assert main([*given, "--max-rejected", "1"]) == 2  # with a given tokenizer the workers meet them
-    assert "line 201: broken JSON" in (error := capsys.readouterr().err) and "2 bad records so far" in error
+    assert "line 201" in (error := capsys.readouterr().err) and "line 402" in error
     assert main([*given, "--max-rejected", "2"]) == 0
     assert main([*argv, "--max-rejected", "1"]) == 2
-    assert "2 bad records so far, --max-rejected is 1" in capsys.readouterr().err
+    assert "--max-rejected is 1" in capsys.readouterr().err
     assert main([*argv, "--max-rejected", "2"]) == 0
     listed = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
     assert [(entry["file"], entry["line"]) for entry in listed] == [("a.jsonl", 201), ("a.jsonl", 402)]
@@ -319,23 +318,26 @@ def test_bad_records_stop_the_run_until_they_are_allowed(
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "named"),
     [
-        (["--tokenizer", "nowhere"], "exactly one of --tokenizer FOLDER"),
-        (["--vocab-size", "100"], "at least 257"),
-        (["--vocab-size", "60000"], "and no more"),
-        (["--validation-fraction", "1"], "below 1"),
-        (["--max-rejected", "-1"], "at least 0"),
-        (["--processes", "0"], "at least 1"),
-        (["--source", "no/such/file"], "no such file or folder"),
-        (["--format", "choices"], "--format choices needs --tokenizer FOLDER"),
+        (["--tokenizer", "nowhere"], ["--tokenizer", "--vocab-size"]),
+        (["--vocab-size", "100"], ["--vocab-size", "100", "257"]),
+        (["--vocab-size", "60000"], ["--vocab-size 60000"]),
+        (["--validation-fraction", "1"], ["--validation-fraction", "1"]),
+        (["--max-rejected", "-1"], ["--max-rejected", "-1"]),
+        (["--processes", "0"], ["--processes", "0"]),
+        (["--source", "no/such/file"], ["no/such/file"]),
+        (["--format", "choices"], ["--format choices", "--tokenizer"]),
     ],
 )
-def test_mistakes_are_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], says: str) -> None:
+def test_mistakes_are_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], named: list[str]
+) -> None:
     (tmp_path / "a.txt").write_text("some words here and there")
     argv = ["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "set"), "--vocab-size", "257", *more]
     assert main(argv) == 2
-    assert says in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert all(word in error for word in named), error
 
 
 def test_the_output_may_lie_inside_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,7 +345,7 @@ def test_the_output_may_lie_inside_the_source(tmp_path: Path, capsys: pytest.Cap
     argv = ["--source", str(tmp_path), "--out", str(tmp_path / "data" / "set"), "--vocab-size", "257"]
     assert main([*argv, "--validation-fraction", "0"]) == 0
     assert main([*argv, "--validation-fraction", "0"]) == 0
-    assert "already complete" in capsys.readouterr().out
+    assert "complete" in capsys.readouterr().out
 
 
 def test_code_in_the_current_folder_is_read_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,14 +398,15 @@ def test_a_given_tokenizer_is_used_without_its_truncation_and_padding(reference:
 
 
 def test_unusable_tokenizers_are_refused(reference: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no tokenizer\.json"):
-        Encoder(tmp_path)
-    with pytest.raises(DataError, match="names no eos_token"):
-        Encoder(made_tokenizer(tmp_path / "a", reference, None))
-    with pytest.raises(DataError, match="'</s>' is not in its vocabulary"):
-        Encoder(made_tokenizer(tmp_path / "b", reference, "</s>"))
+    for make, named in (
+        (lambda: tmp_path, "tokenizer.json"),
+        (lambda: made_tokenizer(tmp_path / "a", reference, None), "eos_token"),
+        (lambda: made_tokenizer(tmp_path / "b", reference, "</s>"), "'</s>'"),
+    ):
+        with pytest.raises(DataError, match=named):
+            Encoder(make())
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="cannot read it"):
+    with pytest.raises(DataError, match=f"{tmp_path}/tokenizer.json"):
         Encoder(tmp_path)
 
 
@@ -411,7 +414,7 @@ def test_ids_take_as_many_bytes_as_the_vocabulary_asks_for_and_others_are_refuse
     assert [dtype_for(size).itemsize for size in (65_536, 65_537)] == [2, 4]
     assert as_ids([0, 299], 300).tolist() == [0, 299]
     for ids in ([5, 300], [-1, 5], [70_000]):
-        with pytest.raises(DataError, match=r"outside its own vocabulary \[0, 300\)"):
+        with pytest.raises(DataError, match=r"\[0, 300\)"):
             as_ids(ids, 300)
 
 

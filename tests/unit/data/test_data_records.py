@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -109,7 +110,7 @@ def test_bad_lines(tmp_path: Path, line: bytes, reason: str) -> None:
 
 def test_a_record_that_is_taken_as_it_is_has_each_key_once(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "text": "b"}\n')
-    assert "broken JSON (the key 'text' twice in an object)" in read(tmp_path / "a.jsonl", field=None)[1][0]
+    assert "'text' twice" in read(tmp_path / "a.jsonl", field=None)[1][0]
     assert read(tmp_path / "a.jsonl") == (["b"], [])
     pq.write_table(pa.table({"text": [b"a"], "more": [None]}), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet", field=None)[0] == ['{"text": {"bytes": "b\'a\'"}}']  # bytes are no text
@@ -125,9 +126,9 @@ def test_truncated_and_corrupt_streams(tmp_path: Path, suffix: str) -> None:
     assert texts == GOOD[: len(texts)]
     assert len(rejected) == 1 and f"line {len(texts) + 1}: truncated" in rejected[0]
     path.write_bytes(b"not compressed at all")
-    assert "line 1: corrupt compressed data" in read(path)[1][0]
+    assert "line 1: corrupt" in read(path)[1][0]
     path.write_bytes(b"")
-    assert "line 1: empty file" in read(path)[1][0]
+    assert "line 1: empty" in read(path)[1][0]
 
 
 @pytest.mark.parametrize(
@@ -184,20 +185,20 @@ def test_bad_parquet(tmp_path: Path) -> None:
         ]
         assert [r.split(":")[0] for r in rejected] == [f"a.parquet, row {i}" for i in (1, 2, 3)]
     pq.write_table(pa.table({"body": ["a"]}), path)
-    assert "no field 'text' in the file (its fields: body)" in read(path)[1][0]
+    assert "'text'" in (lacks := read(path)[1][0]) and "body" in lacks
     pq.write_table(pa.table({"text": [1, 2]}), path)
-    assert "row 1: field 'text' is int" in read(path)[1][1]
+    assert "row 1:" in (other := read(path)[1][1]) and "'text'" in other and "int" in other
     not_utf8 = pa.Array.from_buffers(pa.utf8(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
     pq.write_table(pa.table({"text": not_utf8}), path)
-    assert "row 0: invalid Unicode" in read(path)[1][0]
+    assert "row 0:" in (broken := read(path)[1][0]) and "Unicode" in broken
     pq.write_table(pa.table({"text": GOOD}), path)
     whole = path.read_bytes()
     for damaged in (whole[:-100], whole[:500], b"", b"nonsense"):
         path.write_bytes(damaged)
         texts, rejected = read(path)
-        assert texts == [] and "row 0: truncated or corrupt parquet" in rejected[0]
+        assert texts == [] and "row 0:" in rejected[0] and "corrupt" in rejected[0]
     path.write_bytes(whole[:40] + b"\xff" * 600 + whole[640:])  # the footer is whole, a page is not
-    assert "truncated or corrupt parquet" in read(path)[1][-1]
+    assert "corrupt" in read(path)[1][-1]
 
 
 @pytest.mark.needs("datasets")
@@ -209,13 +210,13 @@ def test_saved_datasets_folder(tmp_path: Path) -> None:
     made.select(range(299, -1, -1)).save_to_disk(str(tmp_path / "saved"), num_shards=3)
     assert read(tmp_path / "saved") == (GOOD[::-1], [])
     datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "both"))
-    with pytest.raises(DataError, match=r"name the one to use: .*both/train or .*both/test"):
+    with pytest.raises(DataError, match=r"both/train.*both/test"):
         read(tmp_path / "both")
     assert read(tmp_path / "both" / "train") == (GOOD, [])
     file = sorted((tmp_path / "saved").glob("*.arrow"))[0]
     file.write_bytes(file.read_bytes()[:3000])
     texts, rejected = read(tmp_path / "saved")
-    assert len(texts) == 200 and len(rejected) == 1 and "row 0: truncated or corrupt Arrow file" in rejected[0]
+    assert len(texts) == 200 and len(rejected) == 1 and "row 0:" in rejected[0] and "corrupt" in rejected[0]
 
 
 @pytest.mark.needs("datasets")
@@ -225,9 +226,9 @@ def test_bad_rows_of_a_saved_dataset(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": ["one", None, " ", "two"]}).save_to_disk(str(tmp_path / "saved"))
     texts, rejected = read(tmp_path / "saved")
-    assert texts == ["one", "two"] and len(rejected) == 2 and "row 1: field 'text' is null" in rejected[0]
+    assert texts == ["one", "two"] and len(rejected) == 2 and "row 1:" in rejected[0] and "null" in rejected[0]
     datasets.Dataset.from_dict({"body": ["one"]}).save_to_disk(str(tmp_path / "other"))
-    assert "no field 'text' in the file (its fields: body)" in read(tmp_path / "other")[1][0]
+    assert "'text'" in (lacks := read(tmp_path / "other")[1][0]) and "body" in lacks
 
 
 # --- which files
@@ -242,11 +243,10 @@ def test_sources_are_found_once_and_in_an_order_of_their_names(tmp_path: Path) -
     assert read(f"{tmp_path}/**/*.py")[0] == ["b/a.py", "b/z.py"]
     twice = find_files([f"{tmp_path}/b/z.py", str(tmp_path)])
     assert [file.label for file in twice] == ["z.py", "a.txt", "b/a.py", "c.md"]
-    with pytest.raises(DataError, match="no such file or folder, and as a glob it matches no file"):
-        find_files([f"{tmp_path}/*.rs"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no file in it"):
-        find_files([str(tmp_path / "empty")])
+    for name in ("*.rs", "empty"):
+        with pytest.raises(DataError, match=re.escape(f"{tmp_path}/{name}")):
+            find_files([f"{tmp_path}/{name}"])
 
 
 def test_the_format_can_be_forced(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_json_list_is_read_as_records(tmp_path: Path, name: str, mark: bytes) 
     texts, rejected = read(path)
     assert texts == ["one", "two"]
     assert [line.partition(": ")[0] for line in rejected] == [f"{name}, row {row}" for row in (1, 2, 4)]
-    assert "no field 'text'" in rejected[0] and "a JSON int" in rejected[1] and "broken JSON" in rejected[2]
+    assert "'text'" in rejected[0] and "int" in rejected[1] and "broken" in rejected[2]
     path.write_bytes(mark + b"[]")
     assert read(path, form="jsonl") == ([], [f"{name}, row 0: empty file"])
     path.write_bytes(mark + b'[{"text": "one"}]\n' + b" " * (1 << 20) + b'[{"text": "two"}]')  # appended to
@@ -310,8 +310,8 @@ def test_the_rows_of_a_table_as_text_are_records_unless_prose_is_asked_for(tmp_p
         "a.csv, row 2: it has another number of values than the first line, which names 2 columns",
         "a.csv, row 3: empty document",
     ]
-    assert "c.csv, row 0: no field 'text' in the file (its fields: body); see --field" in rejected[2]
-    assert "d.csv, row 0: no table as text ('utf-8' codec" in rejected[3]
+    assert all(word in rejected[2] for word in ("c.csv, row 0:", "'text'", "body", "--field"))
+    assert "d.csv, row 0:" in rejected[3] and "utf-8" in rejected[3]
     assert rejected[4] == "f.csv, row 0: two columns are named 'text'; name each once"
     (tmp_path / "e").mkdir()
     (tmp_path / "e/a.csv").write_text("text,label\none,1\n")

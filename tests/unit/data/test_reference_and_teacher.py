@@ -116,25 +116,25 @@ def refused(config: DataConfig, objective: Distill = DISTILL, vocabulary: int = 
 
 def test_a_column_of_something_else_is_refused(config: DataConfig) -> None:
     folder = Path(str(config.path))
-    assert "has no column of the teacher's likeliest words" in refused(config)
+    assert f"{folder}: has no column" in refused(config)
     write(config)
     assert "objective.top_k: 3" in refused(config, replace(DISTILL, top_k=2))
     assert "objective.temperature: 2.0" in refused(config, replace(DISTILL, temperature=1.0))
-    assert "words of the model: 400 there, and 500" in refused(config, vocabulary=500)
-    with pytest.raises(DataError, match=r"objective\.top_k 3"):
+    assert "400 there, and 500" in refused(config, vocabulary=500)
+    with pytest.raises(DataError, match=r"objective\.top_k.*3"):
         TrainData(config).teacher_columns(DISTILL, 2, "fp32")
     stem = "teacher" if [*folder.glob("*.rows")] else "teacher-96"
     if stem == "teacher-96":  # texts: a column for each length
-        assert "likeliest words in sequences of 64 tokens" in refused(replace(config, sequence_length=64))
+        assert "64 tokens" in refused(replace(config, sequence_length=64))
         assert "data.sequence_length, isolate" in refused(replace(config, isolate_documents=False))
     made = folder / f"{stem}.json"
     text = made.read_text()
     made.write_text(text.replace(json.loads(text)["data"], "0" * 32))
-    assert "is of other data than the folder holds now" in refused(config)
+    assert f"{made}: is of other data" in refused(config)
     made.write_text(text[:-20])
-    assert "cannot be read" in refused(config)
+    assert f"{made}: cannot be read" in refused(config)
     made.write_text(text.replace('"top_k": 3', '"top_k": "3"'))
-    assert "a value in it has another type" in refused(config)
+    assert "type" in refused(config)
     made.write_text(text)
     numbers = folder / f"{stem}-train.f32"
     data = bytearray(numbers.read_bytes())

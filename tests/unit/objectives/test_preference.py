@@ -113,7 +113,7 @@ def test_what_is_no_preference_is_refused(pair: Pair, record: dict[str, Any], re
 def test_a_template_that_changes_earlier_answers_gives_no_pair_of_several_turns(pair: Pair) -> None:
     record = {"prompt": "x", "chosen": said("", "a", "b", "c")[1:], "rejected": "no"}
     assert len(pair(record)) == 2
-    with pytest.raises(RefusedError, match="chosen would be 2 rows"):
+    with pytest.raises(RefusedError, match=r"chosen.* 2 rows"):
         pair(record, "qwen3")
 
 
@@ -182,21 +182,21 @@ def test_a_column_of_something_else_is_refused(folder: Path) -> None:
     prepared = PreparedSet(folder)
     write_reference(prepared, "w", "fp32", columns_of(folder), {})
     assert read_reference(prepared, "fp32")[1]["train"][:3].tolist() == [-1, -2, -3]
-    with pytest.raises(DataError, match=r"was computed in fp32, .* in bf16; run `llmtrain reference"):
+    with pytest.raises(DataError, match=r"fp32.*bf16.*`llmtrain reference"):
         read_reference(prepared, "bf16")
     path = folder / "reference-train.f32"
     good = path.read_bytes()
     for bad in (good[:-4], bytes([good[0] ^ 1]) + good[1:]):
         path.write_bytes(bad)
-        with pytest.raises(DataError, match="of the train split have changed"):
+        with pytest.raises(DataError, match=r"train split.*changed"):
             read_reference(prepared, "fp32")
     path.write_bytes(good)
     told = json.loads((folder / "reference.json").read_text())
     (folder / "reference.json").write_text(json.dumps({**told, "data": "other"}))
-    with pytest.raises(DataError, match="is of other data than the folder holds now"):
+    with pytest.raises(DataError, match="other data"):
         read_reference(prepared, "fp32")
     (folder / "reference.json").unlink()
-    with pytest.raises(DataError, match="has no log-probabilities of the reference"):
+    with pytest.raises(DataError, match=rf"{folder}: .*`llmtrain reference"):
         read_reference(prepared, "fp32")
 
 
@@ -241,7 +241,7 @@ def test_an_unpaired_record_is_one_row_with_its_label(pair: Pair) -> None:
     both = pair({"prompt": given["prompt"], "chosen": "four", "rejected": "five"})
     assert pair({**given, "label": True}, **options) == both[:1]
     for wrong in (1, None, "true"):
-        with pytest.raises(RefusedError, match=r"label is \w+, not true \(desired\) or false"):
+        with pytest.raises(RefusedError, match="label is "):
             pair({**given, "label": wrong}, **options)
     talk = {"messages": [*SHARED, said("", "four")[1]], "label": False}
     assert pair(talk, **options) == pair(FORMS[0])[:1]  # of several turns the last one alone is judged

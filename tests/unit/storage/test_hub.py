@@ -128,7 +128,7 @@ def test_only_the_settings_are_fetched_for_a_run_that_goes_on(hub: Hub, tiny: Pa
     run, notes = base.fetched(run_of())
     assert not hub.count("safetensors HTTP") and not hub.count("/cdn/")
     assert run.model.folder is not None and (run.model.folder / "tokenizer.json").is_file()
-    assert "org/tiny is not a folder here, so it is taken from http://127.0.0.1" in notes[0]
+    assert "org/tiny" in notes[0] and hub.url in notes[0]
 
 
 def test_weights_are_not_fetched_of_a_model_of_another_tokenizer(hub: Hub, tiny: Path, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_weights_are_not_fetched_of_a_model_of_another_tokenizer(hub: Hub, tiny:
     mine, other = ((tmp_path / number / "tokenizer.json").read_text() for number in "01")
     hub.add("models/org/tiny", {**{p.name: p.read_bytes() for p in tiny.iterdir()}, "tokenizer.json": mine.encode()})
     data = write_prepared(tmp_path / "data", [[[1, 2]]], [[[1]]], vocab_size=262, tokenizer=other)
-    with pytest.raises(ConfigError, match=r"(?s)model\.pretrained = .*org/tiny.*--tokenizer org/tiny"):
+    with pytest.raises(ConfigError, match="--tokenizer org/tiny", check=lambda e: e.keys == {"model.pretrained"}):
         fetched(data=DataConfig(path=str(data)))
     assert hub.count("tokenizer.json") and not hub.count("safetensors HTTP") and not hub.count("/cdn/")
 
@@ -171,24 +171,19 @@ def test_troubles_are_told_apart(hub: Hub, tiny: Path, monkeypatch: pytest.Monke
     hub.add("models/org/secret", tiny, private=True)
     hub.add("models/org/gated", tiny, gated=True)
     texts = [refused("org/tyni"), refused("org/tiny", "v9"), refused("org/gated")]
-    assert f"no such folder is here (looked from {Path.cwd()})" in texts[0]
-    assert "it does not exist, or is private and a user without a token may not see it" in texts[0]
-    assert "or set HF_TOKEN to a token that may." in texts[0]
-    assert "the repository has no revision v9. Name one of its branches, tags or commits" in texts[1]
-    assert (
-        f"the repository is gated: a user without a token has no access to it. Ask for it at {hub.url}/org/gated"
-        in texts[2]
-    )
+    assert str(Path.cwd()) in texts[0] and "private" in texts[0] and "HF_TOKEN" in texts[0]
+    assert "v9" in texts[1] and "HF_TOKEN" not in texts[1]
+    assert f"{hub.url}/org/gated" in texts[2] and "HF_TOKEN" in texts[2]
     assert refused("org/secret") == texts[0].replace("tyni", "secret")
     monkeypatch.setenv("HF_TOKEN", OTHER)
-    assert "the account of this token may not see it" in refused("org/secret")
-    assert "gated: the account of this token has no access to it" in refused("org/gated")
+    secret, gated = refused("org/secret"), refused("org/gated")
+    assert "private" in secret and f"{hub.url}/org/gated" in gated and "HF_TOKEN" not in secret + gated
     monkeypatch.setenv("HF_TOKEN", "hf_" + "c" * 34)
     assert "HF_TOKEN" in refused("org/secret")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert fetched("org/secret").folder and fetched("org/gated").folder and not hub.leaked
     hub.down = True
-    with pytest.raises(ModelError, match="answers with status 500") as caught:
+    with pytest.raises(ModelError, match="500") as caught:
         fetched("org/other")
     assert caught.value.passing  # `launch` may start again
 
@@ -203,13 +198,13 @@ def test_no_network_and_offline(hub: Hub, tiny: Path, monkeypatch: pytest.Monkey
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setattr(constants, "ENDPOINT", nobody)
     assert fetched() == model
-    assert f"the Hub does not answer, the cache's commit {model.revision} is taken" in capsys.readouterr().err
+    assert str(model.revision) in capsys.readouterr().err
     text = refused("org/tyni")
-    assert "no such folder is here" in text and "cannot be reached" in text and "Correct the path" in text
+    assert str(Path.cwd()) in text and nobody in text
     offline(monkeypatch)
     assert fetched() == model
     text = refused("org/tyni")
-    assert "no such folder is here" in text and "not in the cache at revision main" in text and "HF_HUB_OFFLINE" in text
+    assert str(Path.cwd()) in text and "cache" in text and "HF_HUB_OFFLINE" in text
     shutil.rmtree(Path(constants.HF_HUB_CACHE) / "models--org--tiny" / "llmtrain")  # as other programs leave it
     assert fetched() == model
     first_weights(model.folder).unlink()
@@ -218,10 +213,10 @@ def test_no_network_and_offline(hub: Hub, tiny: Path, monkeypatch: pytest.Monkey
 
 def test_checksums_are_those_of_the_hub(hub: Hub, tiny: Path) -> None:
     for name in (first_weights(tiny).name, "config.json"):
-        hub.add("models/org/tiny", tiny)
+        commit = hub.add("models/org/tiny", tiny)
         hub.damaged = {name}
         text = refused()
-        assert f"{name} of commit" in text and "the Hub says" in text
+        assert name in text and commit in text
         hub.damaged = set()
         model = fetched()
         assert model.folder is not None and (model.folder / name).read_bytes() == (tiny / name).read_bytes()
@@ -240,11 +235,11 @@ def test_safetensors_alone(hub: Hub, tiny: Path) -> None:
     hub.add("models/org/pickle", {**settings, "pytorch_model.bin": b"gone"})
     assert "pytorch_model.bin" in refused("org/pickle")
     hub.add("models/org/none", settings)
-    assert "it has no weights" in refused("org/none")
+    assert "safetensors" in refused("org/none")
     hub.add("models/org/odd", {**files, INDEX: json.dumps({"weight_map": {"a": "../evil"}}).encode()})
     assert "'../evil'" in refused("org/odd")
     hub.add("models/org/both", {**files, "model.safetensors": b"x"})
-    assert "has both" in refused("org/both")
+    assert all(name in refused("org/both") for name in (INDEX, "model.safetensors"))
     assert not hub.count("pytorch_model.bin") and not hub.count("/cdn/")
 
 
@@ -254,14 +249,14 @@ def test_a_full_disk(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
         text = refused()
-    assert "must be fetched" in text and "set HF_HOME to a folder on a larger disk" in text
+    assert "100 B" in text and "HF_HOME" in text
     with monkeypatch.context() as full:
 
         def no_space(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
         full.setattr("huggingface_hub.snapshot_download", no_space)
-        assert "cannot be written: No space left on device. Make room" in refused()
+        assert "No space left on device" in refused()
 
 
 @pytest.mark.parametrize(
@@ -300,7 +295,7 @@ def test_a_teacher_is_a_name_too(hub: Hub, tiny: Path) -> None:
     first = hub.add("models/org/teacher", tiny)
     run = replace(run_of(str(tiny)), objective=Objective.of("distill", teacher="org/teacher"))
     found, (note,) = base.fetched(run)
-    assert found.objective.teacher_revision == first and "objective.teacher: org/teacher is not a folder here" in note
+    assert found.objective.teacher_revision == first and "objective.teacher: org/teacher" in note
     model = teacher_model(found.objective, found.model)
     assert first_weights(model.folder).read_bytes() == first_weights(tiny).read_bytes()
     Path("runs/x").mkdir(parents=True)
@@ -400,7 +395,7 @@ def test_a_tokenizer_and_a_dataset(hub: Hub, capsys: Any) -> None:
     tokenizer = Path("first/tokenizer")
     hub.add("models/org/tok", {**{p.name: p.read_bytes() for p in tokenizer.iterdir()}, "weights.bin": b"x"})
     assert prepare("--source", "hf:org/talk", "--tokenizer", "org/tok", "--out", "no") == 2
-    assert "several splits (" in (said := capsys.readouterr().err) and "'hf:org/talk/data/train-*'" in said
+    assert "'hf:org/talk/data/train-*'" in capsys.readouterr().err
     words = ["--source", "hf:org/talk/data/train-*", "--validation-source", "hf:org/talk@main/data/test-*"]
     assert prepare(*words, "--tokenizer", "org/tok@main", "--out", "data") == 0
     manifest = read_manifest(Path("data"))
@@ -412,13 +407,10 @@ def test_a_tokenizer_and_a_dataset(hub: Hub, capsys: Any) -> None:
     hub.repos["datasets/org/talk"].gated = True
     shutil.rmtree(Path("../cache"))
     assert prepare("--source", "hf:org/talk/data/train-*", "--tokenizer", "org/tok", "--out", "no") == 2
-    assert (
-        f"gated: a user without a token has no access to it. Ask for it at {hub.url}/datasets/org/talk"
-        in capsys.readouterr().err
-    )
+    assert f"{hub.url}/datasets/org/talk" in capsys.readouterr().err
     assert prepare("--source", "hf:org/none", "--tokenizer", "org/tok", "--out", "no") == 2
     assert prepare("--source", "a.txt", "--tokenizer", "org/tyni", "--out", "no") == 2
-    assert "no such folder is here" in capsys.readouterr().err and not Path("no").exists()
+    assert "org/tyni" in capsys.readouterr().err and not Path("no").exists()
 
 
 # --- docs/hub.md ----------------------------------------------------------------------------------
