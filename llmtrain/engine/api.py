@@ -1,7 +1,7 @@
 """The interface of a run's engine.
 
-A run calls `forward_backward` with the micro-batches of a step, then `update`; `evaluate` between steps. Readers and
-writers of the optimizer's state use `state`, and call `refresh` after writing parameters.
+For each step a run calls `forward_backward` with the micro-batches and then `update`; it calls `evaluate` between
+steps. Code that reads or writes the optimizer's state uses `state`, and calls `refresh` after writing parameters.
 """
 
 from __future__ import annotations
@@ -31,40 +31,41 @@ class StateTensor:
     kind: str
     """PARAM, or the optimizer's name for a moment."""
     region: Region
-    """Elements of the flat Hugging Face tensor."""
+    """The elements of the flat Hugging Face tensor that this piece holds."""
     own: slice
-    """The part that this rank writes to checkpoints: replicas share the work, every element has one owner."""
+    """The part of the piece that this rank writes to checkpoints: replicas share the work, each element has one
+    owner."""
     replica: tuple[int, int]
-    """(index, of): the pieces with one index, over all ranks, make up the complete tensor."""
+    """(index, number of replicas): the pieces with the same index, over all ranks, make up one complete tensor."""
     dtype: torch.dtype
     device: torch.device
     open: Callable[[], AbstractContextManager[Tensor]]
     """A context with the live values, [region.numel]. Writing to them changes the optimizer."""
     write: Callable[[], AbstractContextManager[Tensor]] | None = None
-    """For a quantized parameter, whose `open` gives copies: a context that takes all values and packs them."""
+    """Only for a quantized parameter, whose `open` gives copies: a context for writing all values, then packed."""
     on_disk: bool = False
-    """`open` reads the values from a disk, and writes them there if they have changed."""
+    """The state is on a disk: `open` reads the values from there, and writes them back if they have changed."""
 
     @property
     def own_region(self) -> Region:
-        """Elements of the flat tensor that this rank writes."""
+        """Return the elements of the flat tensor that this rank writes to checkpoints."""
         return self.region.part(self.own.start, self.own.stop)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardCopy:
-    """A parameter that the forward pass reads on this rank, or its partition."""
+    """A parameter, or this rank's partition of it, that the forward pass reads."""
 
     name: str
     """Hugging Face name of the parameter."""
     region: Region
-    """Elements of the flat Hugging Face tensor."""
+    """The elements of the flat Hugging Face tensor that the copy holds."""
     values: Tensor
     """[region.numel]."""
     replica: tuple[int, int]
-    """(index, of): the copies with one index, over all ranks, make up the complete tensor."""
+    """(index, number of replicas): the copies with the same index, over all ranks, make up one complete tensor."""
     partition: bool
-    """The parameter is gathered from the ranks before use (ZeRO 3)."""
+    """True for a partition, from which the parameter is gathered before use (ZeRO 3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +73,23 @@ class Update:
     """Result of an optimizer step. Reading a tensor here waits for the device: do it at log points only."""
 
     is_late: ClassVar[bool] = False
-    """The host does not know yet what the device makes of it. The same on all ranks."""
+    """True if the host does not know yet whether the device will apply the update. The same on all ranks."""
     skipped: bool
-    """The parameters did not change: the gradient or the loss was not finite, no token counted, or `left_out`."""
+    """The parameters did not change: gradient or loss were not finite, no token counted, or `left_out` is True."""
     grad_norm: Tensor | float | None
     """Global gradient norm before clipping."""
     left_out: bool = False
-    """The caller has left the update out."""
+    """The function `leave_out` of `Engine.update` dropped the gradient."""
 
 
 class LateUpdate(Update):
-    """An update that the device skips if its gradient is not finite. `skipped` and `grad_norm` wait until the device
-    has measured the norm, and not for what it has to do after it."""
+    """An update that the device skips if its gradient is not finite. Reading `skipped` or `grad_norm` waits until the
+    device has measured the norm, but not for the work behind it."""
 
     is_late = True
 
     def __init__(self, read: Callable[[], float]) -> None:
-        """`read`: waits for the gradient norm, and returns it; not finite: the update is skipped."""
+        """`read`: waits for the gradient norm and returns it. If the norm is not finite, the update is skipped."""
         object.__setattr__(self, "_read", functools.cache(read))
 
     @property
@@ -103,24 +104,25 @@ class LateUpdate(Update):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPiece:
-    """A piece of one parameter's gradient. Its memory is used again after the call that gets it."""
+    """A piece of one parameter's gradient. Its memory is reused after the call that receives it."""
 
     name: str
     """Hugging Face name of the parameter."""
     region: Region
-    """Elements of the flat Hugging Face tensor."""
+    """The elements of the flat Hugging Face tensor that the piece holds."""
     values: Tensor
     """[region.numel]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What the optimizer counts beside its moments."""
+    """The optimizer's counters, which a checkpoint keeps beside the moments."""
 
     optimizer_step: Tensor | int
-    """Applied updates, without skipped ones, as in the bias correction. Reading a tensor waits for the device."""
+    """Number of applied updates, without skipped ones, as in the bias correction. Reading a tensor waits for the
+    device."""
     loss_scale: dict[str, float]
-    """Numbers of fp16's dynamic loss scaler; empty in other precisions."""
+    """State of fp16's loss scaler; empty in other precisions."""
 
 
 class Engine(Protocol):
@@ -134,11 +136,11 @@ class Engine(Protocol):
     forward_dtype: torch.dtype
     """The configured precision of the forward pass."""
     partitions_parameters: bool
-    """The forward pass gathers its parameters from partitions on the ranks (ZeRO 3)."""
+    """True if the forward pass gathers its parameters from partitions on the ranks (ZeRO 3)."""
     layout_keys: tuple[str, ...]
-    """Configured keys and values that change the layout of parameters in the engine: for messages."""
+    """Keys of the DeepSpeed JSON, with values, that change the layout of parameters in the engine: for messages."""
     is_pipeline: bool
-    """Ranks wait for activations: an error on one rank leaves others waiting."""
+    """True if ranks wait for each other's activations, so that an error on one rank leaves others waiting."""
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
@@ -146,24 +148,24 @@ class Engine(Protocol):
         """Compute the gradient of the loss over a global batch.
 
         Args:
-            micros: this rank's part of the batch.
-            weight: returns the batch's weight by the objective; called after the first forward pass, so that the
-                ranks' agreement overlaps with the pass.
+            micros: this rank's micro-batches of the global batch.
+            weight: returns the divisor of the loss for the global batch (`LossFunction.weight`, over all ranks). It is
+                called after the first forward pass, so that the ranks add it up during that pass.
             objective: the loss to minimise.
 
-        Returns: sums of the objective for each micro-batch, fp32 [figures] on the device.
+        Returns: the sums of `objective.figures` for each micro-batch, fp32 [figures] on the device.
         """
         ...
 
     def update(self, lr_factor: float, leave_out: Callable[[float], bool] | None = None) -> Update:
-        """Step the optimizer with peak learning rates x `lr_factor`.
+        """Step the optimizer with the peak learning rates times `lr_factor`.
 
         Args:
-            leave_out: gets a finite gradient norm, and returns True, the same on all ranks, to drop the gradient. The
-                host waits for the device.
+            leave_out: receives the gradient norm if it is finite, and returns True to drop the gradient, the same on
+                all ranks. With it the host waits for the device.
 
         Raises:
-            TrainingStopped: on all ranks: fp16 has no smaller loss scale left.
+            TrainingStopped: on all ranks, when fp16 has no smaller loss scale left.
         """
         ...
 
@@ -176,54 +178,55 @@ class Engine(Protocol):
         *,
         alone: bool = False,
     ) -> list[Tensor]:
-        """Compute a gradient that no update follows. It is kept nowhere: `take` gets one piece after another.
+        """Compute a gradient that no update follows. The gradient is not kept: `take` receives one piece after another.
 
         Args:
-            micros, objective: as in `forward_backward`; a rank with no share gives rows without a counted label.
+            micros, objective: as in `forward_backward`; a rank without a share passes micro-batches without a counted
+                label.
             weight: divisor of the loss.
-            take: gets each element on one rank, before clipping; nothing on all ranks if the gradient is not finite.
-            alone: give the gradient of each micro-batch on this data-parallel rank alone instead, times fp16's loss
-                scale: complete parameters, as the backward pass computes them. ZeRO 0 to 2, without a pipeline.
+            take: receives each element on one rank, before clipping. It is not called on any rank if the gradient is
+                not finite.
+            alone: compute instead the gradient of each micro-batch on this data-parallel rank, without a reduction:
+                complete parameters, as the backward pass computes them, times fp16's loss scale. ZeRO 0 to 2, without a
+                pipeline.
 
-        Returns: sums of the objective for each micro-batch, as `forward_backward`.
+        Returns: the sums for each micro-batch, as `forward_backward`.
         """
         ...
 
     def evaluate(
         self, micros: Iterable[MicroBatch], objective: LossFunction = NEXT_TOKEN
     ) -> tuple[dict[str, float], int]:
-        """Return (the objective's figures, their weight) over all ranks, each with an equal number of micro-batches."""
+        """Return (figure -> its mean over all ranks, the divisor). Each rank passes equally many micro-batches."""
         ...
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shape of every parameter on any rank, by Hugging Face name."""
+        """Return the full shape of every parameter of the model, also of those on other ranks, by Hugging Face name."""
         ...
 
     def state(self) -> list[StateTensor]:
-        """Return all pieces on this rank, in a fixed order. Moments exist before the first step."""
+        """Return all pieces of optimizer state on this rank, in a fixed order. Moments exist before the first step."""
         ...
 
     def copies(self) -> Iterator[ForwardCopy]:
-        """Yield the parameters of this rank's forward pass; quantized ones have values in `state` alone."""
+        """Yield the parameters that this rank's forward pass reads, except quantized ones, which only `state` has."""
         ...
 
     def reading_instead(
         self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]
     ) -> AbstractContextManager[None]:
-        """A context in which the forward pass reads other values for these parameters; masters and moments do not
-        change. `values`: maps a copy to values, [region.numel]."""
+        """A context in which the forward pass uses other values for the parameters `names`; masters and moments do not
+        change. `values`: returns the values that replace a forward copy, [region.numel]."""
         ...
 
     def refresh(self) -> None:
         """Copy the (rounded) fp32 masters into the parameters of the forward pass."""
         ...
 
-    def counters(self) -> Counters:
-        """Return what the optimizer counts."""
-        ...
+    def counters(self) -> Counters: ...
 
     def set_counters(self, counters: Counters) -> None:
-        """Restore the numbers of `counters`."""
+        """Set the optimizer's counters to these."""
         ...
 
     def close(self) -> None:

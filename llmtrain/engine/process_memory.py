@@ -1,7 +1,7 @@
-"""Memory of a rank's process: the collection of Python's cycles by all ranks together, and glibc's freed memory.
+"""Memory of a rank's process: when Python's garbage collector runs, and whether glibc keeps freed memory.
 
-By default each rank searches all objects by its own counter: 0.2 to 0.3 s (DeepSpeed issue 8451) in a different step on
-each rank, and in each of these steps the others wait for one.
+By default each rank's collector runs by its own counter and takes 0.2 to 0.3 s (DeepSpeed issue 8451), in a different
+step on each rank; in each of these steps all other ranks wait.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory: by default each step maps its large tensors again, and the kernel zeroes every page.
+    """Let glibc keep freed memory. By default each step maps its large tensors again, and the kernel zeroes every page.
 
-    Measured on a 6 M model with ZeRO 1: 5,660 page faults a step without it, 1 with it.
+    Measured on a 6 M model with ZeRO 1: 5,660 page faults a step by default, 1 with this.
     """
     mmap_max, trim_threshold = -4, -1  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD
     with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -25,9 +25,10 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Undo `keep_freed_memory` from 1 MiB on: kept memory is fragmented, and a long sequence needs large pieces.
+    """Undo `keep_freed_memory` for pieces above 1 MiB: kept memory is fragmented, but a long sequence needs large
+    pieces.
 
-    Measured on a 7 M model with tiled MLPs: a step of 4,096 tokens took 0.69 GiB with it, 0.58 GiB without.
+    Measured on a 7 M model with tiled MLPs: a step of 4,096 tokens took 0.69 GiB with kept memory, 0.58 GiB without.
     """
     mmap_threshold, mmap_max = -3, -4
     with contextlib.suppress(OSError, AttributeError):
@@ -39,9 +40,9 @@ def return_freed_memory() -> None:
 
 @contextlib.contextmanager
 def none_while_importing() -> Iterator[None]:
-    """Switch Python's garbage collection off during imports, and never search the imported objects again: torch,
-    DeepSpeed and transformers make 400,000 objects, which Python would search six times during the imports, and again
-    when DeepSpeed starts."""
+    """Switch Python's garbage collection off during imports, and exclude the imported objects from later collections:
+    torch, DeepSpeed and transformers make 400,000 objects, which Python would search six times during the imports, and
+    again when DeepSpeed starts."""
     gc.disable()
     try:
         yield
@@ -52,7 +53,8 @@ def none_while_importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected_by_hand() -> Iterator[None]:
-    """Switch Python's automatic garbage collection off: only `gc.collect` collects, from the objects made inside."""
+    """Switch Python's automatic garbage collection off: inside, only `gc.collect` collects, only objects made
+    inside."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,8 +1,8 @@
-"""Reports of the device's and torch.compile's work to the watch.
+"""Reports to the watch how the device and torch.compile progress.
 
-A rank that waits for its device polls (cudaStreamSynchronize, NCCL's threads): a busy processor is no sign of progress
-there. So an event enters the device's queue with every micro-batch, and a thread beats when the device reaches the
-event. Compilation, which the processor paces, is a separate phase.
+A rank that waits for its device polls (cudaStreamSynchronize, NCCL's threads), so a busy processor is no sign of
+progress there. Instead an event enters the device's queue with every micro-batch, and a thread sends a heartbeat when
+the device reaches the event. Compilation, which runs on the processor, is a phase of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Event(Protocol):
 
 
 class DeviceProgress:
-    """The marks of one rank in its device's queue."""
+    """The events of one rank in its device's queue."""
 
     def __init__(self, beats: Heartbeat, new_event: Callable[[], Event]) -> None:
         self._beats, self._new_event = beats, new_event
@@ -42,14 +42,15 @@ class DeviceProgress:
         beats.on_device()
 
     def mark(self) -> None:
-        """Record that a micro-batch or an update was given to the device."""
+        """Put an event into the queue, after a micro-batch or an update."""
         event = self._new_event()
         event.record()
         self._beats.gave()
         self._ahead.append(event)
 
     def look(self) -> None:
-        """Beat for the marks that the device has reached; from any thread. Raises RuntimeError: the device failed."""
+        """Send a heartbeat for events that the device has reached, from any thread. Raises RuntimeError if the device
+        failed."""
         done = 0
         while self._ahead and self._ahead[0].query():
             self._ahead.popleft()
@@ -62,14 +63,14 @@ _progress: DeviceProgress | None = None
 
 
 def begin(device: torch.device, tend: Callable[[Any], None]) -> None:
-    """Start to report this rank's device, once a process. Does nothing without CUDA.
+    """Start to report this rank's device; later calls, and calls without CUDA, do nothing.
 
     `tend`: called with `flight_recorder` a few times a second (base/rank/watch.py).
     """
     global _progress
     if device.type != "cuda" or _progress is not None:
         return
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: on by default in newer torch only
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: off by default in older torch
     _progress = DeviceProgress(heart, torch.cuda.Event)
     threading.Thread(target=_tend, args=(_progress, device, tend), name="device-progress", daemon=True).start()
 
@@ -80,16 +81,16 @@ def mark() -> None:
 
 
 def _tend(progress: DeviceProgress, device: torch.device, tend: Callable[[Any], None]) -> None:
-    torch.cuda.set_device(device)  # a new thread's is GPU 0, and a context there takes 0.5 GB of it
+    torch.cuda.set_device(device)  # by default GPU 0, where a context takes 0.5 GB
     while True:
         time.sleep(_POLL_S)
-        with contextlib.suppress(RuntimeError):  # the device failed: the main thread meets it, too, and says where
+        with contextlib.suppress(RuntimeError):  # the device failed: the main thread gets and reports the error
             progress.look()
         tend(flight_recorder)
 
 
 def flight_recorder() -> Mapping[str, Any]:
-    """Return the contents of NCCL's flight recorder. Raises AttributeError: torch is a build without CUDA."""
+    """Return the contents of NCCL's flight recorder. Raises AttributeError if torch is built without CUDA."""
     trace: bytes = torch._C._distributed_c10d._dump_nccl_trace_json()  # type: ignore[attr-defined]
     found: dict[str, Any] = json.loads(trace)
     return found
@@ -99,7 +100,7 @@ _warned = False
 
 
 def tell_compilation() -> None:
-    """Set the phase `compile` during torch.compile's compilation in any thread. Called once a process."""
+    """Make the watch see the phase `compile` while torch.compile compiles in any thread. Later calls do nothing."""
     global _warned
     if _warned:
         return

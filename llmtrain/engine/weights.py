@@ -1,4 +1,4 @@
-"""Write parameter values into a live engine, piece by piece, and prove that they arrived."""
+"""Writes parameter values into a live engine, piece by piece, and proves that they arrived."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from llmtrain.storage.tensorfile import numel
 Key = tuple[str, str]
 """(kind, Hugging Face name) of a tensor of the optimizer's state."""
 _CHUNK = 1 << 18
-"""Elements at a time: few enough for malloc to reuse their memory."""
+"""Elements copied at a time: few enough for malloc to reuse their memory."""
 _DEVICE_CHUNK = 1 << 22
-"""For a GPU: a copy of 1 MiB would be mostly its launch."""
+"""The same for a GPU, where copies of 1 MiB would spend most of their time on the launch."""
 
 
 @torch.no_grad()
 def fill_parameters(engine: Engine, source: ParameterSource) -> dict[Key, int]:
-    """Fill the fp32 masters of this rank from a source with the same parameters; `refresh` has to follow. Returns the
-    checksums of packed pieces, taken before packing. Raises ModelError."""
+    """Fill the fp32 masters of this rank from a source; call `refresh` afterwards. Returns the checksums of packed
+    pieces, taken before packing. Raises ModelError if the source has other parameters than the engine."""
     check_names(engine, source)
     pieces_of: dict[str, list[StateTensor]] = {}
     for piece in engine.state():
@@ -47,8 +47,8 @@ def fill_parameters(engine: Engine, source: ParameterSource) -> dict[Key, int]:
 
 
 def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> int | None:
-    """Fill a piece from `read`, which returns a region of the flat Hugging Face tensor. Returns the checksum of a
-    packed piece."""
+    """Fill a piece from `read`, which returns a region of the flat Hugging Face tensor. Returns the checksum of the
+    values if the piece packs them, else None."""
     heart.beat()
     on_device = piece.device.type == "cuda"
     chunk = _DEVICE_CHUNK if on_device else _CHUNK
@@ -61,12 +61,12 @@ def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> int | None:
             view.copy_(values, non_blocking=on_device)
         if piece.write is None:
             return None
-        parts = ((low, min(low + chunk, live.numel())) for low in range(0, live.numel(), chunk))  # room for a few
+        parts = ((low, min(low + chunk, live.numel())) for low in range(0, live.numel(), chunk))  # lazy: few at once
         return sum(checksum_part(live[low:high], piece.region.part(low, high)) for low, high in parts) % 2**64
 
 
 def fill_rounding(piece: StateTensor, read: Callable[[Region], Tensor]) -> int:
-    """Fill a piece, and return the checksum of the values read for this rank's own part."""
+    """Fill a piece, and return the checksum of this rank's own part before it is rounded to the piece's dtype."""
     own = piece.region.part(piece.own.start, piece.own.stop)
     total = 0
 
@@ -84,12 +84,12 @@ def fill_rounding(piece: StateTensor, read: Callable[[Region], Tensor]) -> int:
 
 @dataclass(frozen=True)
 class MastersApart:
-    """Parameters whose masters differ from the forward pass."""
+    """Parameters whose masters differ from the values that the forward pass reads."""
 
     names: tuple[str, ...]
     """Hugging Face names."""
     ranks: tuple[int, ...]
-    """Ranks on which they differ."""
+    """Ranks on which the masters differ."""
 
     def message(self, engine: Engine, ranks: Ranks) -> str:
         hosts = {seat.rank: seat.host for seat in ranks.seats}
@@ -98,19 +98,19 @@ class MastersApart:
         others = f" ({len(self.names) - 1} more such parameters)" if len(self.names) > 1 else ""
         text = (
             f"the optimizer keeps other values of {self.names[0]}{others} than the forward pass reads, on "
-            f"rank{'s' if len(self.ranks) > 1 else ''} {on}{more}: a checkpoint would hold untrained values, so "
+            f"rank{'s' if len(self.ranks) > 1 else ''} {on}{more}. A checkpoint would hold untrained values, so "
             "none is written. "
         )
         if keys := engine.layout_keys:
             which = f"one of {', '.join(keys)}" if len(keys) > 1 else keys[0]
-            return text + f"The cause may be {which}: remove it; if that changes nothing, use another ZeRO stage."
+            return text + f"The cause may be {which}: remove this key; if that does not help, use another ZeRO stage."
         return text + "Use another zero_optimization.stage, or other degrees of parallelism."
 
 
 @torch.no_grad()
 def masters_apart(engine: Engine, ranks: Ranks) -> MastersApart | None:
-    """Compare the masters with the parameters of the forward pass, up to rounding; the same answer on all ranks.
-    Checkpoints hold masters: an engine with wrong names for them would save untrained values (round_robin_gradients
+    """Compare the masters with the parameters of the forward pass, up to rounding; the answer is the same on all ranks.
+    Checkpoints hold masters: an engine that maps them to wrong names would save untrained values (round_robin_gradients
     did)."""
     copies: dict[str, list[ForwardCopy]] = {}
     for copy in engine.copies():
@@ -126,7 +126,8 @@ def masters_apart(engine: Engine, ranks: Ranks) -> MastersApart | None:
 
 
 def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
-    """True if an element of a master differs from a copy on this rank, or no copy holds the region."""
+    """Return whether an element of a master differs from a copy on this rank, or no copy has the region: a bool
+    tensor."""
     heart.beat()
     region, read = piece.region, False
     with piece.open() as view:
@@ -149,7 +150,7 @@ def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
 
 
 def prove_masters(engine: Engine, ranks: Ranks) -> None:
-    """Raises ModelError, on all ranks: masters and forward pass differ before the first step."""
+    """Check that masters and forward pass agree before the first step. Raises ModelError on all ranks."""
     if apart := masters_apart(engine, ranks):
         raise ModelError(apart.message(engine, ranks))
 
@@ -157,14 +158,14 @@ def prove_masters(engine: Engine, ranks: Ranks) -> None:
 def prove_weights(
     engine: Engine, source: ParameterSource, ranks: Ranks, arrived: Mapping[Key, int] | None = None
 ) -> dict[str, int]:
-    """Compare checksums of the assembled parameters with the source (DeepSpeed #7848: silent random weights).
-    `arrived`: from `fill_parameters`. Returns the source's checksums; none for random numbers. Raises ModelError, with
-    the differing parameters."""
+    """Compare the assembled parameters with the source by checksum (DeepSpeed #7848: silent random weights). `arrived`:
+    the checksums that `fill_parameters` returned. Returns the source's checksums, or {} if the source is random
+    initialisation. Raises ModelError naming the parameters that differ."""
     if isinstance(source, RandomSource):
         return {}
     check_names(engine, source)
     names = sorted(engine.shapes())
-    # Of frozen parameters, which a pipeline's other stages may hold:
+    # Frozen parameters in lower precision, which other pipeline stages may hold:
     lower = {piece.name: piece.dtype for piece in engine.state() if piece.dtype.itemsize < 4 and piece.kind == PARAM}
     lower_types = {name: dtype for share in ranks.gather(lower) for name, dtype in share.items()}
     mine = {}
@@ -192,9 +193,14 @@ def differing_tensors(
     rounded: Mapping[Key, int] | None = None,
     arrived: Mapping[Key, int] | None = None,
 ) -> list[Key]:
-    """Return (kind, name) of each tensor that differs from `expected` (checksums of complete tensors), or whose copies
-    in the forward pass differ from the rounded master; the same list on all ranks. `rounded`: checksums of this rank's
-    exact values before rounding to a view in lower precision. `arrived`: checksums of pieces before packing."""
+    """Return (kind, name) of each tensor that differs from its checksum in `expected`, or whose copies in the forward
+    pass differ from the rounded master; the same list on all ranks.
+
+    Args:
+        expected: checksums of complete tensors.
+        rounded: checksums of this rank's own parts before they were rounded to the dtype of their piece.
+        arrived: checksums of this rank's pieces before packing.
+    """
     shapes, rounded, arrived = engine.shapes(), rounded or {}, arrived or {}
     parts = [_Part(key, (0, 1), 0, value) for key, value in rounded.items()]
     bad = set()
@@ -209,7 +215,7 @@ def differing_tensors(
             continue
         elif piece.region.numel < numel(shapes[piece.name]):
             parts.append(_Part(key, piece.replica, piece.region.numel, _sum(piece, 0, piece.region.numel)))
-        else:  # this rank proves its replica by itself; the sum over the ranks counts each element once
+        else:  # this rank compares its replica alone; the sum over the ranks has each element once
             mine = _sum(piece, low, high)
             parts.append(_Part(key, (0, 1), high - low, mine))
             others = _sum(piece, 0, low) + _sum(piece, high, piece.region.numel)
@@ -223,11 +229,11 @@ def differing_tensors(
 
 @dataclass(frozen=True)
 class _Part:
-    """A rank's part of a tensor replica."""
+    """This rank's part of a replica of a tensor."""
 
     key: Key
     replica: tuple[int, int]
-    """(index, of)."""
+    """(index, number of replicas)."""
     elements: int
     checksum: int
 
@@ -240,8 +246,8 @@ def _wrong(
     *,
     every: bool = True,
 ) -> set[Key]:
-    """Return the tensors with a replica that, summed over all ranks, has another checksum than expected. `every`: a
-    replica without all elements is wrong, too."""
+    """Return the tensors of which a replica, summed over all ranks, has another checksum than expected. `every`: a
+    replica that lacks elements is wrong, too."""
     keys = sorted(expected)
     place = {key: index for index, key in enumerate(keys)}
     counts = torch.ones(len(keys), dtype=torch.int64)
@@ -265,7 +271,7 @@ def _wrong(
 
 
 def _sum_on(values: Tensor, device: torch.device) -> int:
-    """Checksum of a flat tensor in host memory, on the GPU if there is one: copy and hash take a fraction of a core's
+    """Return the checksum of a flat host tensor, computed on the GPU if there is one, which takes less of a core's
     time."""
     if device.type != "cuda":
         return checksum(values)
@@ -280,7 +286,7 @@ def _sum(piece: StateTensor, low: int, high: int) -> int:
 
 
 def _rounded_sum(piece: StateTensor, dtype: torch.dtype) -> int:
-    """Checksum of this rank's own part, rounded to `dtype`."""
+    """Return the checksum of this rank's own part, rounded to `dtype`."""
     region, total = piece.own_region, 0
     with piece.open() as view:
         values, size = view[piece.own], _CHUNK if view.device.type == "cpu" else _DEVICE_CHUNK
@@ -298,9 +304,10 @@ def _address(piece: StateTensor) -> int:
 def _differing_copies(
     engine: Engine, masters: Mapping[Key, int], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
 ) -> set[Key]:
-    """Return parameters whose copies on this rank, or assembled from several ranks, differ from the masters."""
+    """Return parameters whose copies in the forward pass, on one rank or from several together, differ from the
+    masters."""
     dtype = engine.forward_dtype
-    # What is packed has no other copy than its only values.
+    # A packed parameter has no copy beside its only values.
     live = [piece for piece in engine.state() if piece.kind == PARAM and piece.write is None]
     wanted = {key: masters[key] for key in masters if key[0] == PARAM}
     if dtype != torch.float32:
@@ -328,12 +335,12 @@ def _differing_copies(
         elif value != wanted[key]:
             bad.add(key)
     if engine.partitions_parameters:
-        sharded = {part.key for part in partitions}  # each rank has a part of every parameter; buffers are complete
+        sharded = {part.key for part in partitions}  # of these each rank has a part; buffers are complete
         bad |= _wrong(partitions, {key: wanted[key] for key in wanted if key in sharded}, shapes, ranks)
-    # Only the shards that are there are looked at: ZeRO 3 keeps some parameters gathered, ZeRO 0 has no copies.
+    # Missing shards are no fault (`every`): ZeRO 3 keeps only some parameters gathered, ZeRO 0 in fp32 has no copies.
     return bad | _wrong(shards, wanted, shapes, ranks, every=False)
 
 
 def check_names(engine: Engine, source: ParameterSource) -> None:
-    """Raises ModelError: the source lacks a parameter, or has an extra one or another shape."""
+    """Check that the source and the engine have the same parameters with equal shapes. Raises ModelError."""
     refuse_other_shapes(source, engine.shapes())

@@ -206,7 +206,7 @@ def test_a_machine_with_gpus_does_not_train_on_the_processor_in_silence(monkeypa
         ((7, 5), "bf16", None, r"bf16.enabled is true, but the device \(cuda\).*or use fp16"),
         ((8, 0), "bf16", None, None),
         ((8, 0), "bf16", "rowwise", r"A card \(compute capability 8.0\).*capability 8.9 on.*Set model.fp8 to null"),
-        ((8, 9), "fp32", "rowwise", "come out in bf16, and the run is in fp32: set bf16.enabled to true in zero1.json"),
+        ((8, 9), "fp32", "rowwise", "products are bf16, but the run is in fp32: set bf16.enabled to true in zero1"),
         ((8, 9), "bf16", "rowwise", None),
     ],
 )

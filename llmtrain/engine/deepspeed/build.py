@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 def build_engine(
     model: LanguageModel, run: Run, own: Mapping[str, OwnSettings], ranks: Ranks, mesh: Mesh
 ) -> ZeroEngine:
-    """Make the engine for a model without values. `own`: settings of single parameters, by Hugging Face name. Raises
-    ConfigError: DeepSpeed or torch lacks a feature or class that a run needs."""
+    """Make the engine for a model whose parameters have no values yet. `own`: settings of single parameters, by Hugging
+    Face name. Raises ConfigError: DeepSpeed or torch lacks a feature or class that the run needs."""
     optim, mix, exact = run.config.optim, run.mix, run.deepspeed
     patches.check()
     if mix.mlp_tiles and get_accelerator().device_name() == "cpu":
@@ -61,15 +61,15 @@ def build_engine(
         _guard_step(optimizer, optim.clip_norm, mesh)
     elif mix.zero_stage == 0 and mix.degrees.tensor > 1:
         _mark_gradients(model)
-    if mix.degrees.sequence > 1:  # DeepSpeed's own choice if it knows the sequence-parallel ranks (mesh.py)
+    if mix.degrees.sequence > 1:  # the dtype that DeepSpeed uses if it knows the sequence-parallel ranks (mesh.py)
         config["communication_data_type"] = config.get("seq_parallel_communication_data_type", "fp32")
     if mix.degrees.pipeline > 1:
-        # Every tensor-parallel rank has the complete hidden state and sends it to its counterpart: in DeepSpeed each
-        # sends a share, and the gather costs two more messages and an all-gather for every micro-batch.
+        # Every tensor-parallel rank has the complete hidden state and sends it to its counterpart. By default DeepSpeed
+        # sends shares and gathers them: two more messages and an all-gather for every micro-batch.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if mix.zero_stage > 0:
         config["zero_optimization"] = {**_room(model, mix), **exact["zero_optimization"]}
-    groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process, and that it had autocast
+    groups.mpu = None  # left by an earlier engine of this process, as is the flag of autocast below
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     with choosing_optimizers():
         try:
@@ -81,19 +81,19 @@ def build_engine(
                 raise
             raise ConfigError(
                 f"{run.config.deepspeed}: torch_autocast.lower_precision_safe_modules names no class that there is: "
-                f'{error}. Correct it, such as "torch.nn.modules.linear.Linear", or remove it.'
+                f'{error}. Correct the name, such as "torch.nn.modules.linear.Linear", or remove it.'
             ) from error
     if note := shorten_step(engine):
         model.notes.append(note)
     for held in model.local_parameters():
-        if not isinstance(held.parameter, nn.Parameter):  # whatever buffer_dtype of the JSON makes of other buffers
+        if not isinstance(held.parameter, nn.Parameter):  # fp32 whatever buffer_dtype of the JSON says
             held.parameter.data = held.parameter.data.float()
     for state in base_optimizer(engine).state.values():
         # DeepSpeed's bf16 ZeRO 0 has taken a step on zero gradients to create this state. Left at 1, AdamW's bias
         # correction would shrink every early update (by 15 % over the first three steps, measured).
         if torch.is_tensor(state.get("step")):
             state["step"].zero_()
-    if mix.degrees.pipeline > 1:  # imported by the runs that have stages: see models/run/build_for_rank.py
+    if mix.degrees.pipeline > 1:  # only pipelines import it: see models/run/build_for_rank.py
         from llmtrain.engine.deepspeed.pipeline_engine import PipelineZeroEngine
 
         return PipelineZeroEngine(engine, ranks, mesh, _layout_keys(exact))
@@ -101,19 +101,20 @@ def build_engine(
 
 
 _MOST_LIVE = 8_000_000_000
-"""Elements: 16 GB in bf16, for two layers of 405B. All experts of a layer of DeepSeek-V3 are 11e9, and come alone."""
+"""Elements: 16 GB in bf16, for two layers of 405B. One DeepSeek-V3 layer has 11e9 in its experts and is gathered
+alone."""
 _MOST_WHOLE = 1_000_000_000
-"""Elements: 2 GB in bf16, for an adapter of rank 64 on all maps of 70B."""
+"""Elements: 2 GB in bf16, for an adapter of rank 64 on all linear layers of a 70B model."""
 
 
 def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
-    """Element counts of zero_optimization for this model: DeepSpeed's defaults where they fit.
+    """Return element counts of zero_optimization that fit this model: DeepSpeed's defaults, changed as follows.
 
-    A bucket is no larger than the gradients: the default allocates 2 GB in fp32 for an adapter, too. Under ZeRO 3 the
-    next module that is gathered in one piece (a compiled layer, all experts of a layer) arrives while this one
-    computes: the defaults have room for a matrix or two. Adapters stay complete on each rank up to `_MOST_WHOLE`:
-    partitioned, they took 3,400 tiny gathers per micro-batch of 70B in forward, recomputed and backward passes, as
-    DeepSpeed's threshold of 100,000 elements lets no lora_A of a wide model stay.
+    The reduction bucket is no larger than the gradients: the default allocates 2 GB in fp32 even for an adapter. Under
+    ZeRO 3 the next module that is gathered as a whole (a compiled layer, all experts of a layer) arrives while this one
+    computes; the defaults have room for only one or two matrices. Adapters stay complete on each rank up to
+    `_MOST_WHOLE`: partitioned, they took 3,400 tiny gathers per micro-batch of a 70B model (forward, recomputed and
+    backward pass), because every lora_A of a wide model exceeds DeepSpeed's threshold of 100,000 elements.
     """
     fields = DeepSpeedZeroConfig.model_fields
     trained = sum(prod(shape_of(p)) for p in model.parameters() if p.requires_grad)
@@ -134,11 +135,11 @@ def _room(model: nn.Module, mix: Mix) -> dict[str, int]:
 
 
 def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:
-    """Switches of zero_optimization that differ from DeepSpeed's defaults, with their values."""
+    """Return "zero_optimization.KEY = VALUE" for each switch that differs from DeepSpeed's default."""
     fields, keys = DeepSpeedZeroConfig.model_fields, []
     for key, value in (exact.get("zero_optimization") or {}).items():
         usual = fields[key].default if key in fields else None
-        if isinstance(value, dict) and "device" in value:  # of offload, which may have paths beside it
+        if isinstance(value, dict) and "device" in value:  # an offload section; its other keys (paths) do not matter
             key, value, usual = f"{key}.device", value["device"], "none"
         if isinstance(value, bool | dict | str) and value != usual:
             keys.append(f"zero_optimization.{key} = {json.dumps(value)}")
@@ -146,7 +147,8 @@ def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) -> None:
-    """Make step() clip, publish the norm, and skip if the norm is not finite, like DeepSpeed's ZeRO optimizers."""
+    """Make the optimizer's `step` clip, set the norm, and skip the update if it is not finite, as DeepSpeed's ZeRO
+    does."""
     settings: Any = optimizer
     settings.plain_step, settings.clip_grad = optimizer.step, clip_norm  # as attributes: the engine replaces them
 
@@ -165,9 +167,9 @@ def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) 
 
 
 def _mark_gradients(model: nn.Module) -> None:
-    """Let DeepSpeed's bf16 and fp16 optimizers without ZeRO count the shards of all tensor-parallel ranks:
-    get_weight_norm (unfused_optimizer.py:214) looks for a mark that only parameters have, and halved the norm of two
-    ranks."""
+    """Make DeepSpeed's bf16 and fp16 optimizers without ZeRO count the shards of all tensor-parallel ranks in the norm:
+    get_weight_norm (unfused_optimizer.py:214) expects on gradients a mark that only parameters have; it halved the
+    norm."""
 
     def mark(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
@@ -179,7 +181,8 @@ def _mark_gradients(model: nn.Module) -> None:
 
 
 def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
-    """Norm of the complete gradient: shards count on every tensor-parallel rank, replicated parameters on the first."""
+    """Return the norm of the complete gradient: of replicated parameters only the first tensor-parallel rank's
+    counts."""
     if mesh.degrees.expert > 1:
         return _norm_with_shared_experts([p for p in parameters if p.grad is not None])
     if mesh.degrees.tensor == 1:
@@ -207,9 +210,9 @@ def _norm_with_shared_experts(parameters: list[nn.Parameter]) -> torch.Tensor:
 def join_process_group(
     timeout_s: float, *, start_timeout_s: float = 300.0, settings: Mapping[str, Any] | None = None
 ) -> ConnectedRanks:
-    """Start torch.distributed for the launcher's RANK, WORLD_SIZE, LOCAL_RANK; alone (one rank) without a launcher.
-    `timeout_s`: of a collective. `settings`: must be equal on all ranks. Raises RendezvousError: ranks are missing or
-    differ. Raises ConfigError: no device, or no such network interface."""
+    """Join torch.distributed with the launcher's RANK, WORLD_SIZE and LOCAL_RANK; without a launcher as the only rank.
+    `timeout_s`: limit of each collective. `settings`: values that must be equal on all ranks. Raises RendezvousError:
+    ranks are missing or differ. Raises ConfigError: no device, or no such network interface."""
     for key, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(key, value)
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
@@ -224,7 +227,7 @@ def join_process_group(
     progress.begin(device, watch.tend)
     backend = accelerator.communication_backend_name()
     meeting = meet(device=device, backend=backend, settings=settings or {}, limit_s=start_timeout_s)
-    # NCCL makes a group's connections at its first use, and asks the store for them: a slow rank counts as elsewhere.
+    # NCCL connects a group at its first use, through the store: a rank may be late there as in a collective.
     meeting.store.set_timeout(timedelta(seconds=max(timeout_s, start_timeout_s)))
     control = connect_all(meeting, backend, device, start_timeout_s)
     apply_group_timeout(timeout_s)

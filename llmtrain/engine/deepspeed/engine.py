@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 _WINDOWED = ("sliding", "chunked", "compressed", "window")
-"""Words in transformers' layer_types of layers with windowed attention."""
+"""Words that mark windowed attention in the layer_types of a transformers configuration."""
 
 
-# torch puts its attention kernels in order itself, and on Hopper and Blackwell takes cuDNN's first where its version is
-# right (2.11 and later, ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention). One case is left to
-# us: with a mask tensor and some lengths, cuDNN's gradient of the queries is NaN (pytorch issue 196678, torch 2.11 to
-# 2.13).
+# torch orders its attention kernels itself, and on Hopper and Blackwell takes cuDNN's first if its version is right
+# (torch 2.11 and later, ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention). We switch cuDNN off
+# in one case: with a mask tensor and some lengths, its gradient of the queries is NaN (pytorch issue 196678, torch 2.11
+# to 2.13).
 
 
 def gets_mask(config: PreTrainedConfig, length: int, *, documents: bool) -> bool:
-    """True if transformers gives torch's attention a mask tensor for rows of `length` tokens, in any layer; else
-    attention is just causal. `documents`: attention stays within documents."""
+    """Return True if transformers passes torch's attention a mask tensor in any layer for rows of `length` tokens;
+    otherwise attention is plainly causal. `documents`: rows hold several documents, and attention stays within each."""
     return documents or any(_layer_gets_mask(layer, length) for layer in layer_configs(config.get_text_config()))
 
 
@@ -71,7 +71,7 @@ def without_cudnn() -> Iterator[None]:
 
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Fields of the loss scaler; their existence depends on fp16.loss_scale."""
+"""Fields of DeepSpeed's loss scaler; which of them exist depends on fp16.loss_scale."""
 
 
 def state_of(engine: DeepSpeedEngine) -> State:
@@ -99,8 +99,8 @@ def _stepping_only_if(base: Any, steps: Callable[[Any], bool]) -> Iterator[None]
 
 
 def _read_later(number: Tensor) -> Callable[[], float]:
-    """Begin to copy a number to the host. The returned function waits for the copy, and for nothing that the device is
-    given later, as `item` would."""
+    """Begin to copy a number to the host. The returned function waits for that copy only; `item` would also wait for
+    later work of the device."""
     if number.device.type != "cuda":
         return number.item
     there, event = torch.zeros_like(number, device="cpu").pin_memory(), torch.cuda.Event()
@@ -115,7 +115,7 @@ def _read_later(number: Tensor) -> Callable[[], float]:
 
 
 class ZeroEngine:
-    """Runs micro-batches through DeepSpeed's engine, with the loss divided by the global batch's weight."""
+    """Runs micro-batches through DeepSpeed's engine; the loss is divided by the weight of the global batch."""
 
     is_pipeline = False
 
@@ -149,17 +149,18 @@ class ZeroEngine:
         return sums
 
     def _accumulate(self, steps: int) -> None:
-        """Set the micro-batches of the next optimizer step (a stage of a run may change them)."""
+        """Set the number of micro-batches in the next optimizer step; the stages of a run may differ in it."""
         engine = self.deepspeed
         if steps != engine.gradient_accumulation_steps():
             engine.set_train_batch_size(steps * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
-            engine.micro_steps = 0  # DeepSpeed finds the last micro-batch of a step by the remainder
+            engine.micro_steps = 0  # DeepSpeed recognises a step's last micro-batch by micro_steps modulo this number
 
     def micro_step(self, micro: MicroBatch, weight: Callable[[], int], objective: LossFunction) -> Tensor:
-        """Forward and backward pass of one micro-batch; returns its sums.
+        """Run the forward and backward pass of one micro-batch, and return the sums of the objective's figures, fp32
+        [figures].
 
-        DeepSpeed divides by the accumulation steps and averages over the ranks with other tokens, as if their numbers
-        were equal; the factor undoes both.
+        DeepSpeed divides by the accumulation steps and averages over the data-parallel ranks, as if all micro-batches
+        counted equally many tokens; the factor `equal_shares` undoes both.
         """
         engine = self.deepspeed
         equal_shares = engine.gradient_accumulation_steps() * engine.seq_dp_world_size
@@ -179,13 +180,12 @@ class ZeroEngine:
         for group in self._state.base.param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
         heart.phase("step")
-        if self._must_look:  # ZeRO 3 takes a gradient where the parameter's module is called, and drops the rest
+        if self._must_look:  # ZeRO 3 takes gradients only of parameters used inside their own module's call
             lost = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
             if lost:
                 raise ModelError(
-                    f"model: ZeRO 3 would drop the gradients of {len(lost)} parameters in silence, first of {lost[0]}: "
-                    "other code than the forward method of its module uses it. Set zero_optimization.stage to 2 or "
-                    "less."
+                    f"model: ZeRO 3 would drop the gradients of {len(lost)} parameters, the first {lost[0]}: code "
+                    "outside the forward method of its module uses it. Set zero_optimization.stage to 2 or less."
                 )
             self._must_look = False
         optimizer, left_out = self.deepspeed.optimizer, list[bool]()
@@ -216,8 +216,8 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def _only_if(self, steps: Callable[[Any], bool]) -> Iterator[None]:
-        """A context in which the torch optimizer steps only if `steps` returns True for it. DeepSpeed has the norm by
-        then, and frees the gradients afterwards."""
+        """A context in which the torch optimizer steps only if `steps` returns True. DeepSpeed has computed the norm by
+        then, and frees the gradients afterwards in both cases."""
         with contextlib.ExitStack() as stack:
             if isinstance(self.deepspeed.optimizer, OneNormZero):
                 stack.enter_context(self.deepspeed.optimizer.reading_norm())
@@ -266,14 +266,14 @@ class ZeroEngine:
 
         def took(parameter_here: LocalParameter, gradient: Tensor) -> Tensor:
             take(GradientPiece(name=parameter_here.name, region=parameter_here.region, values=gradient.reshape(-1)))
-            return gradient.new_zeros(()).expand_as(gradient)  # the complete ones would take memory
+            return gradient.new_zeros(()).expand_as(gradient)  # keeping the complete gradients would take memory
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._attention([micro]))
             stack.enter_context(autocast_if_enabled(self.deepspeed))
             for parameter_here in trained:
                 stack.enter_context(parameter_here.parameter.register_hook(functools.partial(took, parameter_here)))
-            # Of the module: DeepSpeed's forward pass would make the backward pass its own.
+            # Call the module: after DeepSpeed's forward pass its hooks would take these gradients.
             sums = self._sums(micro, objective, self.module)
             loss = sums[0] / weight * self._loss_scale().get("cur_scale", 1.0)
             torch.autograd.grad(loss, [parameter_here.parameter for parameter_here in trained], allow_unused=True)
@@ -281,9 +281,9 @@ class ZeroEngine:
 
     @contextlib.contextmanager
     def _scale_of_the_gradients(self) -> Iterator[None]:
-        """A context after which a dynamic loss scale grows (fp16). DeepSpeed 0.19.8 raises the scale before dividing
-        the gradients (zero/stage_1_and_2.py and stage3.py, step): a step after `loss_scale_window` good ones had half
-        of its gradient."""
+        """A context at whose end, not earlier, a dynamic loss scale grows (fp16). DeepSpeed 0.19.8 raises the scale
+        before it divides the gradients by it (step in zero/stage_1_and_2.py and stage3.py): after `loss_scale_window`
+        good steps, one step used half of its gradient."""
         scaler = self._scaler()
         if scaler is None:
             yield
@@ -315,7 +315,7 @@ class ZeroEngine:
                     sums += self._sums(micro, objective).double()
                 progress.mark()
                 if self.mesh.place.sequence == 0:
-                    weight += objective.weight(micro)  # of host memory: the device is not waited for
+                    weight += objective.weight(micro)  # reads host memory, so it does not wait for the device
         finally:
             module.train()
         return self._figures(objective, sums, weight)
@@ -334,7 +334,8 @@ class ZeroEngine:
         return without_cudnn() if masked else contextlib.nullcontext()
 
     def _sums(self, micro: MicroBatch, objective: LossFunction, forward: Callable[..., Any] | None = None) -> Tensor:
-        """The forward pass: models/language.py, whose head (models/head.py) calls the objective's loss."""
+        """Run the forward pass (models/language.py), whose head (models/head.py) calls the objective; return the
+        sums."""
         on_device = self._on_device(micro)
         sums: Tensor = (forward or self.deepspeed)(
             on_device.inputs, functools.partial(objective.sums, micro=on_device), on_device.positions

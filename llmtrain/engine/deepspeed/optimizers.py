@@ -20,6 +20,7 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
 from torch import Tensor
 
+from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import lock_file
 from llmtrain.base.log import warn
@@ -36,19 +37,19 @@ if TYPE_CHECKING:
 
 MOMENTUM = "momentum_buffer"
 MOMENTS = "moments"
-"""Key of a parameter group: kind of the optimizer's moments -> their dtype."""
-_CHUNK = 1 << 24  # elements that have fp32 moments at once: 128 MiB with AdamW
+"""Key of a parameter group, for a dict: kind of the optimizer's moments -> their dtype."""
+_CHUNK = 1 << 24  # elements whose moments are widened to fp32 at once: 128 MiB with AdamW
 
 
 def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the moments of an optimizer's tensor by kind, each as long as the tensor.
+    """Return the moments of a tensor in the optimizer: kind -> values, as many as the tensor has.
 
     State that the optimizer would create at its first step is created, with the step counter at 0.
     """
     state = optimizer.state[flat]
     kinds: dict[str, torch.dtype] = settings[MOMENTS]
     if not settings.get("use_muon") and "step" not in state:
-        on_host = hasattr(optimizer, "fp32_optimizer_states")  # DeepSpeed's own, which count in Python
+        on_host = hasattr(optimizer, "fp32_optimizer_states")  # DeepSpeed's CPU optimizers, which count in Python
         device = flat.device if optimizer.defaults.get("fused", True) else torch.device("cpu")
         state["step"] = 0 if on_host else torch.zeros((), dtype=torch.float32, device=device)
     for kind, dtype in kinds.items():
@@ -58,11 +59,11 @@ def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[s
 
 
 class Bf16Moments(torch.optim.Optimizer):
-    """An elementwise optimizer with moments in bf16 between steps, as in the training of DeepSeek-V3 (arXiv 2412.19437,
-    3.3.3). DeepSpeed has them with bf16 masters only, which lose updates below 2^-9 of a weight."""
+    """Wraps an elementwise optimizer and keeps its moments in bf16 between steps, as for DeepSeek-V3 (arXiv 2412.19437,
+    3.3.3). DeepSpeed offers that only with bf16 masters, which lose updates below 2^-9 of a weight."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        """`inner`: AdamW or Lion over groups with `MOMENTS`; the state inside is not used."""
+        """`inner`: AdamW or Lion over groups with `MOMENTS`; its own `state` is not used."""
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
 
@@ -88,13 +89,13 @@ class Bf16Moments(torch.optim.Optimizer):
             moment.view(-1)[part].copy_(wide[kind])
 
 
-# One build of DeepSpeed's ops at a time, and none that waits for the dead.
+# Only one build of DeepSpeed's ops at a time; the locks of killed builds are removed.
 
 
 @contextlib.contextmanager
 def op_build_lock() -> Iterator[None]:
-    """Hold a lock on op builds in torch's folder of extensions, on all hosts that share the folder. A killed process
-    leaves torch's lock file, and every later run silently waits for ever; our lock ends with its process."""
+    """Hold a lock on op builds in torch's extensions folder, on all hosts that share the folder. A killed process
+    leaves torch's own lock file behind, and every later run would silently wait for ever; the kernel releases ours."""
     from torch.utils.cpp_extension import _get_build_directory
 
     from llmtrain.base.rank.op_builds import BUILD_LOCK, users_of
@@ -103,7 +104,7 @@ def op_build_lock() -> Iterator[None]:
     handle = lock_file(folder.parent / BUILD_LOCK)
     try:
         stale = folder / "lock"
-        with contextlib.suppress(FileNotFoundError):  # the other build is done
+        with contextlib.suppress(FileNotFoundError):  # the build that had the lock has ended
             if users := users_of(str(stale)):
                 warn(f"waiting for the build of process {users[0]}, which has the lock {stale}")
             else:
@@ -128,11 +129,16 @@ def parameter_groups(
     largest: float = math.inf,
     moments: torch.dtype = torch.float32,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups by equal settings: optim.decay selects the parameters with weight decay, `own` has
-    settings of single parameters by Hugging Face name. Those of `optim.groups` are separate groups.
+    """Return parameter groups, one for each combination of settings; parameters of `optim.groups` are in separate
+    groups.
 
-    A group carries `peak_lr`, which the schedule multiplies, and its kinds of `moments`. It has at most `largest`
-    elements on this rank; a larger tensor is alone.
+    Each group has `peak_lr`, which the schedule multiplies, and its kinds of `MOMENTS`. optim.decay selects the
+    parameters with weight decay.
+
+    Args:
+        own: settings of single parameters, by Hugging Face name.
+        largest: most elements of a group on this rank; a larger tensor is a group of its own.
+        moments: dtype of the moments.
     """
     state = tuple(kind for kind in optim.state if kind not in optim.state_of_groups)
     usual = Group(name="", parameters=(), settings=optim.group(), state=state)
@@ -145,12 +151,12 @@ def parameter_groups(
         group = special.get(id(parameter), usual)
         # DeepSpeed's ZeRO reads this tag.
         parameter.use_muon = group.settings.get("use_muon", False)  # type: ignore[attr-defined]
-        decays = optim.decay == "all" or len(getattr(parameter, "ds_shape", parameter.shape)) >= 2  # in full
+        decays = optim.decay == "all" or len(getattr(parameter, "ds_shape", parameter.shape)) >= 2  # unpartitioned
         name = group.name or ("decay" if decays else "no_decay")
         if decay is None:
             decay = optim.weight_decay if decays else 0.0
         settings = {**group.settings, MOMENTS: dict.fromkeys(group.state or state, moments)}
-        settings["weight_decay"] = decay / group.scale  # which the rate multiplies
+        settings["weight_decay"] = decay / group.scale  # the learning rate, which has `scale`, multiplies it
         settings["lr"] = settings["peak_lr"] = group.settings["lr"] * factor * group.scale
         if is_moe_param(parameter):  # DeepSpeed finds the ranks that hold the same experts by the name of the group
             name, settings["moe"] = parameter.group_name, True  # type: ignore[attr-defined]
@@ -168,7 +174,7 @@ def build_optimizer(
     model: LanguageModel, optim: Optimizer, own: Mapping[str, OwnSettings], mix: Mix
 ) -> torch.optim.Optimizer:
     device = torch.device(get_accelerator().device_name())
-    steps_matrices = optim.whole_gradients  # as Muon does
+    steps_matrices = optim.whole_gradients  # Muon and plugins derived from it
     import_muon(compiled=steps_matrices and device.type != "cpu" and compiler.trouble(device) is None)
     cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
     dtype = torch.bfloat16 if mix.bf16_moments else torch.float32
@@ -177,45 +183,42 @@ def build_optimizer(
         _set_newton_schulz_dtype(mix.precision)
     if is_of_plugin(optim) or not optim.counts_steps:
         return build_guarded(optim, groups)
-    if mix.offload_optimizer and optim.host_ops and not mix.swaps:  # the disk sets the pace, and torch's code is exact
+    if mix.offload_optimizer and optim.host_ops and not mix.swaps:  # with state on a disk, the disk is the bottleneck
         with op_build_lock():
             try:
                 return optim.build_on_host(groups)
-            except Exception as error:  # no compiler, an unsupported CPU, a broken build: DeepSpeed raises them all
+            except Exception as error:  # DeepSpeed raises many kinds: no compiler, an unsupported CPU, a broken build
                 op = " and ".join(optim.host_ops)
-                warn(f"DeepSpeed's {op} cannot be built here, torch's code runs on the CPU instead: {error}")
+                warn(f"DeepSpeed's {op} cannot be built here, so torch's slower optimizer runs on the CPU: {error}")
     optimizer = optim.build(groups)
     return Bf16Moments(optimizer) if mix.bf16_moments else optimizer
 
 
-# A plugin's: a torch optimizer that steps each element by itself, proved before it trains.
+# Optimizers of plugins: torch optimizers that update each element independently, which is proved before the run.
 
 
 _ROWS, _COLUMNS, _STEPS = 6, 4, 3
 _CLOSE = {"rtol": 1e-5, "atol": 1e-7}
-"""fp32 rounding: kernels for lists of tensors may sum in another order."""
+"""Tolerance for fp32 rounding: kernels for lists of tensors may sum in another order."""
 
 
 def build_guarded(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Build the torch optimizer of a class from the engine's groups, with a step counter for each tensor.
-
-    Raises: ConfigError.
-    """
+    """Build the torch optimizer from the engine's groups, with a step counter for each tensor. Raises ConfigError."""
     optimizer = _built(optim, groups)
-    optimizer.defaults.setdefault("fused", None)  # `moments_of`: the counter is on the host
-    optimizer.state.clear()  # of tensors that the engine will have replaced
+    optimizer.defaults.setdefault("fused", None)  # so `moments_of` puts the counter on the host
+    optimizer.state.clear()  # the engine will replace its tensors
     _guard(optim, optimizer)
     return optimizer
 
 
 def prove_by_element(optim: Optimizer) -> None:
-    """Prove that the optimizer steps each element independently, with moments that begin at zero: then partitions train
-    like complete tensors, and checkpoints can hold the moments. Raises ConfigError, with the reason."""
+    """Prove that the optimizer updates each element independently, from moments that begin at zero: then partitions
+    train like complete tensors, and checkpoints can hold the moments. Raises ConfigError, with the reason."""
     key = f"optim.name {optim.name}"
     if optim.whole_gradients:
         raise ConfigError(
-            f"{key}: it inherits from an optimizer that steps matrices as a whole, and ZeRO partitions "
-            "what it trains. Derive the class from Optimizer, AdamW or Lion"
+            f"{key}: it inherits from an optimizer that steps matrices as a whole, but ZeRO partitions "
+            "the matrices. Derive the class from Optimizer, AdamW or Lion"
         )
     numbers = torch.Generator().manual_seed(0)
     begin = torch.randn(_ROWS, _COLUMNS, generator=numbers)
@@ -230,11 +233,11 @@ def prove_by_element(optim: Optimizer) -> None:
     if odd:
         raise ConfigError(
             f"{key}: {_listed(odd)} in the optimizer's state is no tensor of the parameter's shape, so another number "
-            "of ranks could not load a checkpoint. Keep one number for each element"
+            "of ranks could not load a checkpoint. Keep one number for each element of the parameter"
         )
     if set(kept) != set(optim.state):
         raise ConfigError(
-            f"{key}: it keeps {_listed(kept) or 'nothing'} for each parameter, but its class says state "
+            f"{key}: the optimizer keeps {_listed(kept) or 'nothing'} for each parameter, but its class says state "
             f"= {optim.state}. Write state = {tuple(kept)}"
         )
     flat = [piece.clone().requires_grad_() for piece in begin.flatten().split(_ROWS * _COLUMNS // 2)]
@@ -248,8 +251,8 @@ def prove_by_element(optim: Optimizer) -> None:
     if not torch.allclose(torch.cat(flat).view_as(whole), whole, **_CLOSE):  # type: ignore[arg-type]
         raise ConfigError(
             f"{key}: two halves of a flat tensor, with moments of 0, do not step like the whole tensor. "
-            "ZeRO partitions what it trains: a step may depend on an element's own gradients and "
-            "moments alone, and these begin at 0"
+            "ZeRO partitions the tensors: the update of an element may depend only on the gradients and moments of "
+            "that element, and the moments must begin at 0"
         )
 
 
@@ -266,11 +269,12 @@ def _listed(kinds: dict[str, Any]) -> str:
 def _built(optim: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     with torch.random.fork_rng(devices=[]):
         made = called(optim, f"optim.name {optim.name}", "build", lambda: optim.build(groups))
-    if not isinstance(made, torch.optim.Optimizer) or len(made.param_groups) != len(groups):
-        raise ConfigError(
-            f"optim.name {optim.name}: build returns {type(made).__name__}; it must return a "
-            "torch.optim.Optimizer of all its groups"
-        )
+    kind, head = type(made).__name__, f"optim.name {optim.name}: build"
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"{head} returns {kind}, which is no torch.optim.Optimizer. Return one over the groups")
+    if len(made.param_groups) != len(groups):
+        has = units.counted(len(made.param_groups), "parameter group")
+        raise ConfigError(f"{head} returns {kind} with {has}, but it gets {len(groups)}. Pass all of them to {kind}")
     return made
 
 
@@ -279,14 +283,14 @@ def _step(optim: Optimizer, step: Callable[[], Any]) -> None:
 
 
 def _guard(optim: Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Make the step name the plugin in an error or a hang, and count steps if the plugin does not."""
+    """Make the optimizer's `step` name the plugin in an error or a hang, and count steps if the plugin does not."""
     plain = optimizer.step
 
     @functools.wraps(plain)
     def step(closure: Callable[[], float] | None = None) -> None:
         assert closure is None
         states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        before = [float(state["step"]) for state in states]  # on the host: no device is waited for
+        before = [float(state["step"]) for state in states]  # the counters are on the host, so this waits for no device
         _step(optim, plain)
         for state, number in zip(states, before, strict=True):
             if float(state["step"]) == number:
@@ -296,14 +300,15 @@ def _guard(optim: Optimizer, optimizer: torch.optim.Optimizer) -> None:
 
 
 def import_muon(*, compiled: bool) -> None:
-    """Import DeepSpeed's Muon, which every engine needs whatever its optimizer, with torch.compile or without.
+    """Import DeepSpeed's Muon, which DeepSpeed's engine needs whatever the optimizer, with torch.compile or without.
 
-    torch.compile's backend takes a second of each start and needs a compiler; on a CPU it compiles 20 s for no gain.
+    Loading torch.compile's backend takes a second of each start and needs a C compiler; on a CPU it then compiles for
+    20 s without making Muon faster.
     """
     original, names = f"{_MUON}.original_muon", (f"{_MUON}.original_muon", f"{_MUON}.muon_optimizer")
     if original in sys.modules and hasattr(sys.modules[original].muon_update, "_torchdynamo_orig_callable") == compiled:
         return
-    for name in names:  # of an earlier engine of this process
+    for name in names:  # imported for an earlier engine of this process
         sys.modules.pop(name, None)
     compile_of_deepspeed = ds_compiler.compile
     if not compiled:
@@ -316,7 +321,7 @@ def import_muon(*, compiled: bool) -> None:
 
 
 def _set_newton_schulz_dtype(precision: str) -> None:
-    """Use fp32 in Muon's Newton-Schulz iteration for a run in fp32. DeepSpeed uses fp16 on GPUs and processors with
+    """Run Muon's Newton-Schulz iteration in fp32 in an fp32 run. DeepSpeed uses fp16 on GPUs and processors with
     AVX512-FP16, which changes the update of a matrix by up to 2 % (measured), depending on the layout."""
     from deepspeed.runtime.zero.muon import original_muon
 

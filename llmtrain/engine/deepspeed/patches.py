@@ -1,8 +1,8 @@
-"""The private names of DeepSpeed and torch that this folder reads or replaces, and a check for them.
+"""The private names of DeepSpeed and torch that this folder reads or replaces, and a check that they exist.
 
-An update may remove any of them. If Python does not notice (an attribute that is no longer read, a method that is no
-longer called), a run would silently compute something else: so a start refuses a package that lacks one.
-`tests/unit/engine/test_private_names.py` compares this table with the code.
+A new version may remove any of these names. Python would not notice an attribute that is no longer read, or a method
+that is no longer called, and a run would silently compute something else: so a run does not start with a package that
+lacks one. `tests/unit/engine/test_private_names.py` compares this table with the code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmtrain.tracking.environment import READ_DEEPSPEED
 
 @dataclass(frozen=True)
 class Private:
-    """Names of one module, and their use."""
+    """Private names of one module, and why we need them."""
 
     module: str
     names: tuple[str, ...]
@@ -35,15 +35,15 @@ PRIVATE = (
     Private(
         "deepspeed.ops",
         ("__compatible_ops__",),
-        "the shared-memory all-reduce, which leaves 69 MB a rank in /dev/shm, is marked as not there",
+        "the shared-memory all-reduce, which leaves 69 MB a rank in /dev/shm, is marked as not installed",
     ),
     Private(
         "torch.distributed.distributed_c10d",
         ("_world", "_set_pg_timeout"),
-        "every process group gets the run's timeout: DeepSpeed makes its subgroups without one",
+        "every process group gets the run's timeout: DeepSpeed sets none on its subgroups",
     ),
     Private(
-        "torch.utils.cpp_extension", ("_get_build_directory",), "a lock that a killed build of an op has left is found"
+        "torch.utils.cpp_extension", ("_get_build_directory",), "the lock file of a killed op build is found there"
     ),
     Private(
         "deepspeed.runtime.compiler",
@@ -76,7 +76,7 @@ PRIVATE = (
     Private(
         "deepspeed.utils.groups",
         ("mpu", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_get_expert_parallel_group"),
-        "an earlier engine's mpu and group are forgotten; the group that sums the norms of shared experts",
+        "the mpu and group of an earlier engine are reset; one group sums the norms of shared experts",
     ),
     Private(
         "deepspeed.runtime.engine",
@@ -127,7 +127,7 @@ PRIVATE = (
             "persistent_parameters",
             "invalidate_secondary_tensor",
         ),
-        "where ZeRO 3 keeps masters, and what its forward pass reads after they were written",
+        "where ZeRO 3 keeps masters, and how its forward pass gets their new values",
     ),
     Private(
         "deepspeed.runtime.fp16.unfused_optimizer",
@@ -138,7 +138,7 @@ PRIVATE = (
 
 
 def check(names: Sequence[Private] = PRIVATE) -> None:
-    """Look for the names in loaded modules and in sources of installed packages: about 5 ms for all of a run.
+    """Look for the names in loaded modules and in the source files of others; takes about 5 ms.
 
     Raises:
         ConfigError: a name is missing.
@@ -146,19 +146,20 @@ def check(names: Sequence[Private] = PRIVATE) -> None:
     for private in names:
         text, loaded = _source(private.module), sys.modules.get(private.module)
         missing = [name for name in private.names if not hasattr(loaded, name)]
-        # As a word. The pattern begins with the name itself: so re looks for that alone.
+        # As a whole word. A pattern that begins with the name itself is fast, as re searches for that literal.
         gone = [name for name in missing if not re.search(rf"{name}(?<!\w{name})\b", text)]
         if gone:
             package = private.module.partition(".")[0]
             raise ConfigError(
                 f"{package} {version(package)}: {private.module} has no {', '.join(gone)} any more, on which a run "
-                f"depends ({private.why}). llmtrain knows deepspeed {READ_DEEPSPEED}: install "
-                f"deepspeed=={READ_DEEPSPEED}, and a torch that README.md names."
+                f"depends ({private.why}). llmtrain is written for deepspeed {READ_DEEPSPEED}: install "
+                f"deepspeed=={READ_DEEPSPEED}, and a torch version that README.md names."
             )
 
 
 def _source(module: str) -> str:
-    """Return a module's source, empty without the module. No import: torch.compile's backend would take two seconds."""
+    """Return a module's source, "" if there is no such module, without an import, which takes seconds for
+    torch.compile's."""
     package, *inside = module.split(".")
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, package

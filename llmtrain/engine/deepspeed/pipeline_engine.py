@@ -25,7 +25,7 @@ from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 
 
 class PipelineZeroEngine(ZeroEngine):
-    """Runs DeepSpeed's 1F1B schedule. The last stage has the loss, which is zero on the others."""
+    """Runs DeepSpeed's 1F1B schedule. Only the last pipeline stage computes the loss; the others report zeros."""
 
     is_pipeline = True
 
@@ -35,17 +35,18 @@ class PipelineZeroEngine(ZeroEngine):
         self._shape: torch.Size | None = None
         """Shape of the micro-batches that stages of the pipeline expect from each other."""
         self.first: MicroBatch
-        """The first micro-batch of the schedule under way."""
+        """The first micro-batch of the schedule that is running."""
         _check_groups(deepspeed, ranks)
-        # Here the engine looks up what to do for an instruction of its schedule; `update` does the optimizer's step.
+        # DeepSpeed looks up the method for each instruction of its schedule here. `update` runs the optimizer step.
         ours = {ReduceTiedGrads: _reduce_tied, OptimizerStep: lambda engine, **_: None}
         deepspeed._INSTRUCTION_MAP = {**deepspeed._INSTRUCTION_MAP, **ours}
-        deepspeed._compute_loss = False  # what the last stage gives is the loss already
+        deepspeed._compute_loss = False  # the last stage's output is the loss already
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: LossFunction = NEXT_TOKEN
     ) -> list[Tensor]:
-        """Compute the gradient of a step without train_batch(), which waits for the device and broadcasts the loss."""
+        """Compute the gradient of a step without train_batch(), which would wait for the device and broadcast the
+        loss."""
         engine, module = self.deepspeed, self._pipeline
         self._accumulate(len(micros))
         if micros[0].inputs.shape != self._shape:
@@ -61,7 +62,8 @@ class PipelineZeroEngine(ZeroEngine):
         PipelineEngine._exec_optimizer_step(self.deepspeed)
 
     def _run(self, micros: list[MicroBatch], schedule: Any, objective: LossFunction) -> list[Tensor]:
-        """Follow a schedule; returns the sums of each micro-batch on the last stage, zeros elsewhere."""
+        """Run a pipeline schedule. Returns each micro-batch's sums of figures on the last pipeline stage, zeros on the
+        others."""
         engine, module = self.deepspeed, self._pipeline
         self.first = micros[0]
         module.sums = []
@@ -75,12 +77,12 @@ class PipelineZeroEngine(ZeroEngine):
         return sums or [torch.zeros(len(objective.figures), device=self._ranks.device) for _ in micros]
 
     def _inputs(self, micros: list[MicroBatch], objective: LossFunction) -> Iterator[tuple[Any, None]]:
-        """Yield inputs of the first stage, with None for the labels that DeepSpeed would give the last one."""
+        """Yield (inputs of the first pipeline stage, None for the labels, which the last stage has in `losses`)."""
         for micro in micros:
             heart.beat()
-            progress.mark()  # behind what the schedule has handed over of earlier ones
+            progress.mark()  # after the work of earlier micro-batches in the device's queue
             there = self._on_device(micro)
-            if self.deepspeed.is_last_stage():  # the forward pass of this micro-batch comes next
+            if self.deepspeed.is_last_stage():  # its next forward pass is this micro-batch's
                 self._pipeline.losses.append(functools.partial(objective.sums, micro=there))
             yield (there.inputs if there.positions is None else (there.inputs, there.positions)), None
 
@@ -91,8 +93,8 @@ class PipelineZeroEngine(ZeroEngine):
         engine, module = self.deepspeed, self._pipeline
         micros = list(batches)
         module.eval()
-        # The first message has the shape of all micro-batches in a call: with a shape in each message, a stage would
-        # wait for its device each time.
+        # The first message of a call carries the shape for all its micro-batches: with a shape in every message, a
+        # pipeline stage would wait for its device each time.
         assert len({micro.inputs.shape for micro in micros}) == 1
         engine.reset_activation_shape()
         try:
@@ -105,16 +107,16 @@ class PipelineZeroEngine(ZeroEngine):
 
 
 def _reduce_tied(engine: PipelineEngine) -> None:
-    """Sum the gradient of a tied weight over its two stages. DeepSpeed's _exec_reduce_tied_grads reads only
-    `weight.grad`, which is None if ZeRO accumulates in another precision (data_types.grad_accum_dtype)."""
+    """Sum the gradient of a tied weight over the two pipeline stages that hold it. DeepSpeed's _exec_reduce_tied_grads
+    reads only `weight.grad`, which is None if ZeRO accumulates in another precision (data_types.grad_accum_dtype)."""
     for weight, group in engine.module.get_tied_weights_and_groups():
         if weight.requires_grad:
             dist.all_reduce(engine.optimizer.get_param_gradient_attribute(weight), group=group)
 
 
 def _check_groups(engine: PipelineEngine, ranks: Ranks) -> None:
-    """Refuse different numbers of groups: with an offloaded optimizer DeepSpeed sums gradient norms over the stages
-    group by group, and would wait for a stage with fewer.
+    """Refuse pipeline stages with different numbers of parameter groups: with an offloaded optimizer DeepSpeed sums the
+    gradient norm over the stages group by group, and would wait for ever for a stage with fewer groups.
 
     Raises:
         AgreedError: on every rank.
@@ -124,8 +126,8 @@ def _check_groups(engine: PipelineEngine, ranks: Ranks) -> None:
     counts = ranks.gather(len(base_optimizer(engine).param_groups))
     if len(set(counts)) > 1:
         raise AgreedError(
-            "pipeline.stages: some stages of this model have matrices or vectors alone, others both, and with "
-            "zero_optimization.offload_optimizer DeepSpeed's gradient norm needs the same groups of parameters on all. "
-            "Remove offload_optimizer, or use ZeRO without a pipeline.",
+            "pipeline.stages: some pipeline stages of this model have only matrices or only vectors, others both, but "
+            "with zero_optimization.offload_optimizer DeepSpeed's gradient norm needs equally many parameter groups on "
+            "all. Remove offload_optimizer, or use ZeRO without a pipeline.",
             ModelError.exit_code,
         )

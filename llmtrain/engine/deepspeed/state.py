@@ -1,8 +1,9 @@
 """The live optimizer state of this rank as pieces of Hugging Face tensors.
 
-One class for each layout in DeepSpeed: complete tensors without ZeRO, flat partitions with it, on the device or on the
-host. A rank holds the model's `local_parameters`, cut by the partition; a parameter is partitioned or replicated over
-DeepSpeed's group for it. Frozen parameters (models/parameters.py) have their values in the module alone.
+There is one class for each layout in DeepSpeed: complete tensors at ZeRO 0, flat partitions on the device or the host
+at ZeRO 1 to 3. A rank holds the model's `local_parameters`, cut by the partition; each parameter is partitioned or
+replicated over the process group that DeepSpeed has for it. The values of frozen parameters (models/parameters.py) are
+only in the module.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from llmtrain.optim.optimizers import PARAM
 
 @dataclass(frozen=True)
 class Home:
-    """Place of a parameter in the optimizer: `flat[offset : offset + numel]` is its local [start, start + numel)."""
+    """Where a parameter is in the optimizer: `flat[offset : offset + numel]` has its local elements [start, start +
+    numel)."""
 
     held: LocalParameter
     flat: Tensor
@@ -36,7 +38,8 @@ class Home:
     replica: tuple[int, int]
 
     def tensor(self, kind: str, view: Tensor, *, writes: bool = True) -> StateTensor:
-        """Return state of this kind, [numel] in `view`. `writes`: this rank owns its share of the replica."""
+        """Return state of this kind, with values in `view`, [numel]. `writes`: this rank saves its share of the
+        replica."""
         index, of = self.replica
         low, high = (self.held.region.numel * i // of - self.start for i in (index, index + 1))
         own = slice(min(max(low, 0), self.numel), min(max(high, 0), self.numel)) if writes else slice(0, 0)
@@ -53,7 +56,7 @@ class Home:
 
 
 def base_optimizer(engine: DeepSpeedEngine) -> Any:
-    """The torch optimizer inside DeepSpeed's wrapper, or DeepSpeed's optimizer itself."""
+    """Return the torch optimizer inside DeepSpeed's wrapper, or DeepSpeed's optimizer if there is no wrapper."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
@@ -65,18 +68,18 @@ class State(ABC):
         self.optimizer: Any = engine.optimizer
         """DeepSpeed's wrapper."""
         self.base = base_optimizer(engine)
-        """The torch optimizer in it."""
+        """The torch optimizer inside the wrapper."""
 
     @abstractmethod
     def homes(self) -> Iterator[Home]:
-        """Places of the masters that this rank trains."""
+        """Yield where the masters lie that this rank trains."""
 
     @abstractmethod
     def refresh(self) -> None:
         """Copy the (rounded) fp32 masters into the parameters of the forward pass."""
 
     def local_parameters(self) -> list[LocalParameter]:
-        """This rank's part of each tensor of the model."""
+        """Return this rank's part of each tensor of the model."""
         found: list[LocalParameter] = self.engine.module.local_parameters()
         for held in found:
             here = getattr(held.parameter, "ds_numel", held.parameter.numel())
@@ -84,7 +87,7 @@ class State(ABC):
         return found
 
     def tensors(self) -> list[StateTensor]:
-        """Return all pieces, with state that the optimizer would create at its first step."""
+        """Return all pieces; state that the optimizer would create at its first step is created."""
         found: list[StateTensor] = []
         for home in self.homes():
             found.extend(self.pieces(home))
@@ -103,7 +106,7 @@ class State(ABC):
             yield home.tensor(kind, tensor.detach().reshape(-1).narrow(0, home.offset, home.numel))
 
     def _packed(self, held: LocalParameter, packed: Packed) -> StateTensor:
-        """Return a frozen quantized parameter: `open` unpacks the values, `write` takes all of them."""
+        """Return the piece of a frozen quantized parameter: `open` unpacks the values, `write` packs new ones."""
         home = Home(held, held.parameter, 0, 0, held.region.numel, self.replica(held))
         made = home.tensor(PARAM, held.parameter.detach())
         return replace(made, dtype=packed.dtype, open=lambda: nullcontext(held.values()), write=packed.write)
@@ -112,20 +115,21 @@ class State(ABC):
         return Home(held, held.parameter.detach().reshape(-1), 0, 0, held.region.numel, self.replica(held))
 
     def moments(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the moments of an optimizer's tensor by kind, in the order of its elements."""
+        """Return the moments of a tensor in the optimizer by kind, in the order of its elements."""
         return moments_of(self.base, flat, self.settings(flat))
 
     def settings(self, flat: Tensor) -> dict[str, Any]:
-        """Return the parameter group of an optimizer's tensor."""
+        """Return the parameter group that contains a tensor of the optimizer."""
         group: dict[str, Any] = next(g for g in self.base.param_groups if any(p is flat for p in g["params"]))
         return group
 
     def whole_moments(self) -> Iterator[StateTensor]:
-        """Yield moments of complete parameters whose masters are partitioned."""
+        """Yield moments that are complete although the masters are partitioned."""
         return iter(())
 
     def replica(self, held: LocalParameter) -> tuple[int, int]:
-        """Return (index, of) among the ranks with the same elements, for a parameter without partitions."""
+        """Return (index, number) of this rank's copy among the ranks with the same elements; for unpartitioned
+        parameters."""
         parameter: Any = held.parameter
         if hasattr(parameter, "ds_process_group"):
             group = parameter.ds_process_group
@@ -143,8 +147,7 @@ class State(ABC):
 
     @contextmanager
     def reading_instead(self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]) -> Iterator[None]:
-        """Let the forward pass read other values. After an error these stay: gathering is a collective, and the other
-        ranks may be elsewhere."""
+        """Let the forward pass use other values. After an error inside they stay: gathering is a collective."""
         self.part()
         here = [copy for copy in self.copies() if copy.name in names]
         trained = [copy.values.clone() for copy in here]
@@ -158,10 +161,10 @@ class State(ABC):
         self.gather()
 
     def part(self) -> None:  # noqa: B027  # nothing to do where nothing is gathered
-        """Before `copies` are written: release gathered parameters."""
+        """Release gathered parameters, before `copies` are written."""
 
     def gather(self) -> None:  # noqa: B027
-        """After `copies` were written: gather the parameters that stay gathered between steps."""
+        """Gather again the parameters that stay gathered between steps, after `copies` were written."""
 
     def copy(self, held: LocalParameter) -> ForwardCopy:
         return ForwardCopy(
@@ -182,7 +185,7 @@ class PlainState(State):
 
 
 class HalfState(State):
-    """ZeRO 0 in bf16 or fp16: a master for each parameter of the module."""
+    """ZeRO 0 in bf16 or fp16: the optimizer has a master for each parameter of the module."""
 
     def homes(self) -> Iterator[Home]:
         here = {id(held.parameter): held for held in self.local_parameters()}
@@ -198,7 +201,7 @@ class HalfState(State):
                 copy.data.copy_(master.data)
 
 
-# ZeRO 1 and 2: flat partitions of the masters, in the order in which DeepSpeed has laid the parameters out.
+# ZeRO 1 and 2: the masters are flat partitions, with the parameters in DeepSpeed's order.
 
 
 _PIECE = 1 << 20  # elements sent at once
@@ -213,8 +216,9 @@ class Zero12State(State):
                 yield Home(held, flat, offset, start, numel, held.copy)
 
     def _partition(self, index: int) -> Iterator[tuple[Tensor, int, int, int]]:
-        """Yield (parameter, offset in this rank's partition, first element, elements) of a group from the flat buffer's
-        table: the addresses in `_hp_mapping` are wrong with round_robin_gradients."""
+        """Yield (parameter, offset in this rank's partition, first element, number of elements) for a group. The places
+        come from the flat buffer's table, because the addresses in `_hp_mapping` are wrong with
+        round_robin_gradients."""
         optimizer = self.optimizer
         size = int(optimizer.partition_size[index])
         begin = size * dist.get_rank(optimizer.real_dp_process_group[index])
@@ -229,16 +233,16 @@ class Zero12State(State):
         return {} if self.settings(flat).get("use_muon") else super().moments(flat)
 
     def whole_moments(self) -> Iterator[StateTensor]:
-        """Yield Muon's complete momentum of every parameter in this rank's partition, even if partly."""
+        """Yield Muon's complete momentum of every parameter that lies at least partly in this rank's partition."""
         optimizer = self.optimizer
         here = {id(held.parameter): held for held in self.local_parameters()}
         for index, group in enumerate(self.base.param_groups):
             parameters = optimizer.params_in_partition[index]
-            if not group.get("use_muon") or not parameters:  # a small group may lie in other ranks' partitions alone
+            if not group.get("use_muon") or not parameters:  # a small group may lie only in other ranks' partitions
                 continue
             flat = group["params"][0]
             state = self.base.state[flat]
-            # Two ranks may hold it: the one with the parameter's first element writes it.
+            # Two ranks may hold a momentum: the one with the parameter's first element writes it to checkpoints.
             writers = {id(parameter) for parameter, _, start, _ in self._partition(index) if start == 0}
             if MOMENTUM not in state:
                 total = sum(p.numel() for p in parameters)
@@ -260,7 +264,7 @@ class Zero12State(State):
             self.optimizer.update_lp_params()
 
     def _send_in_pieces(self) -> None:
-        """DeepSpeed's update_lp_params for gloo, whose all-gather needs a second copy of all parameters."""
+        """DeepSpeed's update_lp_params for gloo, whose all-gather would need a second copy of all parameters."""
         partitioned = self.optimizer.parallel_partitioned_bit16_groups
         masters, groups = self.optimizer.single_partition_of_fp32_groups, self.optimizer.real_dp_process_group
         for partitions, master, group in zip(partitioned, masters, groups, strict=True):
@@ -270,7 +274,7 @@ class Zero12State(State):
                     dist.broadcast(piece, group=group, group_src=owner)
 
 
-# ZeRO 3: partitions of the parameters, of the masters flat sub-groups of them, on the device or on the host.
+# ZeRO 3: parameters are partitioned one by one; the masters are flat sub-groups of the partitions, maybe on the host.
 
 
 class Zero3State(State):
@@ -292,7 +296,7 @@ class Zero3State(State):
         return Home(held, parameter.ds_tensor.detach().reshape(-1), 0, start, numel, held.copy)
 
     def settings(self, flat: Tensor) -> dict[str, Any]:
-        """Return the group by DeepSpeed's index: between steps the flat tensors are not in the groups."""
+        """Return the parameter group by DeepSpeed's index: between steps the groups do not contain the flat tensors."""
         optimizer = self.optimizer
         index = next(i for i, other in enumerate(optimizer.fp32_partitioned_groups_flat) if other is flat)
         group: dict[str, Any] = self.base.param_groups[optimizer.sub_group_to_group_id[index]]
@@ -306,15 +310,16 @@ class Zero3State(State):
         self.gather()
 
     def part(self) -> None:
-        """Partition gathered parameters again: DeepSpeed would not gather the new values of a gathered one."""
+        """Partition gathered parameters again: DeepSpeed would not gather new values of a parameter that is
+        gathered."""
         self.optimizer._partition_all_parameters()
 
     def gather(self) -> None:
-        """Gather the small parameters that stay gathered between steps, which still have the old values."""
+        """Gather the small parameters that stay gathered between steps: the gathered values are still the old ones."""
         persistent = self.optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
-        self.optimizer.invalidate_secondary_tensor()  # hpZ's copies of what the partitions held before
+        self.optimizer.invalidate_secondary_tensor()  # hpZ's copies of the old partitions
 
     def copies(self) -> Iterator[ForwardCopy]:
         for held in self.local_parameters():
@@ -334,7 +339,7 @@ class Zero3State(State):
 
 
 def _partition(parameter: Any) -> tuple[int, int]:
-    """(start, elements without padding) of this rank's partition."""
+    """Return (first element, number of elements without padding) of this rank's partition."""
     size = parameter.partition_numel()
     start = size * dist.get_rank(group=parameter.ds_process_group)
     return start, max(0, min(size, parameter.ds_numel - start))

@@ -1,17 +1,19 @@
-"""The optimizer step of DeepSpeed's ZeRO 1 and 2 with few kernels, and one wait for the device or none.
+"""The optimizer step of DeepSpeed's ZeRO 1 and 2 with few kernels, and with one wait for the device or none.
 
 DeepSpeed 0.19.8 looks at each tensor's extremes, takes each tensor's norm in a copy, reads four numbers on the host and
-multiplies every gradient by the clipping factor, also where that is 1: 4,153 kernels a step for 290 tensors (measured).
-Here one norm over the lists of gradients replaces them: the norm is finite exactly if every gradient is. torch's AdamW
-takes the norm on a GPU, in bf16: its kernel divides by the excess over the clip, and changes nothing if the norm is not
-finite, so the host goes on before the device knows. Other optimizers, and fp16's loss scale, wait for it. DeepSpeed
-copies the gradients of a reduced bucket into a second set before the first is freed, 2 bytes a parameter: here they are
-added to the sums directly. To add a bf16 gradient to fp32 sums moves 10 bytes an element on one rank (DeepSpeed: 30 to
-54), 16 and a message on eight. With a separate stream for reductions (overlap_comm), DeepSpeed stops the host until the
-device is idle, after each micro-batch and before each reduction to one rank: here one stream waits for the other.
+multiplies every gradient by the clipping factor even if that is 1: 4,153 kernels a step for 290 tensors (measured).
 
-The replaced methods are private to DeepSpeed. Their code is compared by checksum, without its comments: an engine of
-another code keeps DeepSpeed's own step, which computes the same, except for Muon with fp32 sums.
+- One norm over the lists of gradients replaces this: it is finite exactly if every gradient is. - On a GPU in bf16,
+torch's fused AdamW takes the norm: its kernel divides by norm / clip if that is above 1, and changes nothing if the
+norm is not finite, so the host goes on before the device knows. With other optimizers and with fp16's loss scale the
+host waits for the norm. - DeepSpeed copies the gradients of a reduced bucket into a second set before the first is
+freed, 2 bytes a parameter; here they are added to the sums directly. Adding a bf16 gradient to fp32 sums moves 10 bytes
+an element on one rank (DeepSpeed: 30 to 54), and 16 plus a message on eight. - With a separate stream for reductions
+(overlap_comm), DeepSpeed stops the host until the device is idle, after each micro-batch and before each reduction to
+one rank; here one stream waits for the other.
+
+The replaced methods are private to DeepSpeed. Their code, without comments, is compared by checksum: if it differs,
+DeepSpeed's own step stays, which computes the same, except for Muon with fp32 sums.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.models.transformers_private import storage_of
 
 LARGEST_GROUP = 500_000_000
-"""Elements of a parameter group: ZeRO 1 and 2 copy a group's gradients to fp32, 4 bytes an element, for one group at a
-time. A larger tensor is a group of its own."""
+"""Most elements of a parameter group: ZeRO 1 and 2 copy the gradients of one group at a time to fp32, 4 bytes an
+element. A larger tensor is a group of its own."""
 
 _LONG = 1 << 20
-"""Elements of a bucket that are sent to their rank from where they lie; shorter stretches share a message."""
+"""Elements: a stretch of a bucket with at least this many is sent without a copy; shorter stretches share a message."""
 
 _KNOWN = {
-    # Those that OneNormZero replaces,
+    # Methods that OneNormZero replaces,
     "has_overflow": "7ae18729bbefc9b8",
     "scaled_global_norm": "8615f0cb481ee131",
     "unscale_and_clip_grads": "f8c6c56c31527803",
@@ -64,7 +66,7 @@ _KNOWN = {
     "_gradient_reduction_buffer_dtype": "bdaa503e288fe351",
     "allreduce_no_retain": "a43de9e7cc844ce8",
     "_get_preflattened_grad_partition": "9423353250669723",
-    # and those that call them, or that they make superfluous.
+    # and methods that call these, or that these replace in effect.
     "step": "b617531e5adc436d",
     "get_grad_norm_direct": "de88e699fe6d4178",
     "get_flat_partition": "e0f300eeb9442788",
@@ -79,15 +81,16 @@ _KNOWN = {
     "_get_compact_grad_partition_buffer": "b8ebde0e30418a0d",
     "_build_compact_grad_partition_buffer": "704790ecd5df04f0",
 }
-"""Method of DeepSpeed's optimizer -> checksum of its `_code` in DeepSpeed 0.19.8."""
+"""Method of DeepSpeed's optimizer -> checksum of its code (`_checksum`) in DeepSpeed 0.19.8."""
 
 
 class OneNormZero(DeepSpeedZeroOptimizer):
-    """DeepSpeed's optimizer of ZeRO 1 and 2; `shorten_step` makes one of a live DeepSpeedZeroOptimizer."""
+    """DeepSpeed's optimizer of ZeRO 1 and 2 with this module's methods; `shorten_step` sets this class on a live
+    one."""
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Move a reduced gradient from its bucket into the sum of earlier micro-batches, if there is one."""
-        if self._use_compact_grad_partition_buffer(group_idx):  # fp32 sums, which have it already
+        """Add a reduced gradient from its bucket to the sum; the first micro-batch's gradient is copied."""
+        if self._use_compact_grad_partition_buffer(group_idx):  # with fp32 sums it has been added already
             super().copy_grads_in_partition(param, group_idx)
             return
         gradient = self.get_gradient_for_reduction(param)
@@ -99,8 +102,9 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             self.clear_grad_attribute(param)
 
     def get_all_grad_tensors(self, tensor_list: list[Any], dtype: torch.dtype) -> list[Tensor]:
-        """Return a micro-batch's gradients that are not in the sums: all for the first one, none for the others.
-        Without contiguous_gradients always all: `copy_grads_in_partition` is never called."""
+        """Return a micro-batch's gradients that are not in the sums yet: all for the first micro-batch, none for the
+        others. Without contiguous_gradients always all, because DeepSpeed then never calls
+        `copy_grads_in_partition`."""
         index = next(i for i, parameters in enumerate(self.params_in_partition) if parameters is tensor_list)
         if self.contiguous_gradients and self.all_grad_tensors.get(index) is not None:
             return []
@@ -110,10 +114,10 @@ class OneNormZero(DeepSpeedZeroOptimizer):
     def _get_compact_grad_partition_slice(
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> Tensor | bool | None:
-        """Return the fp32 sums for a reduced gradient; False for a matrix of Muon, whose gradient has no sums.
+        """Return the fp32 sums for a reduced gradient; False for a matrix of Muon, whose gradient has no such sums.
 
-        DeepSpeed returns None for a matrix, joins it to its predecessor in the bucket, and then loses the sums of that
-        one: most norms and biases of a run never trained.
+        DeepSpeed returns None for such a matrix, joins it to its predecessor in the bucket, and then loses the sums of
+        that predecessor: most norms and biases of a run never trained.
         """
         found = super()._get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements)
         own = partition_id == dist.get_rank(self.real_dp_process_group[group_idx])
@@ -125,7 +129,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     @functools.cached_property
     def _has_fp32_sums(self) -> bool:
-        """True if every gradient of this model in half precision is summed in fp32; a matrix of Muon is not."""
+        """Return True if all gradients are in half precision and summed in fp32; Muon's matrices are not."""
         muon = any(group.get("use_muon") for group in self.optimizer.param_groups)
         return self.gradient_accumulation_dtype == torch.float32 != self.dtype and not muon
 
@@ -135,9 +139,10 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     @functools.cached_property
     def _share(self) -> float:
-        """Factor of a reduced gradient in its sum; 1: DeepSpeed has divided it in the bucket, in a pass of its own.
+        """Factor by which a reduced gradient is added to its sum. 1: DeepSpeed has divided it in the bucket, in an
+        extra pass.
 
-        Exact for a power of two, so the sums are DeepSpeed's to the last bit (fp16 would lose what is below 6e-8).
+        A power of two is exact, so the sums equal DeepSpeed's to the last bit (fp16 would lose values below 6e-8).
         """
         ranks = dist.get_world_size(self.dp_process_group) // self.sequence_parallel_size
         buckets = self.contiguous_gradients and self.reduce_scatter and self.gradient_average
@@ -145,7 +150,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         return 1.0 / ranks if self._has_fp32_sums and buckets and fp32 and ranks.bit_count() == 1 else 1.0
 
     def process_gradients(self, param: Any, i: int) -> None:
-        """Take a gradient of the backward pass; with no other rank straight into the sums."""
+        """Take a gradient of the backward pass; on a single rank add it to the sums at once."""
         if not self._is_alone:
             super().process_gradients(param, i)
         elif param.numel() and (self.use_grad_accum_attribute or getattr(param, "ds_grad_is_ready", True)):
@@ -165,7 +170,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             super().reduce_gradients(pipeline_parallel)
 
     def _fill_param_grad_accum_attribute(self, param: Any) -> None:
-        """Add a gradient to this rank's sum, which DeepSpeed widens in a pass of its own."""
+        """Add a gradient to this rank's sum in one pass; DeepSpeed widens it to fp32 in another pass first."""
         if param.grad is None or param.grad_accum is None:
             super()._fill_param_grad_accum_attribute(param)
         else:
@@ -173,13 +178,13 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             param.grad = None
 
     def _gradient_reduction_buffer_dtype(self) -> torch.dtype:
-        """Return fp32 for buckets into which gradients are widened as they are copied."""
+        """Return the dtype of buckets: fp32 if gradients shall be widened as they are copied into the bucket."""
         return torch.float32 if self._share != 1.0 else super()._gradient_reduction_buffer_dtype()
 
     def allreduce_no_retain(
         self, bucket: list[Tensor], *given: Any, output_bucket: list[Any] | None = None, **named: Any
     ) -> None:
-        """Reduce parts of a bucket, long ones where they lie."""
+        """Reduce a bucket by stretches of neighbours; a long stretch is sent without copying it into a message."""
         outputs = output_bucket or [None] * len(bucket)
         for places in _messages(bucket):
             part, into = [bucket[place] for place in places], [outputs[place] for place in places]
@@ -187,20 +192,20 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     @functools.cached_property
     def _places(self) -> dict[Any, int]:
-        """Index of each parameter in its group's list of sums."""
+        """Parameter -> its index in its group's list of accumulated gradients."""
         return {parameter: place for group in self.params_in_partition for place, parameter in enumerate(group)}
 
     @property
     def _overlaps(self) -> bool:
-        """True if a separate stream reduces buckets during the backward pass; without buckets DeepSpeed's waits
-        stay."""
+        """Return True if a separate stream reduces buckets during the backward pass. Without buckets
+        (contiguous_gradients false) DeepSpeed's waits stay."""
         return (
             bool(self.overlap_comm) and self.contiguous_gradients and not get_accelerator().resolves_data_dependency()
         )
 
     @contextlib.contextmanager
     def _on_one_stream(self) -> Iterator[None]:
-        """A context in which DeepSpeed reduces on the current stream, so it does not wait."""
+        """A context in which DeepSpeed reduces on the current stream, and therefore does not wait."""
         self.overlap_comm = False
         try:
             yield
@@ -208,39 +213,39 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             self.overlap_comm = True
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """End a micro-batch: the device's next work waits for the reductions, the host continues."""
+        """End a micro-batch: the device's next work waits for the reductions, the host continues at once."""
         if self._is_alone:
             for index in range(len(self.bit16_groups)):
-                self._get_compact_grad_partition_buffer(index)  # zeros, if no gradient has come
+                self._get_compact_grad_partition_buffer(index)  # makes zeros if no gradient has come
             self._clear_param_grad_only()
             self._epilogue_ran_this_backward = True
             return
         if not self._overlaps:
             super().independent_gradient_partition_epilogue()
             return
-        self.reduce_ipg_grads()  # the last bucket; below it is empty
+        self.reduce_ipg_grads()  # the last bucket, which super() then finds empty
         get_accelerator().current_stream().wait_stream(self.reduction_stream)
         with self._on_one_stream():
             super().independent_gradient_partition_epilogue()
 
     def allreduce_and_copy(self, *given: Any, **named: Any) -> None:
-        """Reduce a part of a bucket to one rank or all, inside `average_tensor`: the stream of reductions has waited
-        for the bucket."""
+        """Reduce a part of a bucket to one rank or all, on the stream of reductions, which has waited for the
+        bucket."""
         with self._on_one_stream() if self._overlaps else contextlib.nullcontext():
             super().allreduce_and_copy(*given, **named)
 
     def _record_gradient_stream(self, tensor: Tensor, stream: Any) -> None:
-        """Protect a gradient larger than a bucket, which is freed during its reduction, from reuse. Buckets live until
-        `independent_gradient_partition_epilogue`."""
+        """Keep the memory of a gradient that is larger than a bucket until its reduction has ended, although it is
+        freed before. Buckets live until `independent_gradient_partition_epilogue`."""
         if self._overlaps and tensor.numel() > self.reduce_bucket_size:
             tensor.record_stream(stream)
         else:
             super()._record_gradient_stream(tensor, stream)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> Tensor | None:
-        """Return a group's gradients as one tensor of the masters' dtype, or None where DeepSpeed joins them alone.
+        """Return a group's gradients as one tensor of the masters' dtype, or None if DeepSpeed shall join them itself.
 
-        DeepSpeed joins gradients in half precision and then widens the joined ones: 10 bytes an element, here 6.
+        DeepSpeed joins gradients in half precision and then widens the result, which moves 10 bytes an element; here 6.
         """
         found: Tensor | None = super()._get_preflattened_grad_partition(group_idx)
         gradients, masters = self.averaged_gradients[group_idx], self.single_partition_of_fp32_groups[group_idx]
@@ -254,11 +259,11 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     check_grad_overflow: bool
     reads_norm = False
-    """True while somebody looks at the norm, or the gradient, before the update: the host waits for the norm."""
+    """True while a caller needs the norm, or the gradient, before the update: the host then waits for the norm."""
 
     @contextlib.contextmanager
     def reading_norm(self) -> Iterator[None]:
-        """A context in which the norm is a number, and a gradient that is not finite never comes to the optimizer."""
+        """A context in which the norm is a float, and the torch optimizer never gets a gradient that is not finite."""
         self.reads_norm = True
         try:
             yield
@@ -267,21 +272,22 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     @functools.cached_property
     def _clips_in_kernel(self) -> bool:
-        """True if the optimizer's kernel takes the excess of the norm over the clip, and whether the norm is finite.
+        """Return True if the optimizer's kernel can divide by norm / clip, and can skip the update if the norm is not
+        finite.
 
-        A CPU keeps the product with the factor, which differs from the quotient by a rounding.
+        On a CPU gradients are multiplied by the inverse instead, which differs from the division by a rounding.
         """
         fused = type(self.optimizer) is torch.optim.AdamW and all(g["fused"] for g in self.optimizer.param_groups)
         return fused and self.dtype == torch.bfloat16 and _on_gpu(self.bit16_groups_flat[0])
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters. Where the kernel clips, `_global_grad_norm` is a tensor afterwards, and `overflow` is
-        False whether the update was skipped or not."""
+        """Update the parameters. If the kernel clips, `_global_grad_norm` is a tensor afterwards, and `overflow` is
+        False even if the update was skipped."""
         if not self._clips_in_kernel:
             super().step(closure)
             return
         checks = self.check_grad_overflow
-        self.check_grad_overflow = checks and self.reads_norm  # DeepSpeed's look at the norm would wait for it
+        self.check_grad_overflow = checks and self.reads_norm  # DeepSpeed's check would wait for the norm
         try:
             super().step(closure)
         finally:
@@ -289,14 +295,16 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             self.optimizer.grad_scale = self.optimizer.found_inf = None
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """True if a gradient on any rank is not finite and no norm is computed, which would show the same."""
+        """Return True if a gradient on any rank is not finite. Always False if a norm is computed, which shows it
+        later."""
         return not self.compute_grad_norm and not math.isfinite(self.scaled_global_norm())
 
     def scaled_global_norm(self, norm_type: int = 2) -> float | Tensor:
-        """L2 norm of the complete gradient times the loss scale; not finite if a gradient on any rank is not.
+        """Return the L2 norm of the complete gradient times the loss scale; not finite if a gradient on any rank is
+        not.
 
-        Every rank calls it. Waits for the device, once; a norm that the kernel takes is a tensor on the device, fp64
-        and of one element, which nobody waits for.
+        All ranks call it together. It waits for the device once; but if the kernel clips, it returns without waiting a
+        tensor on the device, fp64 with one element.
         """
         assert norm_type == 2, norm_type
         norms: list[Tensor] = []
@@ -311,7 +319,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             square = torch.linalg.vector_norm(torch.stack(norms)).square()
         else:
             square = torch.zeros((), dtype=get_norm_dtype(), device=self.bit16_groups_flat[0].device)
-        # A rank's partition is nobody else's; experts that ranks share are partitioned over a part of the same ranks.
+        # No two ranks share a part of the gradient; shared experts are partitioned over some of the same ranks.
         for group in (self.dp_process_group, self.model_parallel_group):
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(square, group=group)
@@ -326,10 +334,10 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         return math.sqrt(value) if math.isfinite(value) else math.inf
 
     def _counted_gradients(self, index: int) -> list[Tensor]:
-        """Return this rank's gradients in a group: replicated ones count on the first tensor-parallel rank, and on one
-        of two pipeline stages."""
+        """Return this rank's gradients in a group that count in the norm: replicated ones count only on the first
+        tensor-parallel rank, and on one of the two pipeline stages that have them."""
         gradients = [g for g in self.averaged_gradients[index] if not getattr(g, "_zero_padding", False)]
-        parameters = self.params_in_partition[index]  # padding may come behind its gradients
+        parameters = self.params_in_partition[index]  # zip below drops padding at the end
         counts = [
             not getattr(parameter, "ds_pipe_replicated", False)
             and (self.model_parallel_rank == 0 or is_model_parallel_parameter(parameter))
@@ -341,8 +349,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         return [gradient for gradient, wanted in zip(gradients, counts, strict=False) if wanted]
 
     def unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float | None) -> None:
-        """Divide flat gradients by the loss scale and the excess of `total_norm` (with the loss scale) over the clip,
-        where the optimizer's kernel does not."""
+        """Divide the flat gradients by the loss scale, and by norm / clip_grad if that is above 1. `total_norm` still
+        has the loss scale. Does nothing if the optimizer's kernel does this."""
         if self._clips_in_kernel:
             return
         factor = self.loss_scale
@@ -359,19 +367,19 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def shorten_step(engine: DeepSpeedEngine) -> str:
-    """Give a new engine of ZeRO 1 or 2 this module's step; others, and an offloaded optimizer, keep DeepSpeed's.
+    """Give a new engine of ZeRO 1 or 2 this module's step. Other ZeRO stages and offloaded optimizers keep DeepSpeed's.
 
-    Returns: a note that an engine of another DeepSpeed keeps its own; empty: it does not.
+    Returns: a note for the log if DeepSpeed's own step stays because its code is not the known one; else "".
 
-    Raises: ConfigError: that step would lose gradients of Muon's neighbours.
+    Raises: ConfigError: DeepSpeed's own step would lose gradients next to Muon's matrices.
     """
     optimizer = engine.optimizer
     if type(optimizer) is not DeepSpeedZeroOptimizer or optimizer.cpu_offload:
         return ""
     if (note := own_step()) and _loses_sums(optimizer):
         raise ConfigError(
-            f"deepspeed {deepspeed.__version__}: its {_changed()}, and llmtrain's mend of its fp32 sums next to Muon "
-            "(engine/deepspeed/zero_step.py) is known for 0.19.8 only: norms and biases might not train. Install "
+            f"deepspeed {deepspeed.__version__}: its {_changed()}, and llmtrain can correct its fp32 sums next to Muon "
+            "(engine/deepspeed/zero_step.py) only in 0.19.8: norms and biases might not train. Install "
             "deepspeed==0.19.8, or sum gradients in bf16 (data_types.grad_accum_dtype)."
         )
     if note:
@@ -384,8 +392,8 @@ def shorten_step(engine: DeepSpeedEngine) -> str:
 
 
 def own_step() -> str:
-    """Return what the installed DeepSpeed runs in place of this module's step, and what that costs; empty: it runs this
-    module's."""
+    """Return "" if ZeRO 1 and 2 run this module's step, else why the installed DeepSpeed's step runs, and at what
+    cost."""
     if not (changed := _changed()):
         return ""
     return (
@@ -396,7 +404,7 @@ def own_step() -> str:
 
 
 def _lies_behind(tensor: Tensor, before: Tensor) -> bool:
-    """True if the first element of one tensor follows the last one of the other in memory."""
+    """Return True if `tensor` begins in memory where `before` ends."""
     return (
         storage_of(tensor) == storage_of(before)
         and tensor.storage_offset() == before.storage_offset() + before.numel()
@@ -407,14 +415,15 @@ def _lies_behind(tensor: Tensor, before: Tensor) -> bool:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one flat tensor of the tensors' elements: a view where they lie one behind the other, else a copy."""
+    """Return the elements of all tensors as one flat tensor: a view if they lie one behind the other, else a copy."""
     if all(map(_lies_behind, tensors[1:], tensors)) and tensors[0].is_contiguous():
         return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _messages(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the places of the tensors by message: each long stretch of neighbours, all others together."""
+    """Return the indices of the tensors by message: each long stretch of neighbours is one, all other tensors are
+    one."""
     stretches: list[list[int]] = []
     for place, tensor in enumerate(tensors):
         if stretches and _lies_behind(tensor, tensors[place - 1]):
@@ -427,13 +436,13 @@ def _messages(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _loses_sums(optimizer: DeepSpeedZeroOptimizer) -> bool:
-    """True for fp32 sums of gradients next to matrices of Muon, see `_get_compact_grad_partition_slice`."""
+    """Return True if gradients are summed in fp32 next to Muon's matrices, see `_get_compact_grad_partition_slice`."""
     muon = any(group.get("use_muon") for group in optimizer.optimizer.param_groups)
     return muon and optimizer.gradient_accumulation_dtype != optimizer.dtype
 
 
 def _changed() -> str:
-    """What is different in the methods of this DeepSpeed's optimizer; empty: nothing."""
+    """Return how the code of this DeepSpeed's optimizer differs from the known one; "" if it does not."""
     owner = DeepSpeedZeroOptimizer
     if missing := [name for name in _KNOWN if not hasattr(owner, name)]:
         return f"{owner.__name__} has no {', '.join(missing)}"
@@ -447,8 +456,8 @@ def _checksum(function: Callable[..., Any]) -> str:
 
 
 def _code(source: str) -> str:
-    """Return the syntax tree of a function's source, without comments, docstrings and formatting, the same in each
-    version of Python."""
+    """Return a function's syntax tree as text, without comments, docstrings and formatting; equal in all versions of
+    Python."""
 
     def told(node: object) -> str:
         if isinstance(node, list):
@@ -468,8 +477,8 @@ def _code(source: str) -> str:
 
 @contextlib.contextmanager
 def choosing_optimizers() -> Iterator[None]:
-    """A context in which engines run ZeRO 1 in bf16 with fp32 gradients in the class of ZeRO 1 and 2 (DeepSpeed's
-    BF16_Optimizer takes 2 more bytes a parameter), and take shared experts that do not train."""
+    """A context in which DeepSpeed uses its optimizer of ZeRO 1 and 2 also for ZeRO 1 in bf16 with fp32 gradients (its
+    BF16_Optimizer takes 2 more bytes a parameter), and accepts shared experts that do not train."""
     theirs = DeepSpeedEngine._do_optimizer_sanity_check
 
     def choose(engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:

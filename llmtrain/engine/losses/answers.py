@@ -1,4 +1,4 @@
-"""Loss functions over answers: those of an objective, their log-probabilities, a reference at each step."""
+"""Loss functions over answers: those of objectives, a collector of log-probabilities, and the online reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def answers_in(micro: MicroBatch) -> AnswerBatch:
 
 
 class PerAnswer:
-    """Base of a loss function whose divisor is the answers."""
+    """Base of a loss function whose divisor is the number of answers."""
 
     figures: tuple[str, ...] = ("loss",)
 
@@ -37,35 +37,33 @@ class PerAnswer:
 
 
 def counted_tokens(micro: AnswerBatch) -> Tensor:
-    """fp32 [A]: counted tokens of each answer."""
-    none = torch.zeros(len(micro.rows) + 1, device=micro.labels.device)  # the last: tokens that belong to no answer
+    """Return the number of counted tokens of each answer, fp32 [A]."""
+    none = torch.zeros(len(micro.rows) + 1, device=micro.labels.device)  # one more: tokens of no answer
     return none.index_add(0, micro.answers.flatten(), (micro.labels != IGNORE).flatten().float())[:-1]
 
 
 def answers_of(head: Head, hidden: Tensor, micro: AnswerBatch) -> tuple[Tensor, Tensor]:
-    """Return (log-probability, counted tokens) of each answer, fp32 [A], on all ranks that share the rows.
-
-    hidden: [B, t, H], the loss function's argument.
-    """
+    """Return (log-probability, number of counted tokens) of each answer, fp32 [A], on all ranks that share the rows.
+    `hidden`: [B, t, H], as `LossFunction.sums` gets it."""
     nll, answers = head.token_nll(hidden, micro.labels, micro.counted).flatten(), micro.answers.flatten()
-    # The last one is of tokens that belong to no answer. Summed in fp64: a GPU adds in any order, and one answer's
-    # log-probability, rounded once, is the same in training as it was in the reference.
+    # One entry more, for tokens of no answer. Summed in fp64: a GPU adds in any order, but an answer's log-probability,
+    # rounded once, is the same in training as it was in the reference.
     none = nll.new_zeros(len(micro.rows) + 1, dtype=torch.float64)
     sums = none.index_add(0, answers, nll.double())[:-1].float()
     return -sums, counted_tokens(micro)
 
 
 def last_tokens(batch: AnswerBatch) -> Tensor:
-    """int64 [A]: index of each answer's last counted token in the flattened inputs."""
+    """Return the index of each answer's last counted token in the flattened inputs, int64 [A]."""
     labels, answers = batch.labels.flatten(), batch.answers.flatten()
     places = torch.arange(labels.numel(), device=labels.device).where(labels != IGNORE, -1)
-    none = places.new_full((len(batch.rows) + 1,), -1)  # the last one is of tokens that belong to no answer
+    none = places.new_full((len(batch.rows) + 1,), -1)  # one more: tokens of no answer
     last = none.scatter_reduce(0, answers, places, "amax")[:-1]
-    return last + 1  # the label at t is the token at t + 1, which is in the same row
+    return last + 1  # the label at t is the token at t + 1, in the same row
 
 
 def terms_over(objective: OverAnswers, answers: Answers) -> tuple[Tensor, ...]:
-    """Return the terms of each record, fp32 [R] each. Raises ModelError: a plugin's class gives others."""
+    """Return the objective's terms for each record, fp32 [R] each. Raises ModelError if a plugin returns others."""
     key, method = f"objective.name {objective.name}", method_of(objective)
     terms = called(objective, key, method, lambda: objective.terms(answers))
     like = answers.score if objective.scores else answers.log_prob
@@ -73,7 +71,8 @@ def terms_over(objective: OverAnswers, answers: Answers) -> tuple[Tensor, ...]:
 
 
 def method_of(objective: OverAnswers) -> str:
-    """Name of the method that a user's class of this kind defines."""
+    """Return the name of the method that a plugin's class defines: `losses` for an objective over pairs, else
+    `terms`."""
     return "losses" if isinstance(objective, OverPairs) else "terms"
 
 
@@ -105,28 +104,29 @@ class AnswerLoss:
         return head.once(torch.stack(terms_over(self._objective, answers)).sum(1))
 
     def _by_record(self, each: Tensor) -> Tensor:
-        """Return [R records, k answers] from [A answers]; unchanged if k is 1."""
+        """Return [R records, k answers of each] from [A answers]; unchanged if k is 1."""
         return each.view(-1, self._together, *each.shape[1:]) if self._together > 1 else each
 
 
 class MismatchLoss(AnswerLoss):
-    """An objective whose loss depends on the global batch's prompts, each with the answer to another one."""
+    """An objective whose loss also needs a divergence over the global batch: of prompts with the answer to another
+    prompt."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
-        """Measure the divergence from the reference, for `Answers.kl`."""
+        """Measure the divergence from the reference for `Answers.kl`."""
         self.kl = max(0.0, evaluate(mismatched_of(micros), _LogRatio())[0]["loss"])
 
 
 def mismatched_of(micros: Iterable[MicroBatch]) -> list[AnswerBatch]:
-    """The prompts of micro-batches, each with the answer to another one; empty for kinds of row without them."""
+    """Return the prompts of the micro-batches, each with the answer to another prompt; empty for other kinds of row."""
     return [micro.mismatched for micro in micros if isinstance(micro, AnswerBatch) and micro.mismatched is not None]
 
 
 class _LogRatio(PerAnswer):
-    """The mean of d."""
+    """The mean over answers of log-probability minus the reference's."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1]."""
+        """Return the sum over the micro-batch's answers, [1]."""
         batch = answers_in(micro)
         assert batch.reference is not None
         return head.once((answers_of(head, hidden, batch)[0] - batch.reference).sum().unsqueeze(0))
@@ -137,19 +137,19 @@ class LogProbs(PerAnswer):
 
     def __init__(self) -> None:
         self.found: list[tuple[Tensor, Tensor]] = []
-        """(rows of the split, int64 [A]; log-probabilities, fp32 [A]) for each micro-batch, on the device; in a
-        pipeline on the last stage only."""
+        """(rows of the split, int64 [A]; log-probabilities, fp32 [A]) of each micro-batch, on the device; in a pipeline
+        on the last stage only."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1]."""
+        """Keep the log-probabilities, and return minus their sum, [1]."""
         batch = answers_in(micro)
         log_prob, _ = answers_of(head, hidden, batch)
         self.found.append((batch.rows, log_prob))
         return head.once(-log_prob.sum().unsqueeze(0))
 
     def of_all(self, ranks: Ranks, count: int) -> np.ndarray:
-        """fp32 [count]: the log-probabilities of all ranks, by row of the split; NaN for rows without one. All ranks
-        call it together."""
+        """Return the log-probabilities that all ranks have collected, by row of the split: fp32 [count], NaN for rows
+        without one. All ranks call it together."""
         columns = [np.concatenate([part.cpu().numpy() for part in parts]) for parts in zip(*self.found, strict=True)]
         values = np.full(count, np.nan, dtype=np.float32)
         for pair in filter(None, ranks.gather(columns)):
@@ -158,15 +158,15 @@ class LogProbs(PerAnswer):
 
 
 class OnlineReference:
-    """A loss function with the run's own base as its reference, computed on the global batch before each step: one more
-    forward pass a step, without a second model or a column in the data."""
+    """A loss function whose reference is the run's own base model, computed on the global batch before each step. This
+    takes one more forward pass a step, but no second model and no column in the data."""
 
     def __init__(self, loss: LossFunction, base: Callable[[], AbstractContextManager[None]]) -> None:
-        """`base`: a context in which the model computes as its base."""
+        """`base`: a context in which the model computes as the base model."""
         self.figures = loss.figures
         self._loss, self._base = loss, base
         self._references: dict[tuple[int, ...], Tensor] = {}
-        """A micro-batch's sequences -> log-probabilities of its answers, fp32 [A]."""
+        """Numbers of a micro-batch's sequences -> log-probabilities of its answers, fp32 [A]."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
         batches = [answers_in(micro) for micro in micros]
@@ -177,7 +177,7 @@ class OnlineReference:
         if not isinstance(self._loss, LooksAhead):
             return
         compared: list[MicroBatch] = list(batches)
-        if of_others:  # else another stage of the pipeline has them, and computes
+        if of_others:  # else another pipeline stage has them, and computes
             compared = [
                 replace(micro, reference=reference, mismatched=replace(mismatched, reference=other))
                 for micro, mismatched, reference, other in zip(batches, others, references, of_others, strict=True)

@@ -1,4 +1,4 @@
-"""Protocol of the functions that a run minimises or measures over micro-batches, and the loss of pretraining."""
+"""The protocol of functions that a run minimises or measures over micro-batches, and the loss of pretraining."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from llmtrain.objectives.objective import Objective
 
 
 class LossFunction(Protocol):
-    """Maps a micro-batch to a summed loss and its weight: the loss of a step is the sum over all micro-batches of all
-    ranks, divided by their summed weight."""
+    """Computes sums and a weight for a micro-batch. The loss of a step is the sum over all micro-batches of all ranks,
+    divided by their summed weight."""
 
     figures: tuple[str, ...]
-    """Names of the sums that are divided by the weight and reported: first "loss", which is minimised."""
+    """Names of the sums, which are divided by the weight and logged. The first, "loss", is minimised."""
 
     def weight(self, micro: MicroBatch) -> int:
-        """Share of a micro-batch in the divisor: counted tokens, rows, pairs. Its tensors are on the host."""
+        """Return a micro-batch's share of the divisor: counted tokens, rows or pairs. The tensors are on the host."""
         ...
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """Return the sums of a micro-batch of complete rows: fp32 [figures]; ranks that share rows add them up. A
-        pipeline's last stage calls it; under ZeRO 3 it runs inside the head's forward. `hidden`: [B, T, H], the
-        decoder's output; under sequence parallelism this rank's columns."""
+        """Return the sums of a micro-batch of complete rows, fp32 [figures]; ranks that share rows add their sums up.
+        The last pipeline stage calls it; under ZeRO 3 it runs inside the head's forward. `hidden`: [B, T, H], the
+        decoder's output; under sequence parallelism this rank's columns of it."""
         ...
 
 
 class PerToken:
-    """Base of a loss function whose divisor is the counted tokens."""
+    """Base of a loss function whose divisor is the number of counted tokens."""
 
     figures: tuple[str, ...] = ("loss",)
 
@@ -47,10 +47,10 @@ Evaluate = Callable[[Iterable[MicroBatch], LossFunction], tuple[dict[str, float]
 
 @runtime_checkable
 class LooksAhead(Protocol):
-    """A loss function whose value for one row depends on the other rows of the global batch."""
+    """A loss function whose value for one row depends on other rows of the global batch."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
-        """Measure the global batch, without a gradient, before `sums` is called. `micros`: this rank's."""
+        """Measure the global batch without a gradient, before `sums`. `micros`: this rank's micro-batches."""
         ...
 
 
@@ -59,14 +59,14 @@ def figures_of(objective: Objective) -> tuple[str, ...]:
 
 
 def checked_terms(key: str, objective: Objective, method: str, terms: Any, like: Tensor) -> tuple[Tensor, ...]:
-    """Return the terms in fp32. Raises ModelError: they are not a loss with a gradient, and the figures, each shaped
-    `like` the argument."""
+    """Return the terms in fp32. Raises ModelError if they are not a loss with a gradient and the objective's figures,
+    each of the shape of `like`, the method's argument."""
     count, wanted = len(objective.figures), tuple(like.shape)
     tensors = isinstance(terms, tuple) and all(isinstance(term, Tensor) for term in terms)
     given = [tuple(term.shape) for term in terms] if tensors else _kinds(terms)
     if given != [wanted] * (1 + count):
         raise ModelError(
-            f"{key}: {method} gives {given}; it must return a tuple of the loss and {count} figures, of the "
+            f"{key}: {method} gives {given}; it must return a tuple of the loss and {count} figures, each of the "
             f"shape of its argument, {wanted}"
         )
     if like.requires_grad and not terms[0].requires_grad:
@@ -78,15 +78,15 @@ def checked_terms(key: str, objective: Objective, method: str, terms: Any, like:
 
 
 def _kinds(given: Any) -> str:
-    """Types, for a message: "float" or "(Tensor, float)"."""
+    """Return type names for a message: "float" or "(Tensor, float)"."""
     return f"({', '.join(map(_kinds, given))})" if isinstance(given, tuple) else type(given).__name__
 
 
 class NextTokenLoss(PerToken):
-    """Nats per counted token."""
+    """The cross-entropy, in nats per counted token."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1]: nats."""
+        """Return the sum over counted tokens in nats, [1]."""
         return head.nll_sum(hidden, micro.labels, micro.counted).unsqueeze(0)
 
 
@@ -94,14 +94,14 @@ NEXT_TOKEN = NextTokenLoss()
 
 
 class WithZLoss(NextTokenLoss):
-    """The loss with a z-loss, whose gradient is added."""
+    """The cross-entropy with a z-loss; both are minimised."""
 
     figures = ("loss", "z_loss")
 
     def __init__(self, coefficient: float) -> None:
-        """`coefficient`: above 0."""
+        """`coefficient`: factor of the z-loss, above 0."""
         self._coefficient = coefficient
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[2]: nats, and nats squared."""
+        """Return the sums of the loss in nats and of the z-loss in nats squared, [2]."""
         return head.nll_sums(hidden, micro.labels, micro.counted, self._coefficient)

@@ -1,4 +1,4 @@
-"""Loss functions over a model's likeliest words: distillation, a teacher's column."""
+"""Loss functions over a model's likeliest tokens: distillation, and a collector for a teacher's column."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DistillLoss(PerToken):
         self._teacher = teacher
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[4]."""
+        """Return the sums of the four figures, [4]."""
         return head.distilled_sums(hidden, micro.labels, self._says(head, hidden, micro), self._terms)
 
     def _says(self, head: Head, hidden: Tensor, micro: MicroBatch) -> TeacherSays:
@@ -38,16 +38,17 @@ class DistillLoss(PerToken):
 
 
 class Likeliest(PerToken):
-    """Collects a model's likeliest words at each label, for the teacher's column of `llmtrain reference`."""
+    """Collects a model's likeliest tokens at each label, for the teacher's column that `llmtrain reference` writes."""
 
     def __init__(self, top_k: int, temperature: float) -> None:
         self._top_k, self._temperature = top_k, temperature
         self.found: list[tuple[list[int], Tensor, Tensor]] = []
-        """(sequences of a micro-batch, words int64 [n, k], logs fp32 [n, k + 1]: see `TopWords`) of n counted labels,
-        on the host, complete on all ranks that share the rows; in a pipeline on the last stage only."""
+        """(numbers of a micro-batch's sequences; token ids, int64 [n, k]; log-probabilities, fp32 [n, k + 1], see
+        `TopWords`) for its n counted labels. They are on the host, complete on all ranks that share the rows; in a
+        pipeline only on the last stage."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1]: the probability of all other words."""
+        """Return the summed probability of all other tokens, [1]."""
         counted = micro.labels != IGNORE
         own = head.own(counted)
         likeliest = head.top_words(hidden[own], self._top_k, self._temperature)

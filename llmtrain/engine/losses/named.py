@@ -1,7 +1,4 @@
-"""The loss function for each kind of objective.
-
-An objective whose class has `losses` or `terms` needs nothing here.
-"""
+"""The loss function for each kind of objective. Classes with a method `losses` or `terms` share one for their kind."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ if TYPE_CHECKING:
 
 
 def loss_of(objective: Objective, teacher: Teacher | None = None) -> LossFunction:
-    """Return the loss function of an objective, without an online reference.
-
-    `teacher`: for distillation, on the ranks that compute a loss.
-    """
+    """Return the loss function of an objective, without an online reference. `teacher`: for distillation, on the ranks
+    that compute a loss."""
     if isinstance(objective, Distill):
         from llmtrain.engine.losses.likeliest import DistillLoss
 
@@ -52,10 +47,8 @@ def loss_of(objective: Objective, teacher: Teacher | None = None) -> LossFunctio
 def with_reference(
     loss: LossFunction, objective: Objective, base: Callable[[], AbstractContextManager[None]]
 ) -> LossFunction:
-    """Return the loss function with an online reference, if the objective has one.
-
-    `base`: a context in which the model computes with its first values.
-    """
+    """Return the loss function with an online reference, if the objective has one. `base`: a context in which the model
+    computes with the values it had before training."""
     if objective.reference != "online":
         return loss
     from llmtrain.engine.losses.answers import OnlineReference
@@ -64,7 +57,7 @@ def with_reference(
 
 
 class TokenLoss(PerToken):
-    """The terms of an objective by the token."""
+    """Sums the terms of an objective by the token over counted tokens."""
 
     def __init__(self, objective: ByToken) -> None:
         self.figures, self._objective = figures_of(objective), objective
@@ -72,20 +65,20 @@ class TokenLoss(PerToken):
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         counts = (micro.labels != IGNORE).flatten()
         nll = head.token_nll(hidden, micro.labels, micro.counted).flatten()
-        terms = terms_of(self._objective, nll.where(counts, 1.0))  # of 0 a formula may have no gradient
+        terms = terms_of(self._objective, nll.where(counts, 1.0))  # at 0 a formula may have no gradient
         return head.once(torch.stack([term.where(counts, 0.0).sum() for term in terms]))
 
 
 def terms_of(objective: ByToken, nll: Tensor) -> tuple[Tensor, ...]:
-    """Return the terms of tokens, fp32 [N] each. Raises ModelError: a plugin's class gives other shapes."""
+    """Return the objective's terms for each token, fp32 [N] each. Raises ModelError if a plugin returns others."""
     key = f"objective.name {objective.name}"
     terms = called(objective, key, "terms", lambda: objective.terms(nll))
     return checked_terms(key, objective, "terms", (terms,) if isinstance(terms, Tensor) else terms, nll)
 
 
 def sample_terms(objective: Objective) -> tuple[str, list[float]]:
-    """Return (the method, its values, those of the loss first) of an objective by the token or over answers, for a few
-    fixed numbers. Raises ModelError like a step."""
+    """Call an objective by the token or over answers on a few fixed numbers. Returns (name of its method, values of all
+    terms, the loss first). Raises ModelError as a step would."""
     if isinstance(objective, ByToken):
         return "terms", torch.cat(terms_of(objective, torch.linspace(0.25, 4.0, 8).requires_grad_())).tolist()
     from llmtrain.engine.losses.answers import method_of, terms_over

@@ -1,4 +1,4 @@
-"""A loss function with a user's metrics: sums of values and of weights, whose quotient is the figure."""
+"""A loss function with a user's metrics: a metric is the quotient of a sum of values and a sum of weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_metrics(loss: LossFunction, metrics: Mapping[str, Metric]) -> LossFunct
 
 
 class WithMetrics:
-    """Sums of a loss function, followed by the sums of metrics, which have no gradient."""
+    """Returns the sums of a loss function, followed by the sums of metrics, which have no gradient."""
 
     def __init__(self, loss: LossFunction, metrics: Mapping[str, Metric]) -> None:
         self._loss, self._metrics = loss, metrics
@@ -55,9 +55,9 @@ class WithMetrics:
 
 
 def sums_of(name: str, metric: Metric, nll: Tensor, labels: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sum of values x weights, sum of weights) over the counted tokens, fp32. Other tokens stay in the
-    arguments, so that the host does not wait for their number. Raises ModelError: a plugin's class gives other
-    results."""
+    """Return (sum of values x weights, sum of weights) over the counted tokens, fp32. The metric's arguments keep the
+    other tokens, so that the host need not wait for the number of counted ones. Raises ModelError if a plugin's class
+    returns anything else than a tensor or two of the right shape."""
     key, nll, labels = f"metrics.{name}", nll.where(counts, 1.0), labels.where(counts, 0)
     given: Any = called(metric, key, "values", lambda: metric.values(nll, labels))
     values, weights = given if isinstance(given, tuple) and len(given) == 2 else (given, torch.ones_like(nll))
@@ -66,14 +66,14 @@ def sums_of(name: str, metric: Metric, nll: Tensor, labels: Tensor, counts: Tens
             shape = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
             raise ModelError(
                 f"{key}: values gives {shape}; it must return a tensor of a value for each token, of the "
-                f"shape of its first argument, {tuple(nll.shape)}, or two of these"
+                f"shape of its first argument, {tuple(nll.shape)}, or a pair of such tensors (values, weights)"
             )
     weights = weights.float().where(counts, 0.0)
     return (values.float() * weights).where(counts, 0.0).sum(), weights.sum()
 
 
 def quotients(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures of `WithMetrics` with one quotient per metric; a metric with the weight 0 has none."""
+    """Return the figures of `WithMetrics` with one quotient for each metric. A metric with weight 0 is left out."""
     found = {}
     for key, value in figures.items():
         name = key.removeprefix("metrics.").removesuffix(": values")

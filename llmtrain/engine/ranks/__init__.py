@@ -1,1 +1,1 @@
-"""The ranks of a run: how they meet and agree, their device, their network interface."""
+"""The ranks of a run: how they meet and agree, their devices and network interfaces."""

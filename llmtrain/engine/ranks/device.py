@@ -1,4 +1,4 @@
-"""The device of a rank, and the check that this machine's driver and torch can use it."""
+"""The device of a rank, and checks that this machine's driver and torch can use it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _BUILDS = (
     "on drivers from 580 on)"
 )
 _BF16_CAPABILITY = 8
-"""Compute capability from which NVIDIA's GPUs have bf16 (Ampere); torch counts older ones, which emulate it."""
+"""Compute capability from which NVIDIA's GPUs have bf16 (Ampere). torch also accepts older GPUs, which emulate it."""
 _FP8_CAPABILITY = (8, 9)
 
 
 def own_device() -> torch.device:
-    """This rank's device, made the current one: a GPU by LOCAL_RANK, or the CPU. Raises ConfigError."""
+    """Make this rank's device the current one and return it: the GPU of LOCAL_RANK, or the CPU. Raises ConfigError if
+    there is no such device or torch cannot use it."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         _refuse_idle_gpus()
@@ -51,8 +52,9 @@ def own_device() -> torch.device:
 
 
 def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") -> int:
-    """Return the index of a rank's device among `visible` ones; 0 if a scheduler shows each task one device (srun
-    --gpus-per-task=1, Kubernetes). `ranks`: on this host, for the message. Raises ConfigError."""
+    """Return the index of a rank's device among the `visible` ones; 0 if a scheduler shows each task only its own
+    device (srun --gpus-per-task=1, Kubernetes). `ranks`: number of ranks on this host, for the message. Raises
+    ConfigError if the rank has no device."""
     if local_rank < visible:
         return local_rank
     if visible == 1:
@@ -70,11 +72,11 @@ def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") 
 
 
 def _renumber(accelerator: Any, local_rank: int, index: int) -> None:
-    """Make DeepSpeed use device `index` by the number `local_rank`, for good.
+    """Make DeepSpeed use device `index` wherever it asks for device `local_rank`, for the rest of the process.
 
-    It takes LOCAL_RANK for the device's number in its engine, in zero.Init, in pipelines and in ZeRO 3's first steps
-    (runtime/engine.py:1017 and 1943, zero/partition_parameters.py:1138, pipe/module.py:215, zero/utils.py:85). The
-    variable itself stays as it is: it says who speaks for this host.
+    DeepSpeed takes LOCAL_RANK for the device's index in its engine, in zero.Init, in pipelines and in ZeRO 3's first
+    steps (runtime/engine.py:1017 and 1943, zero/partition_parameters.py:1138, pipe/module.py:215, zero/utils.py:85).
+    The variable itself stays: the rank where it is 0 speaks for its host.
     """
 
     def own(given: Any) -> Any:
@@ -86,7 +88,7 @@ def _renumber(accelerator: Any, local_rank: int, index: int) -> None:
 
 
 def _refuse_idle_gpus() -> None:
-    """Raises ConfigError: a CPU build of torch, or a broken driver, would silently train on the processor."""
+    """Raise ConfigError on a machine with GPUs if torch is a CPU build, or the driver is broken."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if os.environ.get("DS_ACCELERATOR") or hidden or not Path("/dev/nvidia0").exists():
         return
@@ -109,17 +111,17 @@ def device_id(device: torch.device) -> str:
 
 
 def use_deterministic_kernels() -> None:
-    """Use only kernels that sum in a fixed order. CUBLAS_WORKSPACE_CONFIG must be set before cuBLAS starts.
+    """Use only kernels that sum in a fixed order. CUBLAS_WORKSPACE_CONFIG must have been set before cuBLAS starts.
 
-    An operation without a deterministic kernel raises torch's RuntimeError with its name.
+    An operation without a deterministic kernel raises torch's RuntimeError with the operation's name.
     """
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write each new tensor once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # else each new tensor is written twice
 
 
 def check_device(mix: Mix, attention: str, fp8: str | None, json_path: str) -> None:
-    """Refuse precisions that this device lacks, and an `attention` or `fp8` (of the section model) that lacks the
-    parameters' precision. `json_path`: the run's DeepSpeed JSON. Raises ConfigError."""
+    """Check that this device supports the run's precision, and that `attention` and `fp8` (of the section model) work
+    in that precision. `json_path`: the run's DeepSpeed JSON. Raises ConfigError."""
     accelerator, precision, products = get_accelerator(), mix.precision, mix.products
     name = accelerator.device_name()
     if name == "cuda" and torch.version.cuda is not None:
@@ -137,7 +139,7 @@ def check_device(mix: Mix, attention: str, fp8: str | None, json_path: str) -> N
 
     if name != "cpu" and precision == "fp32" and attention == "varlen":
         raise ConfigError(
-            "model.attention is varlen, whose kernel computes in bf16 and fp16, and the run is in fp32: set "
+            "model.attention is varlen, whose kernel computes only in bf16 and fp16, but the run is in fp32: set "
             f"bf16.enabled to true in {json_path}, or model.attention to sdpa."
         )
     if fp8 is not None and name != "cpu":
@@ -145,32 +147,32 @@ def check_device(mix: Mix, attention: str, fp8: str | None, json_path: str) -> N
 
 
 def _check_fp8(recipe: str, precision: str, json_path: str) -> None:
-    """Raises ConfigError: this GPU has no products in fp8, or the run's precision is not that of their results."""
+    """Check that this GPU can multiply in fp8, and that the run is in bf16. Raises ConfigError."""
     cuda = get_accelerator().device_name() == "cuda"
     capability = torch.cuda.get_device_capability() if cuda else (0, 0)
     if capability < _FP8_CAPABILITY:
         device = torch.cuda.get_device_name() if cuda else get_accelerator().device_name()
         has = f" (compute capability {capability[0]}.{capability[1]})" if cuda else ""
         raise ConfigError(
-            f"model.fp8 is {recipe}, and this device, {device}{has}, has no products in fp8: NVIDIA's GPUs have them "
-            "from compute capability 8.9 on (Ada, Hopper, Blackwell). Set model.fp8 to null, or use one of these GPUs."
+            f"model.fp8 is {recipe}, but this device, {device}{has}, cannot multiply in fp8: NVIDIA's GPUs can from "
+            "compute capability 8.9 on (Ada, Hopper, Blackwell). Set model.fp8 to null, or use one of these GPUs."
         )
     if precision != "bf16":
         raise ConfigError(
-            f"model.fp8 is {recipe}, whose products come out in bf16, and the run is in {precision}: set bf16.enabled "
-            f"to true in {json_path}, or model.fp8 to null."
+            f"model.fp8 is {recipe}, whose products are bf16, but the run is in {precision}: set bf16.enabled to true "
+            f"in {json_path}, or model.fp8 to null."
         )
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a rank's device: a GPU's, or the rank's share of the host's."""
+    """Return the bytes of memory of a rank's device: the GPU's, or the rank's share of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total) // ranks_of_this_host()
 
 
 def max_memory_gib(device: torch.device) -> float:
-    """Peak of this process: allocated device memory, or resident memory on CPU."""
+    """Return the peak memory of this process in GiB: allocated on the GPU, or resident in a run on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / units.GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / units.GIB

@@ -1,4 +1,4 @@
-"""Ranks that a command starts on this machine: they end with it, and their first failure is reported."""
+"""Ranks that a command starts on this machine: they end with the command, which reports the first failure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from llmtrain.base.errors import UserError
 
 
 class RankError(Exception):
-    """A rank ended with an exception other than a user's mistake, was killed, or did not end."""
+    """A rank ended with an exception other than a user's mistake, was killed, or did not end in time."""
 
 
 class Ranks:
-    """`world_size` processes that run `module FOLDER`, with a launcher's environment. A context: leaving kills them."""
+    """`world_size` processes of `python -m module FOLDER`, with a launcher's variables. Leaving the context kills
+    them."""
 
     def __init__(
         self,
@@ -38,10 +39,9 @@ class Ranks:
         python: str = sys.executable,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`shows`: rank 0 prints to the command's output; other output is kept for `wait`'s messages.
-
-        `timeout_s`: limit for all ranks to end; None: no limit. `variables`: added to this process's environment.
-        """
+        """`shows`: rank 0 prints to the command's output; all other output goes to files, for `wait`'s messages.
+        `timeout_s`: time in which all ranks must end; None: no limit. `variables`: added to this process's
+        environment."""
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._folder = folder
         self._world_size = world_size
@@ -56,7 +56,7 @@ class Ranks:
         if cpu:
             environment.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         if Path("/sys/class/net/lo").exists():
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo takes the address of the host's name
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo uses the address of the hostname
         try:
             for rank in range(world_size):
                 environment.update(RANK=str(rank), LOCAL_RANK=str(rank))
@@ -68,7 +68,7 @@ class Ranks:
                             stdin=subprocess.DEVNULL,
                             stdout=None if shows and not rank else log,
                             stderr=None if shows and not rank else subprocess.STDOUT,
-                            start_new_session=True,  # Ctrl-C comes to the command alone, and it ends them
+                            start_new_session=True,  # only the command gets Ctrl-C, and ends the ranks
                             preexec_fn=end_with_parent,
                         )
                     )
@@ -83,7 +83,8 @@ class Ranks:
         self.close()
 
     def wait(self) -> None:
-        """Wait until all have ended without an error. Raises UserError, or RankError with the first traceback."""
+        """Wait until all ranks have ended. Raises the first failed rank's UserError, or RankError with its
+        traceback."""
         deadline = time.monotonic() + self._timeout_s
         while any(code is None for code in self._codes()):
             if any(self._codes()):
@@ -128,7 +129,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def failure_reported(folder: Path) -> Iterator[None]:
-    """Write a failure into the folder for the command, then end. Wraps all work of a rank."""
+    """A context around a rank's work: it writes an exception into the folder, for the command, and ends the process."""
     try:
         yield
     except BaseException as error:
@@ -137,12 +138,12 @@ def failure_reported(folder: Path) -> Iterator[None]:
         if isinstance(error, UserError):
             report["user"] = str(error)
         (folder / f"error-{rank}.json").write_text(json.dumps(report))
-        os._exit(1)  # the others wait in a collective: no destructor may wait for them
+        os._exit(1)  # other ranks wait in a collective, so destructors could hang
 
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, so that contexts inside are closed, and no process is left."""
+    """Treat SIGTERM like Ctrl-C, so that contexts inside are closed and no process is left over."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

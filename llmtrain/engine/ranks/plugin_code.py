@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def calling(key: str, method: str) -> Iterator[None]:
-    """A context for a plugin's method, which the watch names. A process forked inside ends with the context, instead of
-    continuing as a second rank that keeps the launcher from ending."""
+    """A context around a plugin's method; the watch names key and method if the method hangs. A process that the method
+    forks ends with the context: else it would run on as a second copy of the rank, and the launcher would never end."""
     rank = os.getpid()
     try:
         with heart.calling(key, method), _bounded():
             yield
     finally:
         if os.getpid() != rank:
-            text = f"warning: {key}: {method}: has forked its rank, and the new process returns from it: it is ended\n"
+            text = f"warning: {key}: {method}: has forked its rank, and the new process returns from it: it is killed\n"
             os.write(2, text.encode())
             os._exit(1)
     if log.reopen():
@@ -37,11 +37,11 @@ def calling(key: str, method: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    """Raise TimeoutError in a plugin's method after `fault.stall_timeout_s` without progress, if no watch runs; in C
-    code only at its return to Python."""
+    """Raise TimeoutError in a plugin's method after `fault.stall_timeout_s` without progress, if no watch runs. Inside
+    C code the error comes only when the code returns to Python."""
     limit_s = watch.alone_s
     main = threading.current_thread() is threading.main_thread()
-    if limit_s is None or not main or signal.getitimer(signal.ITIMER_REAL)[0]:  # within another method, or a test
+    if limit_s is None or not main or signal.getitimer(signal.ITIMER_REAL)[0]:  # nested, or a test's timer
         yield
         return
 
@@ -51,7 +51,7 @@ def _bounded() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, left_s, limit_s)
 
     before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)  # again: the method may catch it
+    signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)  # repeats, as the method may catch the error
     try:
         yield
     finally:
@@ -60,15 +60,15 @@ def _bounded() -> Iterator[None]:
 
 
 def called(owner: object, key: str, method: str, call: Callable[[], T]) -> T:
-    """Return `call()`, which is `method` of `owner`. If a plugin defines the owner, the watch names `key` and `method`
-    when it hangs, and an exception becomes a ModelError with key, method and line."""
+    """Return `call()`, a call of the owner's `method`. If a plugin defines the owner, the watch names `key` and
+    `method` when the call hangs, and an exception becomes a ModelError with key, method and line."""
     if not is_of_plugin(owner):
         return call()
     try:
         with calling(key, method):
             return call()
     except BaseException as error:
-        # During a run a signal only raises a flag; with Python's own handler, it was the user's Ctrl-C.
+        # During a run a signal only sets a flag. With Python's own handler, KeyboardInterrupt was the user's Ctrl-C.
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise
         what = f"{type(error).__name__}: {error}".removesuffix(": ")

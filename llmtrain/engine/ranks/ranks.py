@@ -1,4 +1,4 @@
-"""This process among the ranks of its site: the few verbs by which ranks talk on the host."""
+"""This process among the ranks of its site, and the messages that ranks exchange through host memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Seat:
     local_rank: int
     """Index among the ranks of its host."""
     device: str
-    """The driver's name of the device."""
+    """Name of the device by its driver."""
     pid: int
 
 
 class AgreedError(UserError):
-    """A user's mistake on one rank, raised on all ranks: only rank 0 needs to print the message."""
+    """A user's mistake on one rank, raised on all ranks, of which only rank 0 needs to print it."""
 
     everywhere = True
 
@@ -48,69 +48,69 @@ class AgreedError(UserError):
 class Ranks:
     """This process among the ranks of one engine (a site), numbered from 0. All ranks call each method together.
 
-    This class has no connection: its process is alone, or stands for ranks that do not exist and would send the same
-    values. `ConnectedRanks` talks to the others.
+    This base class does not communicate: it is for a single process, or for one that imitates `world_size` ranks by
+    assuming that they all send its own value. `ConnectedRanks` sends messages.
     """
 
     rank: int = 0
     world_size: int = 1
-    """Ranks of the site."""
+    """Number of ranks of the site."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seats: tuple[Seat, ...] = ()
     """The process of each rank, in order of rank."""
     store: dist.Store | None = None
-    """Keys and values that all ranks see, served by rank 0's process."""
+    """Key-value store that all ranks see, served by rank 0's process."""
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in order of rank, on all ranks."""
+        """Return the values of all ranks, in order of rank, on all ranks."""
         return [value] * self.world_size
 
     def gather_to_first(self, value: T) -> list[T]:
-        """Return every rank's value, in order of rank, on rank 0; an empty list elsewhere."""
+        """Return the values of all ranks, in order of rank, on rank 0; an empty list on the others."""
         return [value] * self.world_size if self.rank == 0 else []
 
     def first(self, make: Callable[[], T]) -> T:
-        """Return the value made by rank 0, on all ranks."""
+        """Return on all ranks the value of `make()`, which only rank 0 calls."""
         return make()
 
     def sent_by(self, source: int, value: T) -> T:
-        """Return the value that rank `source` has given, on all ranks."""
+        """Return rank `source`'s value on all ranks."""
         return value
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up a host tensor over the ranks, in place. Returns it. int64 wraps, as checksums need."""
+        """Sum a host tensor over the ranks, in place, and return it. int64 wraps around, as checksums need."""
         return values
 
     def largest(self, values: Tensor) -> Tensor:
-        """Take the largest of all ranks' elements of a host tensor, in place. Returns it."""
+        """Take the elementwise maximum of a host tensor over the ranks, in place, and return it."""
         return values
 
     def copy_from(self, source: int, values: Tensor) -> None:
-        """Fill a host tensor with that of rank `source`."""
+        """Fill a host tensor with the one of rank `source`."""
 
     def agree(self, weight: int, asks: Sequence[int]) -> Callable[[], tuple[int, list[int]]]:
-        """Send a step's message at once. Returns a function that waits for the sums over all ranks: of the weight by
-        which the step's loss is divided, and of each number in `asks`."""
+        """Send this rank's numbers of a step at once. Returns a function that waits for their sums over all ranks: of
+        the weight by which the step's loss is divided, and of each number in `asks`."""
         return lambda: (weight, list(asks))
 
     def meet(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
 
     def among(self, members: Sequence[int], limit_s: float) -> Ranks | None:
-        """Return the group of these ranks, numbered anew; None: this rank is no member. Every rank makes every group,
-        in one order. `limit_s`: of its messages."""
+        """Return a group of only these ranks, numbered anew; None if this rank is no member. All ranks must make all
+        groups, in the same order. `limit_s`: time limit of the group's messages."""
         return self if self.rank in members else None
 
     def another(self, limit_s: float) -> Ranks:
-        """Return the same ranks with messages of their own, for another thread. `limit_s`: of these messages."""
+        """Return the same ranks as a group of its own, for another thread. `limit_s`: limit of the group's messages."""
         ranks = self.among(range(self.world_size), limit_s)
         assert ranks is not None
         return ranks
 
     def at_length(self, call: Callable[[], T]) -> T:
         """Return the result of a long call on this rank. The ranks exchange messages until all calls have ended, so
-        that none waits in a collective for too long. For the watch the call's work is progress, and no message is.
-        Raises the call's error at the end."""
+        that none waits in a collective for too long. The watch counts the call's work as progress, but not the
+        messages. The call's error is raised at the end."""
         future = in_thread(call, "at length")
         heart.awaits(os.getpid())
         while self.sum(torch.tensor(int(not wait([future], _IN_TOUCH_S).done))):
@@ -120,8 +120,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """End all ranks with a UserError that one of them raises inside; alone it would leave the others in a
-        collective.
+        """Raise a UserError of one rank on all ranks; raised on one alone, it would leave the others in a collective.
 
         Raises:
             AgreedError: on every rank.
@@ -139,15 +138,14 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectedRanks(Ranks):
-    """Ranks of a process group. Their messages stay within the site, and on the host: reading them never waits for the
-    device."""
+    """The ranks of a process group. Messages stay in the site and in host memory: reading one waits for no device."""
 
     control: Any
-    """A gloo group over the site."""
+    """A gloo group of the site's ranks."""
 
     @property
     def group_name(self) -> str:
-        """Name of the process group that carries the messages."""
+        """Return the name of the process group that carries the messages."""
         return str(self.control.group_name)
 
     def gather(self, value: T) -> list[T]:

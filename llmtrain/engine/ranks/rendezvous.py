@@ -1,6 +1,6 @@
-"""Rendezvous of the ranks on one store, with a limit and an error that names missing or different ranks.
+"""Rendezvous of the ranks on one store, with a time limit and an error that names the missing or different ranks.
 
-With torch's own start, every rank waits 10 or 30 minutes for a missing one. And gloo uses the address of the host name,
+With torch's own start every rank waits 10 or 30 minutes for a missing one. And gloo uses the address of the hostname,
 which on many machines is 127.0.0.1: of two such hosts one dies, and the other waits.
 """
 
@@ -40,47 +40,47 @@ _COMPARED = ("python", "llmtrain", "torch", "deepspeed", "transformers")
 _TELL_S = 30.0
 """Interval between two lines about missing ranks."""
 _GRACE_S = 30.0
-"""Extra wait of the other ranks, since rank 0 knows the missing ones."""
+"""How much longer the other ranks wait than rank 0, because only rank 0 knows which ranks are missing."""
 _SHOWN = 5
 
 
 class RendezvousError(UserError):
-    """The ranks of this launch have not met."""
+    """The ranks of this launch have not found each other."""
 
     passing = True
 
 
 class RanksDiffer(RendezvousError):
-    """The ranks have met, but do not run the same thing."""
+    """The ranks have found each other, but run different versions or settings."""
 
     passing = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Facts about all ranks once they have met."""
+    """What is known about all ranks after the rendezvous."""
 
     store: dist.Store
-    """Keys and values that all ranks see; served by rank 0."""
+    """Key-value store that all ranks see, served by rank 0."""
     seats: tuple[Seat, ...]
-    """All ranks in order."""
+    """The processes of all ranks, in order of rank."""
 
 
 def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], limit_s: float) -> Meeting:
     """Wait for all ranks of the launch, and compare their versions and settings.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and sets each backend's interface if the user has
-    not.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Sets each backend's network interface if the user
+    has not.
 
     Args:
-        backend: of the device's collectives, "nccl" or "gloo".
-        settings: values that must be equal on all ranks; any nesting of dicts and lists.
-        limit_s: limit of rank 0's wait for the others, and of theirs for rank 0.
+        backend: backend of the device's collectives, "nccl" or "gloo".
+        settings: values that must be equal on all ranks; dicts and lists may be nested.
+        limit_s: how long rank 0 waits for the others, and they for rank 0.
 
     Raises:
-        RendezvousError: ranks are missing or differ, the port is in use, rank 0 cannot be reached. On all ranks that
-            have come.
-        ConfigError: a variable names an interface that is not here.
+        RendezvousError: ranks are missing or differ, the port is in use, or rank 0 cannot be reached. Raised on all
+            ranks that have come.
+        ConfigError: a variable names an interface that this host lacks.
     """
     rank, world_size = number_in("RANK"), number_in("WORLD_SIZE")
     _meetings[_address()] = _number() + 1 if _address() in _meetings else 0
@@ -98,7 +98,7 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
     )
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
     store: dist.Store = _serve(world_size) if serves else _connect(seat, limit_s)
-    if number := _number():  # torch's groups would find what the ones before have left there
+    if number := _number():  # torch's groups would find keys of an earlier training's groups
         store = dist.PrefixStore(f"training-{number}", store)
     if world_size == 1:
         return Meeting(store=store, seats=(seat,))
@@ -115,15 +115,15 @@ def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], lim
     except dist.DistError as error:
         raise RendezvousError(
             f"{_me(seat)} lost rank 0 at {_address()} while the ranks were meeting: its process has ended. Look at the "
-            f"output of rank 0."
+            "output of rank 0."
         ) from error
     return Meeting(store=store, seats=tuple(Seat(**each) for each in seats))
 
 
 _meetings: dict[str, int] = {}
-"""Address -> the number of this process's latest meeting there, from 0: a script may train several times."""
+"""Address -> number of this process's latest meeting there, from 0: a script may train several times."""
 _served: dict[str, dist.TCPStore] = {}
-"""Address -> the store that this process serves there, for the latest address alone."""
+"""Address -> the store that this process serves there; only for the latest address."""
 
 
 def _number() -> int:
@@ -135,7 +135,7 @@ def _address() -> str:
 
 
 def _serve(world_size: int) -> dist.TCPStore:
-    """Serve the store in this process. Raises RendezvousError."""
+    """Serve the store in this process. Raises RendezvousError if MASTER_PORT is in use or MASTER_ADDR is elsewhere."""
     host, port = os.environ["MASTER_ADDR"], number_in("MASTER_PORT")
     if port and _number() and _address() in _served:  # the other ranks may have connected to it already
         return _served[_address()]
@@ -148,18 +148,18 @@ def _serve(world_size: int) -> dist.TCPStore:
         if "EADDRINUSE" in str(error):
             raise RendezvousError(
                 f"MASTER_PORT is {port}, but on {socket.gethostname()} that port is in use{_user_of(port)}. Two "
-                "launches on one host need ports of their own: give `deepspeed --master_port` another one, or end what "
-                "uses it."
+                "launches on one host need different ports: give `deepspeed --master_port` another one, or end the "
+                "process that uses it."
             ) from error
         trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RendezvousError(
-            f"rank 0 runs on {socket.gethostname()}, but MASTER_ADDR, where the other ranks look for it, is {host} and "
-            f"does not lead back here ({trouble}). Give `deepspeed --master_addr` an address of this host."
+            f"rank 0 runs on {socket.gethostname()}, but MASTER_ADDR, where the other ranks look for it, is {host}, "
+            f"which is no address of this host ({trouble}). Give `deepspeed --master_addr` an address of this host."
         ) from error
 
 
 def _user_of(port: int) -> str:
-    """Return words for the process that listens on the port, if this user may see it."""
+    """Return " by process PID (NAME)" for the process that listens on the port, or "" if this user may not see it."""
     with contextlib.suppress(psutil.Error, OSError):
         for each in psutil.net_connections("tcp"):
             if each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN and each.pid:
@@ -168,12 +168,12 @@ def _user_of(port: int) -> str:
 
 
 def _connect(seat: Seat, limit_s: float) -> dist.TCPStore:
-    """Connect to rank 0's store, with retries. Raises RendezvousError."""
+    """Connect to rank 0's store, with retries until the limit. Raises RendezvousError."""
     host, port = os.environ["MASTER_ADDR"], number_in("MASTER_PORT")
     deadline = time.monotonic() + limit_s
     pause_s, trouble = 0.05, ""
     while True:
-        # A plain connection first: torch's client prints a stack for each refusal, and does not say which kind it was.
+        # Try a plain connection first: torch's client prints a stack for each refusal, and hides the reason.
         try:
             with socket.create_connection((host, port), timeout=min(10.0, limit_s)):
                 break
@@ -186,14 +186,14 @@ def _connect(seat: Seat, limit_s: float) -> dist.TCPStore:
             )
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
-    # In a thread: to a server of another kind, which never answers, torch's client has no time limit at all.
+    # In a thread, because torch's client has no time limit for a server of another kind, which never answers.
     timeout = timedelta(seconds=30)
     store = in_thread(lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False), "store")
     try:
         return store.result(max(10.0, deadline - time.monotonic()))
     except (dist.DistError, TimeoutError):
         raise RendezvousError(
-            f"{_me(seat)}: what answers at MASTER_ADDR:MASTER_PORT {_address()} is not rank 0 of a training. Give "
+            f"{_me(seat)}: the server at MASTER_ADDR:MASTER_PORT {_address()} is not rank 0 of a training. Give "
             "`deepspeed --master_port` a port that nothing else uses."
         ) from None
 
@@ -208,7 +208,7 @@ def _why_unreachable(host: str) -> str:
 
 
 def _gather(store: dist.Store, about: dict[str, Any], world_size: int, limit_s: float) -> list[dict[str, Any]]:
-    """As rank 0: wait for the others, compare them, send the verdict. Returns the seats in order of rank; raises
+    """As rank 0, wait for the others, compare them and send the verdict. Returns the seats in order of rank. Raises
     RendezvousError."""
     expected = _launched_hosts()
     came: dict[int, dict[str, Any]] = {0: about}
@@ -237,7 +237,7 @@ def _gather(store: dist.Store, about: dict[str, Any], world_size: int, limit_s: 
     seats = [came[rank]["seat"] for rank in sorted(came)]
     store.set(_key("verdict"), json.dumps({"problem": problem, "differ": kind is RanksDiffer, "seats": seats}))
     if problem:
-        # This process serves the store: the others have to read the verdict before it ends.
+        # This process serves the store, so it must not end before the others have read the verdict.
         patience = time.monotonic() + 5.0
         while store.add(_key("read"), 0) < len(came) - 1 and time.monotonic() < patience:
             time.sleep(0.02)
@@ -247,7 +247,7 @@ def _gather(store: dist.Store, about: dict[str, Any], world_size: int, limit_s: 
 
 
 def _about(said: bytes, rank: int) -> dict[str, Any]:
-    """Return what a rank has said about itself. Raises RendezvousError: anyone can write into the store."""
+    """Return a rank's report after checking it, as anyone can write into the store. Raises RendezvousError."""
     try:
         about = untrusted.loads(said, infinite=True)
         parts = [about[part] for part in ("versions", "settings", "seat")]
@@ -256,13 +256,13 @@ def _about(said: bytes, rank: int) -> dict[str, Any]:
         return {"device_id": None, "interface": None, **about}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RendezvousError(
-            f"what rank {rank} says about itself at {_address()} makes no sense ({untrusted.first_line(error, 80)}): "
-            "something else writes into that store. Give `deepspeed --master_port` another port."
+            f"the report of rank {rank} at {_address()} is not llmtrain's ({untrusted.first_line(error, 80)}): another "
+            "program writes into that store. Give `deepspeed --master_port` another port."
         ) from None
 
 
 def _follow(store: dist.Store, about: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
-    """As any other rank: report to rank 0, and read the verdict. Returns the seats in order of rank; raises
+    """As another rank, report to rank 0 and read the verdict. Returns the seats in order of rank. Raises
     RendezvousError."""
     seat = Seat(**about["seat"])
     if store.add(_key("came", seat.rank), 1) > 1:
@@ -277,8 +277,8 @@ def _follow(store: dist.Store, about: dict[str, Any], limit_s: float) -> list[di
         store.wait([_key("verdict")], timedelta(seconds=limit_s + _GRACE_S))
     except dist.DistStoreError as error:
         raise RendezvousError(
-            f"{_me(seat)} waited {limit_s + _GRACE_S:g} s for an answer of rank 0, which is there, at {_address()}. "
-            "Look at its output."
+            f"{_me(seat)} is connected to rank 0 at {_address()}, which has not answered for {limit_s + _GRACE_S:g} s. "
+            "Look at the output of rank 0."
         ) from error
     verdict = json.loads(store.get(_key("verdict")))
     store.add(_key("read"), 1)
@@ -295,10 +295,8 @@ def _key(what: str, rank: int | None = None) -> str:
 
 @functools.cache
 def _launch() -> str:
-    """Identity of this launch, to detect another one on the same port.
-
-    The mark of `llmtrain launch`; on a single host DeepSpeed's launcher, the parent of all ranks. Else empty.
-    """
+    """Return an identity of this launch, to detect another launch on the same port: the mark of `llmtrain launch`; on a
+    single host the process of DeepSpeed's launcher, the parent of all ranks; else ""."""
     found = os.environ.get(messages.LAUNCH, "")
     if not found and os.environ.get("CROSS_SIZE") == "1" and _launched_hosts():
         parent = psutil.Process(os.getppid())
@@ -311,7 +309,7 @@ def _me(seat: Seat) -> str:
 
 
 def _launched_hosts() -> dict[int, str]:
-    """Host of each rank, from the arguments of the parent process, DeepSpeed's launcher; empty without it."""
+    """Return rank -> host, from the arguments of DeepSpeed's launcher if that is the parent process; else {}."""
     with contextlib.suppress(psutil.Error, ValueError, AttributeError):
         for word in psutil.Process(os.getppid()).cmdline():
             if word.startswith("--world_info="):
@@ -322,7 +320,7 @@ def _launched_hosts() -> dict[int, str]:
 
 
 def _missing(came: Mapping[int, Any], world_size: int, expected: Mapping[int, str]) -> str:
-    """ "ranks 2-3 (node-2) of 4"."""
+    """Return the missing ranks as in "ranks 2-3 (node-2) of 4"."""
     by_host: dict[str, list[int]] = {}
     for rank in range(world_size):
         if rank not in came:
@@ -334,7 +332,7 @@ def _missing(came: Mapping[int, Any], world_size: int, expected: Mapping[int, st
 
 
 def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """Return a message with values that differ between ranks; empty if none do."""
+    """Return a message with the values that differ between ranks; "" if none do."""
     for what, remedy in (
         ("versions", "Install the same versions on all hosts"),
         ("settings", "Give all hosts the same YAML, JSON and command line"),
@@ -349,7 +347,7 @@ def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shared_devices(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """Return a message on ranks of one host that share a GPU, which NCCL refuses; empty without any."""
+    """Return a message about ranks of one host that share a GPU, which NCCL refuses; "" if none do."""
     by_device: dict[tuple[str, str], list[int]] = {}
     for each in everyone:
         if each["device_id"]:
@@ -357,14 +355,14 @@ def _shared_devices(everyone: Sequence[Mapping[str, Any]]) -> str:
     for (host, _), ranks in by_device.items():
         if len(ranks) > 1:
             return (
-                f"ranks {units.spans(ranks)} have the same GPU of {host}: it has fewer GPUs than slots in the "
-                "hostfile. Set slots to the number of its GPUs, or show each task a GPU of its own."
+                f"ranks {units.spans(ranks)} have the same GPU of {host}: the host has fewer GPUs than slots in the "
+                "hostfile. Set its slots to the number of its GPUs, or let the scheduler give each task its own GPU."
             )
     return ""
 
 
 def _by_value(key: str, what: str, everyone: Sequence[Mapping[str, Any]]) -> str:
-    """ "2.12 on node-1, 2.13 on node-2 and node-3"."""
+    """Return who has which value, as in "2.12 on node-1, 2.13 on node-2 and node-3"."""
     hosts: dict[str, list[str]] = {}
     for each in everyone:
         value = each[what].get(key)
@@ -397,12 +395,12 @@ def _log_interfaces(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: float) -> Any:
-    """Make the process group of all ranks, and return their gloo group. Raises RendezvousError."""
+    """Make the process group of all ranks, and return their gloo group. Raises RendezvousError if that fails."""
     limit, world_size = timedelta(seconds=limit_s), len(meeting.seats)
     rank = number_in("RANK")
-    # As DeepSpeed would (comm/torch.py): a rank alone has no peer, and with a device every later group costs a split.
+    # As in DeepSpeed (comm/torch.py), but not for a single rank: with a device, every later group costs a split.
     bound = device if device.type == "cuda" and world_size > 1 else None
-    heart.phase("connect")  # NCCL has no limit here: the watch has one
+    heart.phase("connect")  # NCCL has no time limit here, but the watch has
     connecting = backend
     try:
         dist.init_process_group(
@@ -415,7 +413,7 @@ def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: f
 
 
 def _not_connected(who: str, backend: str, message: str) -> RendezvousError:
-    """Return an error for a failed connection. `message`: from `backend`, "nccl" or "gloo"."""
+    """Return the error for a failed connection. `message`: the error text of `backend` ("nccl" or "gloo")."""
     from llmtrain.base.rank.device_faults import device_fault, with_reason
     from llmtrain.base.rank.interfaces import GLOO, NCCL
 
@@ -433,17 +431,17 @@ def _not_connected(who: str, backend: str, message: str) -> RendezvousError:
 
 
 def leave_all(error: BaseException | None) -> None:
-    """Leave the process groups without waiting for ranks that may be gone. NCCL waits for its collectives and peers:
-    after an `error` on one rank alone, the end of the process destroys them."""
+    """Leave the process groups without waiting for ranks that may be gone. After an `error` on this rank alone, NCCL
+    would wait for its collectives and peers, so its groups are left to the end of the process."""
     alone = error is not None and not getattr(error, "everywhere", False)
     if dist.is_initialized() and not (alone and dist.get_backend() == "nccl"):
-        # DeepSpeed keeps the groups that it has made, too: a second run in this process would meet the first one's.
+        # DeepSpeed also keeps the groups that it has made, and a second run in this process would use them.
         comm = sys.modules.get("deepspeed.comm")
         (comm if comm is not None and comm.is_initialized() else dist).destroy_process_group()
-        mesh_of.cache_clear()  # its groups are gone, too
+        mesh_of.cache_clear()  # its groups are destroyed, too
 
 
 def introduce(ranks: Ranks) -> None:
-    """Give the agents of all hosts the ranks of the run. All ranks call it together."""
+    """Tell the agents of all hosts which ranks the run has. All ranks call it together."""
     agents = ranks.gather(watch.agent_address())
     watch.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])

@@ -74,7 +74,12 @@ class Mine(Optimizer, choice="mine"):
         ("undeclared", "()", "return Own(groups)", "its class says state = (). Write state = ('m',)"),
         ("ones", "('m',)", "return Own(groups)", "do not step like the whole tensor"),
         ("raises", "()", "return Own(groups)", "step: {path} line 20: RuntimeError: as asked"),
-        ("sign", "()", "return groups", "build returns list; it must return a torch.optim.Optimizer of all its groups"),
+        (
+            "sign",
+            "()",
+            "return groups",
+            "build returns list, which is no torch.optim.Optimizer. Return one over the groups",
+        ),
         ("sign", "()", "return Own(grps)", "build: {path} line 26: NameError: name 'grps' is not defined"),
     ],
 )
@@ -83,6 +88,13 @@ def test_an_optimizer_that_is_not_by_element_is_refused(step, state, build, told
         prove_by_element(made(tmp_path, STEP[step], state, build))
     assert str(error.value).startswith("optim.name mine: ")
     assert told.format(path=tmp_path / "mine.py") in str(error.value)
+
+
+def test_an_optimizer_without_a_group_is_refused(tmp_path: Path) -> None:
+    optim = made(tmp_path, STEP["sign"], build="return Own(groups[:1])")
+    groups = [{**optim.group(), "params": [torch.zeros(4, requires_grad=True)]} for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"optim.name mine: build returns Own with 1 parameter group, but it gets 2"):
+        build_guarded(optim, groups)
 
 
 def test_one_without_a_counter_gets_one(tmp_path: Path) -> None:
