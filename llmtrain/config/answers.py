@@ -27,7 +27,7 @@ from llmtrain.config.schema import ENTRIES, SHARED, schema, type_name
 
 @functools.cache
 def _elsewhere() -> dict[str, list[tuple[str, str]]]:
-    """Option of another stack -> (the stack, our answer), in the order of the features."""
+    """Return for each option of another stack the (stack, answer) pairs of the features, in the features' order."""
     answers: dict[str, list[tuple[str, str]]] = {}
     for stack, option, answer in features.answers():
         answers.setdefault(option, []).append((stack, answer))
@@ -35,7 +35,7 @@ def _elsewhere() -> dict[str, list[tuple[str, str]]]:
 
 
 def _answer_of(name: str, value: Any) -> tuple[str, str]:
-    """Return the first answer with the value, such as `sigmoid` of DPO's `loss_type`, or else one for other values."""
+    """Return the (stack, answer) of an option, if possible for this value, such as `sigmoid` of DPO's `loss_type`."""
     answers = _elsewhere()[name]
     word = f"`[{', '.join(map(str, value))}]`" if isinstance(value, list) else f"`{value}`"
     exact = [each for each in answers if word in each[1]]
@@ -66,7 +66,7 @@ def _names(cls: type[Any]) -> list[str]:
 
 
 def of_section(cls: type[Any], value: Any) -> tuple[str, str]:
-    """Return rule and remedy for a section that is given as one value."""
+    """Return rule and remedy where the user gave a single value for a section."""
     names = _names(cls)
     missing = re.match(r"(\w+)\s*[:=]?\s*(\S.*)", str(value))
     if isinstance(value, str) and missing and missing[1] in names:
@@ -82,7 +82,7 @@ def _one_of(value: Any, known: Iterable[str]) -> str | None:
 
 
 def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
-    """Rule and remedy."""
+    """Return rule and remedy for an unknown key. `dashes`: what stands before a key where the user wrote it."""
     rule = "there is no such field"
     if now := features.renamed().get(key):
         return f"{rule} any more", f"write {dashes}{now}"
@@ -128,7 +128,10 @@ def _answer(key: str, value: Any, dashes: str) -> tuple[str, str]:
 
 
 def _like(section: str, name: str, known: list[str]) -> str | None:
-    """Compare names without their sections first: with `train.` all fields of train look similar."""
+    """Return the most similar known key; None: no key is similar.
+
+    Names are compared without their sections first, because with `train.` all fields of train look similar.
+    """
     beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     if near := closest(name, beside):
         return beside[near]
@@ -143,7 +146,7 @@ def _like(section: str, name: str, known: list[str]) -> str | None:
 
 
 def _here(ours: str, dashes: str) -> str:
-    """Return a feature's answer as a remedy."""
+    """Return the remedy that says a feature's answer."""
     if lead := _lead(ours):
         rest = ours.removeprefix(f"`{lead}`").strip(" :,;")
         return f"did you mean {dashes}{lead}?" + (f" ({rest})" if rest else "")
@@ -158,7 +161,7 @@ def _lead(ours: str) -> str | None:
 
 
 def _its_fields(section: str, value: Any, dashes: str) -> str:
-    """Return the remedy for a section that was given as one value: its fields one by one, with the values of a map."""
+    """Return the remedy for a section given as one value: flags of its fields, with the values if it was a map."""
     known = [key for key in schema() if key.startswith(f"{section}.")]
     if choice := _one_of(value, get_args(schema().get(f"{section}.name"))):
         return f"write {dashes}{section}.name {choice}"
@@ -173,7 +176,7 @@ def _its_fields(section: str, value: Any, dashes: str) -> str:
 
 
 def _word(value: Any) -> str:
-    """A value as a word of a shell's command line."""
+    """Return a value quoted for a shell."""
     return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 

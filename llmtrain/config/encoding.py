@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 
 def special_tokens(content: bytes) -> tuple[list[int], list[int]]:
-    """Ids that a tokenizer's own encoding puts before and after a text. `content`: of its tokenizer.json. Raises
-    DataError: it does more than that, or cannot be read."""
+    """Return the ids that a tokenizer adds before and after a text. `content`: the bytes of its tokenizer.json.
+
+    Raises DataError: the file cannot be read, or the tokenizer changes more of an encoding than its two ends.
+    """
     from tokenizers import Tokenizer
 
     try:  # without the vocabulary, which takes a second to read
@@ -32,13 +34,15 @@ _PROBE = (
     "It's 1 of 12 or 345,678 days; DON'T  stop!\n\n\tdef f(x_1):\r\n    return [x**2]  # e\u0301 \u00e9 \ufb01 \u2460 "
     "\u2019s \u00a0 \u4f60\u597d \u0939\u093f\u0928\u094d\u0926\u0940 \U0001f600 camelCase \u0130I\u00df \u0661\u0662 "
 )
-"""Text in which the usual ways to normalize and to cut differ."""
+"""A text that tokenizers with different normalizers or pre-tokenizers encode differently."""
 
 
 def difference(data: bytes, model: bytes, *, grown: bool) -> str:
-    """Return the difference between two tokenizers in the ids of a text; empty: there is none. Tokens around a text
-    do not count, nor do tokens that were added to the model's tokenizer or, with `grown`, to the data's. Raises
-    DataError."""
+    """Return how two tokenizers differ in the ids that they give a text; "" if they do not, or `data` cannot be read.
+
+    Tokens around a text are not compared, nor are tokens added to the model's tokenizer or, with `grown`, to the
+    data's. Raises DataError: `model` cannot be read.
+    """
     from tokenizers import Tokenizer
 
     if data == model:
@@ -62,7 +66,7 @@ def difference(data: bytes, model: bytes, *, grown: bool) -> str:
     if chosen[0] != chosen[1]:
         return "they have the same tokens, and choose among them by other merges or scores"
     probe = _PROBE
-    for token in ours.keys() ^ theirs.keys():  # added tokens, of which a text has one or several
+    for token in ours.keys() ^ theirs.keys():  # tokens that only one of the two has
         probe = probe.replace(token, "")
     first, second = (_ids_of_probe(each, probe) for each in both)
     return "" if first == second else "they cut or normalize a text differently"

@@ -44,20 +44,20 @@ class FieldEntry:
     key: str
     """Dotted."""
     kind: Any
-    """Its type."""
+    """Type hint."""
     default: str
-    """In words."""
+    """Default value in words."""
     doc: str
-    """Its docstring."""
+    """Docstring of the field."""
     bound: Bound | None
     line: str | None = None
-    """The form of an entry of a map whose keys are the user's own."""
+    """Form of a line, such as `NAME: FOLDER`, if the field is a map with keys of the user's own."""
     owners: tuple[str, ...] = ()
-    """The choices of its section that have it; empty: all."""
+    """Choices of the section that have the field; empty: all of them."""
 
     @property
     def values(self) -> str:
-        """The type and the limits in words."""
+        """Type and limits in words."""
         kind = type_name(self.kind)
         if self.line is not None:
             kind = kind.replace("a map", f"a map of lines `{self.line}`")
@@ -65,7 +65,7 @@ class FieldEntry:
 
     @property
     def meaning(self) -> str:
-        """The docstring, after the choices that have the field."""
+        """The docstring, preceded by the names of the choices that have the field."""
         return f"{', '.join(self.owners)}: {self.doc}" if self.owners else self.doc
 
 
@@ -76,7 +76,7 @@ def entries() -> tuple[FieldEntry, ...]:
 
 
 def source_entries() -> tuple[FieldEntry, ...]:
-    """As `entries`, of `fields_of_sources`."""
+    """Return every field of the sources that plugins bring to `llmtrain prepare`."""
     return _documented(fields_of_sources())
 
 
@@ -103,7 +103,7 @@ def _entry(field: FieldOf) -> FieldEntry:
 
 @functools.cache
 def _docstrings(module: ModuleType) -> dict[tuple[str, str], str]:
-    """(class, field) -> the string literal below the field; Python itself throws it away."""
+    """Return the string literal below each field, by (class, field). Python itself does not keep these strings."""
     docs = {}
     for cls in ast.parse(inspect.getsource(module)).body:
         if isinstance(cls, ast.ClassDef):
@@ -125,7 +125,7 @@ def _doc(cls: type, field: str) -> str:
 
 def run_parser() -> ArgumentParser:
     """Make the command line of a run: a flag with type, default and meaning for each field."""
-    from jsonargparse import ArgumentParser  # 0.3 CPU seconds, which a run without --help does not spend
+    from jsonargparse import ArgumentParser  # imported here: 0.3 CPU seconds that only --help needs
 
     parser = ArgumentParser(prog="llmtrain train", usage="%(prog)s RUN.yaml ... [--SECTION.FIELD VALUE ...]")
     help_text = "The YAML; of several the later wins, value by value."
@@ -155,7 +155,7 @@ def all_rules() -> list[Rule]:
 
 
 def rules_help() -> str:
-    """The end of `--help`: the settings that others refuse."""
+    """Return the end of the `--help` text: which settings exclude which others."""
     others: dict[str, list[str]] = {}
     for rule in all_rules():
         others.setdefault(rule.keys[0], []).extend(key for key in rule.example if key != rule.keys[0])
@@ -186,7 +186,7 @@ def _map(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(section: str) -> dict[str, Any]:
-    """Return a map or null. A section of choices allows all fields, and for each choice its own."""
+    """Return the schema of a section: a map or null. Where the section has choices, `name` decides on the fields."""
     mine = [entry for entry in entries() if entry.key.rpartition(".")[0] == section]
     if section not in choices():
         inner = {key.rpartition(".")[2]: _section(key) for key in subsections() if key.startswith(f"{section}.")}
@@ -210,7 +210,7 @@ def _name(entry: FieldEntry) -> str:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with null allowed, which means the default if it is no value of its own."""
+    """Return the schema with null allowed, which stands for the default."""
     if "enum" in schema:
         return {**schema, "enum": [*schema["enum"], None]}
     if "type" in schema:
@@ -231,7 +231,7 @@ def _value(entry: FieldEntry) -> dict[str, Any]:
 
 
 def _kind(kind: Any, limits: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a type. `limits`: keywords of numbers, or of the keys of a map."""
+    """Return the schema of a type hint. `limits`: JSON Schema keywords for a number, or for the keys of a map."""
     origin, args = get_origin(kind), get_args(kind)
     if kind in _TYPES:
         return {"type": _TYPES[kind], **limits}
@@ -259,7 +259,7 @@ def _kind(kind: Any, limits: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(cls: type[Any]) -> dict[str, Any]:
-    """Return the schema of an object of this class in a list."""
+    """Return the schema of a list's item that is a map with the fields of this class."""
     properties, kinds = {}, get_type_hints(cls)
     for item in fields(cls):
         bound = item.metadata.get("bound")

@@ -1,4 +1,4 @@
-"""The entry of config/: a typed run from a command line and YAMLs, without network, device or torch."""
+"""Entry point of config/: makes a typed run from a command line and YAMLs, without network, device or torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_FIELDS = ("config", "plugin", "plugin-changed")
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """A typed run, and for each dotted key where the user wrote it."""
+    """A typed run, and the place where the user wrote each dotted key."""
 
     config: RunConfig
     places: dict[str, str]
@@ -53,10 +53,10 @@ def load(
 
 
 def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
-    """The typed run of `RUN.yaml ... [--SECTION.FIELD VALUE ...]` (or --config RUN.yaml), not yet joined with the JSON.
+    """Return the typed run of `RUN.yaml ... [--SECTION.FIELD VALUE ...]` (or --config RUN.yaml), without JSON values.
 
-    Of several YAMLs the later wins, value by value, and the command line is the last; without train.run_dir the last
-    YAML names the run's folder. `check_paths=False` skips the checks of files.
+    A later YAML overrides an earlier one value by value, and the command line overrides them all. Without train.run_dir
+    the run's folder is named after the last YAML. `check_paths=False` skips the checks of files.
 
     Raises: ConfigError with every mistake found.
     """
@@ -98,7 +98,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
 
 
 def _from_step_0(config: RunConfig, problems: Problems) -> RunConfig:
-    """Return the run with a first stage from step 0 as its own data, batch and schedule."""
+    """If the first entry of data.stages begins at step 0, move its values into the run's data, batch and schedule."""
     if not config.data.stages or config.data.stages[0].from_step != 0:
         return config
     first, *later = config.data.stages
@@ -132,9 +132,9 @@ def _from_step_0(config: RunConfig, problems: Problems) -> RunConfig:
 
 
 def run_words(argv: list[str]) -> list[str]:
-    """Return the words of a run with its YAMLs first, as --config RUN.yaml.
+    """Return the command line of a run with its YAMLs first, each as --config RUN.yaml.
 
-    Raises: ConfigError: no YAML.
+    Raises: ConfigError: there is no YAML.
     """
     pairs = list(_pairs(argv))
     configs, _ = _split(argv)
@@ -147,7 +147,7 @@ def configs_in(words: Sequence[str]) -> list[str]:
 
 
 def plugins_of(argv: list[str]) -> list[str]:
-    """Import the plugins of the command line, which bring fields, before other words are read. Returns these.
+    """Import the plugins that the command line names and return the other words, which may set fields of the plugins.
 
     Raises: ConfigError.
     """
@@ -180,7 +180,7 @@ def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
 
     Words after `--` belong to the run.
 
-    Raises: ConfigError: a flag of the command is after `--`, or a flag before it is misspelt.
+    Raises: ConfigError: a flag of the command stands after `--`, or a flag before `--` is misspelt.
     """
     cut = argv.index("--") if "--" in argv else len(argv)
     arguments, words = parser.parse_known_args(argv[:cut])
@@ -199,7 +199,7 @@ def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the YAMLs' paths and the (dotted key, text) overrides."""
+    """Return the paths of the YAMLs, and the overrides as (dotted key, text)."""
     pairs = [(key, value) for key, value, _ in _pairs(argv)]
     configs = [value for key, value in pairs if key == "config"]
     if not configs:
@@ -209,9 +209,9 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (dotted key, text, the given words); a word without dashes is the run's YAML, under the key config.
+    """Yield (dotted key, text, words as given) for each flag; a word without dashes counts as --config.
 
-    A flag of a field of true or false may have no value. The launcher's --local_rank is dropped.
+    The flag of a true-or-false field needs no value. The launcher's --local_rank is dropped.
     """
     plugins_of(argv)
     words, not_fields = deque(argv), {*_LAUNCHER_FLAGS, *(f"--{name}" for name in _NO_FIELDS)}
@@ -247,16 +247,16 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _is_entry(key: str) -> bool:
-    """True for the name of a plugin's class, such as `parts.count`: its flag takes the class with its defaults."""
+    """Return True for an entry of `parts`, `trackers` or `metrics`: `--parts.count` alone takes its defaults."""
     section, _, name = key.partition(".")
     return section in ENTRIES and name in Entry.SECTIONS.get(section, {})
 
 
 def _lay(below: dict[str, Any], above: dict[str, Any], places: dict[str, str], problems: Problems) -> None:
-    """Lay one layer of a run over the layers below it. `places`: of its keys.
+    """Merge the layer `above` into `below`, in place. `places`: where the user wrote each key of `above`.
 
-    Maps are merged, any other value replaces the one below it, and an empty section changes nothing. If the layer
-    chooses another class for a section, fields of the class below are dropped with a note.
+    Maps are merged, any other value replaces the one below, and an empty section changes nothing. If `above` selects
+    another choice for a section, the fields of the choice in `below` are dropped with a note.
     """
     for section, base in choices().items():
         old, new = (layer.get(section) for layer in (below, above))
@@ -311,7 +311,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _typed_words(words: list[tuple[str, str]], problems: Problems) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the overrides of the command line as one layer: its tree, and the places of its keys."""
+    """Return the overrides of the command line as a tree, and the place of each of its keys."""
     layer: dict[str, Any] = {}
     places: dict[str, str] = {}
     for key, text in words:
@@ -342,7 +342,7 @@ def _typed_words(words: list[tuple[str, str]], problems: Problems) -> tuple[dict
 
 
 def _field_of(key: str) -> tuple[str | None, Any]:
-    """Return the field of a flag, which may name an entry in a map, and the value's type; None: unknown."""
+    """Return the field that a flag sets (the map if it names an entry of one) and the value's type; None: unknown."""
     if key in schema():
         return key, schema()[key]
     for field, kind in schema().items():
@@ -356,7 +356,7 @@ def _field_of(key: str) -> tuple[str | None, Any]:
 
 
 def _value_of(key: str, kind: Any, text: str) -> Any:
-    """Return a word of the command line as a YAML value of this type."""
+    """Parse a word of the command line as YAML for a value of this type."""
     kinds = list(members(kind))
     if text.lower() == "null" and (
         type(None) in kinds or key.partition(".")[0] in choices()

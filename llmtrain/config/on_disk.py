@@ -1,4 +1,4 @@
-"""Things on disk that a run names: packages, prepared folders, models, checkpoints, and the run's own folder."""
+"""Checks of what a run names on disk: packages, prepared folders, models, checkpoints, and the run's own folder."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def check_on_disk(config: RunConfig, problems: Problems) -> None:
 
 
 def check_tokenizer(config: RunConfig, key: str, given: str, folder: Path, problems: Problems) -> None:
-    """Refuse a model whose tokenizer gives a text other ids than that of the run's data, and note texts that begin
-    differently. A folder without tokenizer.json proves nothing. `given`: the value of `key`; `folder`: its files."""
+    """Refuse a model whose tokenizer gives a text other ids than the data's tokenizer; note another beginning of texts.
+
+    A folder without tokenizer.json is not checked. `given`: the value of `key`. `folder`: the model's files.
+    """
     file, data = folder / "tokenizer.json", next(iter(config.data.folders), "")
     if not file.is_file() or not data:
         return
@@ -113,9 +115,9 @@ def _check_packages(config: RunConfig, problems: Problems) -> None:
 
 
 def refuse_if_preempted(config: RunConfig, places: Places) -> None:
-    """Raise ConfigError if the run's preempt file exists before the run.
+    """Raise ConfigError if the file `fault.preempt_file` exists before the run.
 
-    Ranks of a launch do not ask: the file may be new, and then they save and leave.
+    The ranks do not call this: if the file appears while they start, they save and end as at any other time.
     """
     if (file := config.fault.preempt_file) and os.path.exists(file):
         key = "fault.preempt_file"
@@ -124,9 +126,10 @@ def refuse_if_preempted(config: RunConfig, places: Places) -> None:
 
 
 def _check_length(key: str, path: str, manifest: dict[str, Any], config: RunConfig, problems: Problems) -> None:
-    """Refuse a split of the run that does not fill a sequence and one more token for the last label.
+    """Refuse a split with fewer than sequence_length + 1 tokens: one more for the last label.
 
-    One row of conversations always does."""
+    Rows, such as conversations, are padded, so that one is enough.
+    """
     length, tokens, chat = config.data.sequence_length, manifest.get("tokens"), manifest.get("chat")
     if _format_of(manifest) == _QUESTIONS:  # `_check_kind` refuses it
         return
@@ -145,7 +148,7 @@ def _check_length(key: str, path: str, manifest: dict[str, Any], config: RunConf
 
 
 def _check_kind(config: RunConfig, key: str, path: str, manifest: dict[str, Any], problems: Problems) -> None:
-    """Refuse data of another format than the objective compares; other objectives take formats that none compares."""
+    """Refuse data in a format that the objective cannot train on."""
     format, name, wants = _format_of(manifest), config.objective.name, config.objective.data
     comparing = [each for each, chosen in Objective.CHOICES.items() if chosen.data == format]
     if format == _QUESTIONS:
@@ -166,7 +169,7 @@ _QUESTIONS = "choices"
 
 
 def _format_of(manifest: dict[str, Any]) -> str:
-    """Return the --format that a folder was prepared with; of a foreign manifest that of texts."""
+    """Return the --format that a folder was prepared with; "text" if the manifest names none."""
     settings = manifest.get("settings")
     return str(settings.get("format", "text")) if isinstance(settings, dict) else "text"
 
@@ -196,7 +199,7 @@ def starts_from_model(config: RunConfig) -> bool:
 
 
 def reads_weights(config: RunConfig) -> bool:
-    """Return True if the run reads model.pretrained's weights, as a resumed one does for its frozen parameters."""
+    """Return True if the run reads the weights of model.pretrained: at its first start, or for frozen parameters."""
     return (
         starts_from_model(config)
         or bool(config.model.freeze or config.model.train_only)
@@ -205,12 +208,13 @@ def reads_weights(config: RunConfig) -> bool:
 
 
 def has_checkpoints(config: RunConfig) -> bool:
-    """True if the run continues from its own checkpoints. The model of its first start may be gone."""
-    return bool(glob(f"{escape(str(config.train.run_dir))}/checkpoints/step-*"))
+    """Return True if the run's folder has checkpoints: then a start resumes, and needs no files of model.pretrained."""
+    places = glob(f"{escape(str(config.train.run_dir))}/checkpoints/step-*")
+    return any(re.fullmatch(r"step-[0-9]+", os.path.basename(place)) for place in places)
 
 
 def _check_resume(path: str, problems: Problems) -> None:
-    """Check for a checkpoint, a run with some, or RUN/step-N. A store is checked when it is fetched."""
+    """Check that `path` is a checkpoint, a folder with checkpoints or RUN/step-N; a URL's content is checked later."""
     if is_url(path):
         _is_usable("resume", path, problems)
         return
@@ -227,7 +231,10 @@ def _check_resume(path: str, problems: Problems) -> None:
 
 
 def _check_run_dir(config: RunConfig, problems: Problems) -> None:
-    """Check that the run's folder is one or can be made. (Only rank 0's host knows if it can be written.)"""
+    """Check that the folders for the run and its checkpoints can be made and hold nobody else's files.
+
+    Whether they can be written is only known on rank 0's host.
+    """
     sources = [*(config.data.mixture or {}), *([config.data.path] if config.data.path else [])]
     sources += [*config.eval.sets.values(), *config.eval.choices.values()]
     for key, path in (("train.run_dir", config.train.run_dir), ("checkpoint.dir", config.checkpoint.dir)):
@@ -253,16 +260,19 @@ def _check_run_dir(config: RunConfig, problems: Problems) -> None:
 
 
 _RUN = re.compile(r"checkpoints|events\.jsonl|environment\.json")
-"""Files of a run's folder, of which the first is made before all others."""
+"""A folder with one of these is a run's; `checkpoints` is made before all other files."""
 _CHECKPOINTS = re.compile(r"step-[0-9].*")
 _REPLACED = ("config.yaml", "deepspeed.json")
 """Files that a run replaces at each start."""
 _OF_A_LAUNCH = re.compile(r"\..*|.*\.(log|out|err|sh|ya?ml|json)|logs?|wandb|lost\+found")
-"""Names that a run's folder may have before the run: hidden files, logs and settings of its launch."""
+"""Files that may be in a run's folder before the run: hidden files, logs and settings of the launch."""
 
 
 def _of_others(path: str, own: re.Pattern[str]) -> str | None:
-    """Return a sign of a folder's other owner; None: it is new, empty, unreadable, or has a file like `own`."""
+    """Return the reason why a folder seems to hold files that are not of a run; None: it does not seem to.
+
+    A folder with a file whose name matches `own` is a run's.
+    """
     try:
         names = sorted(os.listdir(path))
     except OSError:
@@ -328,7 +338,7 @@ def _read_in_store(key: str, url: str, problems: Problems) -> dict[str, Any] | N
 
 
 def _is_usable(key: str, url: str, problems: Problems, *, writes: bool = False) -> bool:
-    """Check the URL of a store, without network."""
+    """Report a wrong URL of a store, without using the network. Returns True if it is right."""
     from llmtrain.storage.object_store import problem_of  # most runs name no store
 
     if problem := problem_of(url, writes=writes):
@@ -337,8 +347,7 @@ def _is_usable(key: str, url: str, problems: Problems, *, writes: bool = False) 
 
 
 def _to_prepare(path: str, source: str | None, ids: str) -> str:
-    """Return the command that makes a data folder next to its `source`; None: `path` does not exist. `ids`: its words
-    on the tokenizer."""
+    """Return the remedy with the command that prepares `source` (None: unknown). `ids`: the flags of its tokenizer."""
     if source is None and not path.startswith("hf:"):
         return f"make it with `llmtrain prepare --source FILES {ids} --out {path}`, or correct the path"
     stem = Path(path.removeprefix("hf:")).name.partition(".")[0] or "mine"
@@ -371,7 +380,7 @@ def model_config(config: RunConfig, problems: Problems) -> dict[str, Any] | None
 
 
 def _no_model(folder: Path) -> tuple[str, str] | None:
-    """Return rule and remedy for a folder that is recognised, but holds no model."""
+    """Return rule and remedy for a folder known to hold something other than a model; None: it may hold one."""
     if (folder / "adapter_config.json").is_file():
         return "is the folder of an adapter, without its model", (
             "merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the model here "
@@ -397,7 +406,7 @@ def _exists(key: str, path: str, remedy: str, problems: Problems) -> bool:
 def _json_object(
     key: str, shown: str, file: Path | bytes, remedy: str, problems: Problems, what: str = ""
 ) -> dict[str, Any] | None:
-    """`shown`: the value in a message. `what`: the beginning of its rule."""
+    """Return the JSON object in a file; None, with a problem added: it holds none. `what`: beginning of the rule."""
     try:
         tree = untrusted.loads(file if isinstance(file, bytes) else file.read_bytes(), infinite=True)
     except (OSError, ValueError) as error:
@@ -410,7 +419,7 @@ def _json_object(
 
 
 def check_teacher_folder(config: RunConfig, problems: Problems) -> None:
-    """Refuse a folder without the files. A repository of the Hub is examined when it has been fetched."""
+    """Refuse a local teacher folder without a model's files. A Hub repository is checked when it has been fetched."""
     key, folder, revision = "objective.teacher", config.objective.teacher, config.objective.teacher_revision
     if folder is None or is_remote(folder):
         _check_url(key, folder, revision, problems)

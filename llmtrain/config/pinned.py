@@ -1,4 +1,4 @@
-"""Models on the Hub or in a store that a run starts or learns from: the commit of each, and its files on this host."""
+"""Fetch the models that a run names on the Hub or in a store, and record the commit of each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llmtrain.storage.addresses import COMMIT, endpoint, is_remote, is_url
 def with_base(run: Run) -> Run:
     """Fetch the files of the model and the teacher, and return the run with their commits.
 
-    A run with local folders or random weights stays unchanged. Ranks may call it before they have met: one of each host
-    asks and fetches. Raises: ConfigError, ModelError.
+    A run with local folders or random weights stays unchanged. Ranks may call this before the process group exists:
+    one rank of each host asks and fetches. Raises: ConfigError, ModelError.
     """
     config = run.config
     config, notes = fetched(config, run.places, weights_too=reads_weights(config))
@@ -30,7 +30,7 @@ def with_base(run: Run) -> Run:
 def fetched(
     config: RunConfig, places: Places | None = None, *, weights_too: bool = False
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Do the work of `with_base` for a run without its JSON. Returns it with notes. `places`: of the keys."""
+    """Do the work of `with_base` for a run without its JSON. Returns the run and notes for the user."""
     places, notes = places or {}, list[str]()
     model, objective = config.model, config.objective
     if (name := model.pretrained) is not None and is_remote(name):
@@ -49,7 +49,7 @@ _TEACHER: _Keys = ("objective", "teacher", "teacher_revision")
 
 
 def _commit(config: RunConfig, keys: _Keys, places: Places, notes: list[str], *, weights_too: bool) -> str:
-    """Fetch a repository, the weights only after a look at its tokenizer. Returns its commit, and adds `notes`."""
+    """Fetch a repository, weights last, so that a wrong tokenizer is refused early. Returns the commit."""
     from llmtrain.storage.hub import (  # a run without a name on the Hub reads none of it
         fetch_model,
         settings,
@@ -89,7 +89,7 @@ def _commit(config: RunConfig, keys: _Keys, places: Places, notes: list[str], *,
 
 
 def _recorded_commit(config: RunConfig, keys: _Keys, name: str) -> str | None:
-    """Return the commit in the record of the run's folder, or of the run that `resume` names."""
+    """Return the commit recorded by this run, or by the run that `resume` names; None: there is none."""
     if config.resume == "none":
         return None
     section, key, revision = keys

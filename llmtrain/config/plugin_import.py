@@ -27,13 +27,13 @@ from llmtrain.config.problems import closest, nearest_file
 
 GROUP = "llmtrain.plugins"
 _MOST_CARRIED = 96 << 10
-"""Bytes of that variable; Linux takes 128 KiB for one."""
+"""Largest value of the variable `CARRIED` in bytes; Linux allows 128 KiB for one variable."""
 
 _PREFIX = "llmtrain_plugin_"
 
 
 def use(given: list[str]) -> None:
-    """Import these plugins, in this order, as those of the run.
+    """Import the run's plugins in the given order.
 
     Raises: ConfigError, with the line of the plugin that is wrong.
     """
@@ -56,7 +56,7 @@ def use(given: list[str]) -> None:
 
 
 def _forget_all() -> None:
-    """Remove the names of plugins from the sections: each run has its own."""
+    """Remove the classes of earlier plugins from all sections, because each run has its own plugins."""
     current.clear()
     for names in [*(base.CHOICES for base in Choice.__subclasses__()), *Entry.SECTIONS.values()]:
         for name in [name for name, cls in names.items() if within(cls, modules)]:
@@ -106,7 +106,7 @@ def _import(word: str, spec: ModuleSpec, digest: str) -> Plugin:
 
 
 class _Source(SourceLoader):
-    """Loads a file that has been read: here, or by the launch on its host."""
+    """Imports a plugin from bytes that were read before: by this process, or by `launch` on its host."""
 
     def __init__(self, path: Path, source: bytes) -> None:
         self.path, self.source = path, source
@@ -121,7 +121,7 @@ class _Source(SourceLoader):
 
 
 def carried() -> dict[str, str]:
-    """The environment variable with which the ranks of other hosts import the files of this process's plugins.
+    """Return the environment variable that carries this process's plugin files to the ranks on other hosts.
 
     Raises ConfigError for files that are too large.
     """
@@ -140,7 +140,7 @@ def carried() -> dict[str, str]:
 
 
 def _found(word: str) -> ModuleSpec:
-    """The spec of a file, a module or an entry point. Raises ConfigError."""
+    """Return the import spec of a plugin file, module or entry point. Raises ConfigError: there is none."""
     if word.endswith(".py") or "/" in word:
         path = Path(word).expanduser().resolve()
         packed = json.loads(os.environ.get(CARRIED, "{}")).get(word)
@@ -181,7 +181,7 @@ def _digest(spec: ModuleSpec) -> str:
 
 
 def _check_fields(cls: type, word: str) -> None:
-    """Raises ConfigError where fields would be ignored: they count in a dataclass only."""
+    """Raise ConfigError for a class with annotated fields that is no dataclass: its fields would be ignored."""
     own = [name for name in vars(cls).get("__annotations__", {}) if not name.isupper()]
     if own and "__dataclass_fields__" not in vars(cls):
         frozen = "frozen=True, " if issubclass(cls, Choice) else ""
@@ -197,8 +197,10 @@ def _check_fields(cls: type, word: str) -> None:
 
 
 def check_methods(cls: type, given: str) -> None:
-    """Refuse a user's class, from `given`, with a public method that nothing calls or calls otherwise, or without one
-    that it needs. Raises ConfigError."""
+    """Check the methods of a plugin's class. `given`: the plugin's word on the command line.
+
+    Raises ConfigError: a public method is none of the base class's, has other arguments, or a needed one is missing.
+    """
     ours = next(base for base in cls.__mro__ if base.__module__.startswith("llmtrain.") and not within(base, modules))
     theirs = cls.__mro__[: cls.__mro__.index(ours)]
     uncalled = getattr(ours, "own_methods", ())
@@ -232,6 +234,6 @@ def _selectable(cls: type) -> bool:
 
 
 def _call(method: FunctionType) -> str:
-    """`name(argument, *, argument)`."""
+    """Return the call of a method for a message: `name(argument, *, argument)`."""
     given = [each.replace(annotation=each.empty) for each in inspect.signature(method).parameters.values()]
     return f"{method.__name__}{inspect.Signature(given[1:])}"

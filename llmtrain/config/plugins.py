@@ -19,7 +19,7 @@ from llmtrain.base.errors import TrainingStopped
 FLAG = "--plugin"
 CHANGED = "--plugin-changed"
 CARRIED = "LLMTRAIN_PLUGINS"
-"""Environment variable of a launch's ranks with the files of `--plugin`: JSON, word -> packed bytes."""
+"""Environment variable by which `launch` gives ranks the files of `--plugin`: JSON, word -> packed bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def is_of_plugin(entry: object) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """`FILE line N: ` of the plugin in which an exception of a run arose."""
+    """Return `FILE line N: ` of the plugin that raised an exception; "" if no plugin did."""
     for plugin in current:
         if line := line_of(error, plugin.path):
             return f"{plugin.given} {line}"
@@ -72,7 +72,7 @@ def place_of(error: BaseException) -> str:
 
 
 def words() -> list[str]:
-    """Values of `--plugin` with which another process of this host imports the same."""
+    """Return values of `--plugin` with which another process of this host imports the same plugins."""
     return [plugin.given if plugin.source is None or CARRIED in os.environ else str(plugin.path) for plugin in current]
 
 
@@ -81,7 +81,7 @@ def hashes() -> dict[str, str]:
 
 
 def line_of(error: BaseException, path: Path) -> str:
-    """`line N: ` of the plugin's file in which the error arose."""
+    """Return `line N: ` of the plugin's file that raised the error; "" if it did not."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"line {error.lineno}: "
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -89,7 +89,7 @@ def line_of(error: BaseException, path: Path) -> str:
 
 
 def difference(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return the first difference of `hashes` as a clause; empty: none."""
+    """Return the first difference between two results of `hashes` as a clause; "" if they are equal."""
     for name in sorted({*saved, *now}):
         if name not in now:
             return f"the run used the plugin {name}, and this command has none of that name"

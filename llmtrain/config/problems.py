@@ -24,7 +24,7 @@ def show(value: Any) -> str:
 
 
 def assigned(key: str, value: Any) -> str:
-    """Return `key = value`. Quotes make an outer blank of a key visible."""
+    """Return `key = value`. A key with a blank at an end is quoted, so that the blank is seen."""
     blank = any(part != part.strip() for part in key.split("."))
     return f"{show(key) if blank else key} = {show(value)}"
 
@@ -100,14 +100,16 @@ class Problems:
 
 
 def stop(key: str, value: Any, rule: str, remedy: str, place: str | None = None) -> ConfigError:
-    """Return the ConfigError of a single mistake, after which no check is possible."""
+    """Return a ConfigError for one mistake that makes all further checks impossible."""
     problems = Problems()
     problems.add(key, value, rule, remedy, place)
     return problems.error()
 
 
 def read_text(key: str, path: str, kind: str, no_file: Callable[[], tuple[str, str]], place: str | None = None) -> str:
-    """Return the text of a file that `key` names. `kind`: of the file. `no_file`: rule and remedy where it is missing.
+    """Return the text of a file that `key` names. `kind`: what the file is, for messages.
+
+    `no_file` returns rule and remedy if the file does not exist.
 
     Raises: ConfigError.
     """
@@ -129,7 +131,7 @@ def read_text(key: str, path: str, kind: str, no_file: Callable[[], tuple[str, s
 
 
 _FILLERS = {"of", "n", "num", "number", "size", "count", "value", "the"}
-"""Words of a name without a meaning of their own."""
+"""Words that do not count when names are compared word by word."""
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -153,7 +155,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def nearest_file(path: Path, *kinds: str) -> Path | None:
-    """Return the file beside a missing one, of these kinds (*.yaml), whose name without its ending is most like it."""
+    """Return the file in the folder of a missing one with the most similar name. `kinds`: patterns such as *.yaml."""
     beside = {each.stem: each.name for kind in kinds for each in path.parent.glob(kind)}
     near = nearest(path.stem, beside)
     return path.with_name(beside[near]) if near else None
@@ -162,8 +164,8 @@ def nearest_file(path: Path, *kinds: str) -> Path | None:
 def _misspelt(a: str, b: str) -> int | None:
     """Count the letters that are wrong, superfluous, missing or transposed.
 
-    None: too many for a misspelling, which is more than a quarter of the shorter word (below eight letters, more than
-    one); or a word below four letters begins with another letter.
+    Returns None if the words are too different for a misspelling: by more than a quarter of the shorter word (by more
+    than one letter below eight letters), or if a word below four letters begins with another letter.
     """
     shorter = min(len(a), len(b))
     most = max(1, shorter // 4)
@@ -181,7 +183,7 @@ def _misspelt(a: str, b: str) -> int | None:
 
 
 def _same_words(a: str, b: str) -> bool:
-    """Return True if each word of a name, without fillers, is in the other or begins a word there (`len`, `length`)."""
+    """Return True if each word of one name is in the other name or begins a word of it (`len`, `length`)."""
     ours, theirs = (
         {part for part in name.replace("-", "_").replace(".", "_").split("_") if part} - _FILLERS for name in (a, b)
     )

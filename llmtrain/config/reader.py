@@ -40,7 +40,7 @@ _FREE_TEXT = "train.sample_prompt"
 
 
 def read_saved(cls: type[Any], saved: Mapping[str, Any]) -> Any:
-    """Return the object of `cls` that a run has written. Fields that this version does not know are left out.
+    """Return an object of `cls` from what a run has saved. Fields that this version does not know are left out.
 
     Raises: ConfigError.
     """
@@ -51,9 +51,9 @@ def read_saved(cls: type[Any], saved: Mapping[str, Any]) -> Any:
 
 
 def saved_stages(run: Mapping[str, Any]) -> Stages:
-    """Return the stages of a run that a checkpoint holds.
+    """Return the stages of a run from the configuration in a checkpoint.
 
-    Raises: KeyError, TypeError, ConfigError: another version has written it.
+    Raises: KeyError, TypeError, ConfigError: another version of llmtrain has written it.
     """
     data = read_saved(DataConfig, run["data"])
     counts = [run["train"]["global_batch"], *(stage.train.global_batch for stage in data.stages)]
@@ -100,7 +100,7 @@ def read(kind: Any, value: Any, key: str, problems: Problems) -> Any:
 
 
 def _lines(key: str, path: str, problems: Problems) -> list[str]:
-    """Return the lines with text of a file that stands for a list."""
+    """Return the non-empty lines of a file that the user gave in place of a list."""
     lines: list[str] = []
     try:
         lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -126,7 +126,7 @@ def _refuse_unknown(cls: type[Any], key: str, value: Any, problems: Problems) ->
 
 
 def members(kind: Any) -> Iterator[Any]:
-    """The types of a union, without their annotations; of another type itself."""
+    """Yield the types of a union without their annotations, or the type itself if it is no union."""
     for each in _annotated(kind):
         yield get_args(each)[0] if get_origin(each) is Annotated else each
 
@@ -136,7 +136,7 @@ def _annotated(kind: Any) -> tuple[Any, ...]:
 
 
 def is_section(kind: Any) -> bool:
-    """True for a class whose value is a map with its fields."""
+    """Return True for a class that YAML writes as a map of its fields."""
     return isinstance(kind, type) and is_dataclass(kind)
 
 
@@ -145,7 +145,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 
 
 def _of_text(kinds: list[Any], text: str) -> Any:
-    """The switch or the number that a text means: on, 3e-4, 10M."""
+    """Return the bool or number that a text stands for, such as on, 3e-4 or 10M."""
     if bool in kinds and text.lower() in _SWITCHES:
         return _SWITCHES[text.lower()]
     number = strict_yaml.plain_scalar(text[:-1]) if int in kinds and text[-1:].lower() in _UNITS else None
@@ -186,7 +186,7 @@ def _list(kind: Any, value: list[Any] | tuple[Any, ...], key: str, problems: Pro
 
 
 def _map(kind: Any, names: Any, given: dict[str, Any], key: str, problems: Problems) -> Any:
-    """A map whose keys are the user's own."""
+    """Read a map whose keys the user chooses."""
     if kind is Any:
         _refuse_code(given, key, problems)
         return given
@@ -203,7 +203,7 @@ def _map(kind: Any, names: Any, given: dict[str, Any], key: str, problems: Probl
 
 
 def _refuse_code(tree: dict[str, Any], prefix: str, problems: Problems) -> None:
-    """Report the keys of a map of plain data that import code or change the precision in transformers."""
+    """Report keys in a model's config that make transformers import code or change the precision."""
     for name, value in tree.items():
         why = _CODE.get(name) or ("names with _ are internal to transformers" if name.startswith("_") else None)
         if why:
@@ -275,7 +275,7 @@ def _entries(section: str, given: Any, problems: Problems) -> Any:
 def _chosen(
     base: type[Choice], given: dict[str, Any], key: str, problems: Problems
 ) -> tuple[type[Any], dict[str, Any]]:
-    """Return the class that the section selects, and the fields that are left for it."""
+    """Return the class that the section's `name` selects, and the section's other fields."""
     selector = base.SELECTOR
     at = f"{key}.{selector}".lstrip(".")
     given, name = {field: value for field, value in given.items() if field != selector}, given.get(selector)
@@ -337,7 +337,7 @@ def _check_text(value: str, key: str, problems: Problems) -> None:
 
 
 def host_path(key: str, path: str, problems: Problems) -> str:
-    """Expand `~` and `$NAME` in a path as a shell does. A path that exists as it is written stays."""
+    """Expand `~` and `$NAME` in a path as a shell does. A path that exists as written is not changed."""
     if re.match(r"[“”‘’„]|[A-Za-z]:\\", path) and not problems.saved and not os.path.exists(path):
         problems.unexpanded, straight = True, path.strip("“”‘’„")
         quotes = (

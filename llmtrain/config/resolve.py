@@ -88,7 +88,7 @@ def with_stages(run: Run, world: str, epoch: Callable[[DataConfig], int] | None,
 
 
 def _stages(config: RunConfig, degrees: Degrees, world: str, problems: Problems) -> Stages:
-    """The previous stage completes a batch with fewer than two numbers. Until auto is decided, a micro-batch is 1."""
+    """Return the stages. One with fewer than two batch numbers takes others from the stage before; auto counts as 1."""
     counts, data = _numbers(config.train), data_of(config.data)
     counts["micro_batch"] = 1 if counts["micro_batch"] == "auto" else counts["micro_batch"]
     batches: list[Batch] = []
@@ -118,14 +118,14 @@ def solve(
     place: str,
     problems: Problems,
 ) -> Batch | None:
-    """Return the batch with the missing numbers filled in; None, with a problem added: no whole numbers solve it.
+    """Return the batch with missing numbers filled in; None, with a problem added, if no whole numbers fit.
 
     Two numbers give the third. With fewer, a missing accumulation is 1; then global_batch gives micro_batch, and
     without global_batch a missing micro_batch is 1.
 
     Args:
-        given: global_batch, micro_batch and accumulation; None: it is missing.
-        world: the world size and its origin, for messages.
+        given: global_batch, micro_batch and accumulation; None for a missing one.
+        world: the world size and where it comes from, for messages.
         place: where the numbers were written.
     """
     global_batch, micro_batch, accumulation = (given[name] for name in ("global_batch", "micro_batch", "accumulation"))
@@ -182,7 +182,7 @@ def _with_modes(config: RunConfig) -> RunConfig:
 
 
 def _notes_of_stages(run: Run) -> list[str]:
-    """Return notes on unreached stages, jumps of the learning rate, and decisions on figures of other data."""
+    """Return notes on stages that are never reached, jumps of the learning rate, and metrics whose data changes."""
     config, stages, max_steps = run.config, run.stages, run.max_steps
     notes = []
     same = stages.sharing(0)
@@ -214,7 +214,7 @@ def _notes_of_stages(run: Run) -> list[str]:
 
 
 def _unread(config: RunConfig, given: Iterable[str]) -> list[str]:
-    """Return notes on given keys that other settings make idle."""
+    """Return notes on keys that the user gave and that have no effect with the other settings."""
     unread = {
         **{f"{feature.key}.": not feature.asked(config) and feature.idle for feature in features.features().values()},
         "train.eval_every": not config.evaluates and "train.eval is off, and nothing else is measured",
@@ -225,7 +225,7 @@ def _unread(config: RunConfig, given: Iterable[str]) -> list[str]:
 
 
 def _undecided(config: RunConfig) -> list[str]:
-    """Return notes on values that a feature would decide."""
+    """Return notes on `auto` values that no feature decides: they become the value that needs the least memory."""
     least = {"train.micro_batch": "1", "model.recompute.layers": "all"}
     asked = [key for key in least if rules.value_of(key, config) == "auto" and key not in features.decides()]
     return [
@@ -257,7 +257,7 @@ def _numbers(section: TrainConfig | StageBatch | Batch) -> dict[str, Any]:
 
 
 def spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:
-    """Return the degrees with the data-parallel degree: the remaining ranks."""
+    """Return the degrees with the data-parallel one filled in: the world size divided by the other degrees."""
     data, rest = divmod(world_size, asked.world_size)
     sharing = data * asked.sequence
     if not rest and sharing % asked.expert == 0:

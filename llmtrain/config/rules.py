@@ -45,8 +45,8 @@ def refuse(
 ) -> None:
     """Report each rule that a subject breaks.
 
-    A rule about a refused key is skipped. `trees`: DeepSpeed's JSON, for keys that no run has. `key_of`: from a key of
-    a stage's view to the key of the complete run.
+    A rule about a key with a problem is skipped. `trees`: DeepSpeed's JSON, for keys that are no fields of a run.
+    `key_of`: translates a key of a stage's view into the key that the user wrote.
     """
     wrong = problems.keys
     for rule in rules:
@@ -62,12 +62,12 @@ def refuse(
 
 
 def value_of(key: str, config: RunConfig, *trees: Mapping[str, Any]) -> Any:
-    """Return the value at a dotted key of a run, or else of the first JSON with the key."""
+    """Return the value at a dotted key of the run, or of the first of `trees` that has the key."""
     roots: tuple[Any, ...] = (config, *trees)
     for root in roots:
         held, rest = root, key
         while rest and held is not None:
-            if isinstance(held, Mapping) and rest in held:  # a name of the user's own may have dots
+            if isinstance(held, Mapping) and rest in held:  # the user's names may have dots
                 held, rest = held[rest], ""
                 continue
             name, _, rest = rest.partition(".")
@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 
 def _place_of(key: str, config: RunConfig, problems: Problems) -> str | None:
-    """Return the place of a key, or of the section without it; for a key that no run has, the DeepSpeed JSON."""
+    """Return where the user wrote a key, or else its section; for a key of the JSON, the JSON's path."""
     if not hasattr(config, re.split(r"[.\[]", key)[0]):
         return config.deepspeed
     while key not in problems.places and re.search(r"[.\[]", key):
@@ -107,7 +107,7 @@ def check_masks(run: Run, problems: Problems) -> None:
 
 
 def _one_of(one: str, other: str, what: str, example: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Rules of two fields of which exactly one is given. `example`: both."""
+    """Return the rules that exactly one of two fields is given. `example`: a run that breaks the first rule."""
     remedy = f"give exactly one of {one} and {other}"
     both = (one, other)
     return (
@@ -119,7 +119,7 @@ def _one_of(one: str, other: str, what: str, example: Mapping[str, Any]) -> tupl
 
 
 def _revision(key: str, model: str, example: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Rules of the revision of a model on the Hub. `key`: its field. `model`: the field of the name."""
+    """Return the rules of a Hub revision. `key`: the field of the revision. `model`: the field of the model's name."""
 
     def is_one(config: RunConfig) -> bool:
         return bool(REVISION.fullmatch(value_of(key, config)))
@@ -158,7 +158,7 @@ _OF_CHOICES = ("accuracy", "accuracy_norm", "bits_per_byte")
 
 
 def _taken_names() -> set[str]:
-    """Return the names of other figures, which no set can have."""
+    """Return names that an evaluation set may not have, because other figures have them."""
     figures = [figure.name for objective in Objective.CHOICES.values() for figure in objective.figures]
     own = {"loss", "perplexity", "bits_per_byte", "mean", "accuracy", "accuracy_norm"}
     return {*own, *features.variants(), *(figure.partition("/")[0] for figure in figures)}
@@ -187,12 +187,12 @@ def _sets(wrong: Callable[[str], bool]) -> Callable[[RunConfig], list[str]]:
 
 
 def _figure(key: str) -> str:
-    """Return the beginning of the figures' keys for a set."""
+    """Return how the keys of a set's figures begin."""
     return f"eval/{key.split('.', 2)[2]}"
 
 
 def _deciding(section: str, chosen: Callable[[RunConfig], KeepBest | StopEarly]) -> tuple[Rule, ...]:
-    """Return the rules of a metric that keeps checkpoints or ends the run."""
+    """Return the rules of the metric by which `section` keeps checkpoints or ends the run."""
     key, every = f"{section}.metric", {"train.eval_every": 10}
 
     def known(config: RunConfig) -> bool:
@@ -421,54 +421,54 @@ OF_STARTS: tuple[Rule, ...] = (
          "name a folder with weights: model.pretrained", _LORA),
 )
 # fmt: on
-"""Rules of the weights that a run starts from. A parity check, which makes weights up, does not ask them."""
+"""Rules of the weights that a run starts from. A parity check skips them, because it uses random weights."""
 
 
 _MASK_BYTES = 4 * GIB
-"""Bytes of an attention mask: it is made in every forward pass; some kernels copy it in the precision of the scores."""
+"""Largest attention mask in bytes. Every forward pass makes one, and some kernels copy it in the scores' precision."""
 _ZERO, _PIPELINE = "zero_optimization.stage", "pipeline.stages"
 _TENSOR, _SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 _EXPERT = "expert_parallel.autoep_size"
 
 
 def _up(number: int | None, step: int) -> int:
-    """The next multiple of a step."""
+    """Round up to a multiple of `step`."""
     return -(-(number or 0) // step) * step
 
 
 def _heads(run: Run) -> dict[str, int]:
-    """The model's numbers of heads, by the fields of its config.json."""
+    """Return the model's numbers of heads, by their fields in config.json."""
     model = model_config(run.config, Problems()) or {}  # `check_on_disk` reports what is wrong with it
     given = {key: model.get(key) for key in ("num_attention_heads", "n_head", "num_key_value_heads")}
     return {key: count for key, count in given.items() if isinstance(count, int) and count > 0}
 
 
 def _local_heads(run: Run) -> int:
-    """Attention heads of a tensor-parallel rank; 0: unknown, or no whole number."""
+    """Return the attention heads of one tensor-parallel rank; 0 if that is unknown or no whole number."""
     heads, tensor = _heads(run), run.mix.degrees.tensor
     count = heads.get("num_attention_heads", heads.get("n_head"))
     return count // tensor if count and count % tensor == 0 else 0
 
 
 def _split(run: Run) -> str | None:
-    """A degree that splits rows or layers over ranks."""
+    """Return `key = degree` of a degree that splits sequences or layers over ranks; None: there is none."""
     degrees = run.mix.degrees
     shares = {"pipeline.stages": degrees.pipeline, "sequence_parallel_size": degrees.sequence}
     return next((f"{key} = {degree}" for key, degree in shares.items() if degree > 1), None)
 
 
 def _sequences(run: Run) -> int:
-    """Most sequences of a forward pass."""
+    """Return the largest number of sequences in a forward pass."""
     return run.batch.micro_batch * features.most_sequences(run.config)
 
 
 def _mask_bytes(run: Run) -> int:
-    """Bytes of an attention mask of isolated documents."""
+    """Return the bytes of the attention mask for isolated documents."""
     return _sequences(run) * run.config.data.sequence_length**2
 
 
 def _limit(run: Run) -> tuple[str, float]:
-    """The field that ends the run, and its units in a step."""
+    """Return the field that limits the run's length, and how many of its units a step has."""
     assert run.max_steps is not None
     train, tokens = run.config.train, run.batch.tokens
     if train.max_tokens is not None and -(-train.max_tokens // tokens) == run.max_steps != train.max_steps:
@@ -479,12 +479,12 @@ def _limit(run: Run) -> tuple[str, float]:
 
 
 def _has_one_schedule(run: Run) -> bool:
-    """The run's schedule ends with the run, at a step that is known."""
+    """Return True if the run has one schedule, which ends with the run at a known step."""
     return run.max_steps is not None and run.stages.schedule_end(0, run.max_steps) == run.max_steps
 
 
 def _shared_length(run: Run, step: int = 1) -> tuple[int, int]:
-    """(tokens of a sequence, the number that they have to be a multiple of): `step` tokens for each of its ranks."""
+    """Return the tokens of a sequence, and the number that must divide them: `step` for each rank that shares it."""
     return run.config.data.sequence_length, step * run.mix.degrees.sequence
 
 
@@ -508,7 +508,7 @@ OF_STAGES: tuple[Rule, ...] = (
          lambda r, _: f"set it to {_up(*_shared_length(r, _FP8_TOKENS))}, or model.fp8 to null",
          {**_FP8, "data.sequence_length": 120}),
 )
-"""Rules of each stage's data in a form."""
+"""Rules between each stage's data and the run's `Mix`."""
 
 OF_FORMS: tuple[Rule, ...] = (
     Rule((_SEQUENCE,), lambda r: r.mix.degrees.sequence > 1 and _local_heads(r) % r.mix.degrees.sequence,
@@ -571,13 +571,13 @@ OF_MASKS: tuple[Rule, ...] = (
          lambda r, _: "shorten it" if _split(r) else "set model.attention to varlen, which needs none",
          {"data.isolate_documents": True, "model.attention": "sdpa", "data.sequence_length": 2**17}),
 )
-"""Rules of isolated documents in each stage: a mask fits into memory; without one, the bounds of the documents reach
-one pipeline stage only."""
+"""Rules of isolated documents in each stage: an attention mask must fit into memory, and attention without a mask needs
+the documents' bounds, which only one pipeline stage gets."""
 # fmt: on
 
 
 def _schedules(run: Run) -> Iterator[tuple[str, Schedule, int, int | None]]:
-    """(key, shape, first step, end) of each schedule that stages bound."""
+    """Yield (key, schedule, first step, end) of each schedule that begins or ends with a stage."""
     stages = run.stages
     for number, stage in enumerate(stages):
         first, end = stage.first_step, stages.schedule_end(stage.first_step, run.max_steps)
@@ -609,7 +609,7 @@ _OF_SCHEDULES: tuple[Rule, ...] = (
          {"data.stages": [{"from_step": 90, "schedule": {"name": "linear", "warmup_steps": 12}}]}, each=True),
 )
 # fmt: on
-"""Rules of schedules that stages bound."""
+"""Rules of schedules that begin or end with a stage."""
 
 
 # fmt: off

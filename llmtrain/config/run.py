@@ -252,8 +252,8 @@ class FaultConfig:
 
     @property
     def longest_s(self) -> float:
-        """Seconds without progress after which the job is stalled: fewer than the limit of the collectives, after which
-        the ranks are dead and cannot be asked where they wait."""
+        """Seconds without progress that count as a stall. Fewer than the collectives' timeout, after which ranks have
+        ended and can no longer say where they waited."""
         return min(self.stall_timeout_s, 0.75 * self.timeout_s)
 
 
@@ -308,7 +308,7 @@ class RunConfig:
 
 
 def same_command(config: RunConfig, *more: str) -> str:
-    """Words for the command that has started a run and continues it. `more`: options that it then needs."""
+    """Return words for a message that tell the user to repeat the run's command. `more`: options to add to it."""
     added = (
         *(("--resume", "auto") if config.resume == "none" else ()),
         *more,
@@ -317,7 +317,7 @@ def same_command(config: RunConfig, *more: str) -> str:
 
 
 def stage_views(config: RunConfig) -> Iterator[tuple[RunConfig, Callable[[str], str]]]:
-    """Yield each stage as a run with its data, and the function from a key of that run to the user's key."""
+    """Yield for each stage the run with its data, and a function from a key of that run to the user's key."""
     given: dict[str, int] = {}  # field of data -> the last stage that changed it
     for number, data in enumerate(data_of(config.data)):
         yield replace(config, data=data), partial(_written, given)
@@ -368,11 +368,11 @@ class Run:
 
     @property
     def finds_loss_scale(self) -> bool:
-        """True in fp16 with a dynamic loss scale, which is found by overflowing; a static one is the user's."""
+        """True in fp16 with a dynamic loss scale, whose first steps overflow until a scale is found."""
         return self.mix.precision == "fp16" and not lookup(self.deepspeed, "fp16.loss_scale")
 
     @property
     def run_dir(self) -> str:
-        """The run's folder, which `load.parse` sets."""
+        """Path of the run's folder; `load.parse` fills in the default."""
         assert self.config.train.run_dir is not None
         return self.config.train.run_dir

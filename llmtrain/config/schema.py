@@ -36,12 +36,12 @@ class FieldOf:
     key: str
     """Dotted."""
     kind: Any
-    """Its type."""
+    """Type hint."""
     cls: type[Any]
-    """The class that has it."""
+    """Class with the field."""
     item: Field[Any]
     choice: str = ""
-    """The choice that alone has the field; empty: all choices share it, or the section has no choices."""
+    """Name of the only choice with the field; empty: all choices have it, or the section has no choices."""
 
     @property
     def is_selector(self) -> bool:
@@ -57,7 +57,7 @@ def sections() -> dict[str, type[Any]]:
 
 @functools.cache
 def subsections() -> dict[str, type[Any]]:
-    """Dotted key -> class of the sections within a section."""
+    """Return dotted key -> class of each section within a section."""
     found: dict[str, type[Any]] = {}
     for section, cls in sections().items():
         for name, kind in get_type_hints(cls).items():
@@ -82,18 +82,18 @@ def entry_sections() -> dict[str, choice.Classes]:
 
 @functools.cache
 def schema() -> dict[str, Any]:
-    """Dotted key of every field -> its type; of a plugin's source for `llmtrain prepare` NAME.FIELD."""
+    """Return dotted key -> type of every field, also of plugins' sources for `llmtrain prepare` (NAME.FIELD)."""
     return {field.key: field.kind for field in (*fields_of_run(), *fields_of_sources())}
 
 
 def fields_of_sources() -> Iterator[FieldOf]:
-    """The fields of the sources that plugins bring to `llmtrain prepare`, NAME.FIELD."""
+    """Yield the fields, as NAME.FIELD, of the sources that plugins bring to `llmtrain prepare`."""
     for name, cls in choice.Entry.SECTIONS.get("sources", {}).items():
         yield from _fields(cls, name)
 
 
 def fields_of_run() -> Iterator[FieldOf]:
-    """Yield every field in the order of the classes. One that several choices have comes once for each."""
+    """Yield every field in the order of the classes; a field that several choices define, once for each of them."""
     yield from (field for field in _fields(RunConfig) if field.key not in sections())
     for section, cls in sections().items():
         shared = [field for field in _fields(cls, section) if field.key not in subsections()]

@@ -99,7 +99,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Numbers of sequences with global_batch = micro_batch x accumulation x data-parallel ranks, and their length."""
+    """Batch sizes, with global_batch = micro_batch x accumulation x data-parallel ranks, and the sequence length."""
 
     global_batch: int
     """Sequences per optimizer step over all ranks."""
@@ -110,11 +110,11 @@ class Batch:
     data_parallel: int
     """Groups of ranks that see different data."""
     sequence_length: int
-    """Tokens."""
+    """Tokens of a sequence."""
 
     @property
     def tokens(self) -> int:
-        """Per optimizer step over all ranks."""
+        """Tokens of an optimizer step over all ranks."""
         return self.global_batch * self.sequence_length
 
     def equation(self) -> str:
@@ -129,9 +129,9 @@ class Stage:
     """Consecutive steps with the same data, batch and schedule."""
 
     first_step: int
-    """Number of its first step; the run's first is 0."""
+    """Number of the first step; the run begins with step 0."""
     data: DataConfig
-    """Its data, as a configuration without stages."""
+    """The stage's data, as a configuration without stages."""
     batch: Batch
     schedule: Schedule
     schedule_from: int
@@ -163,30 +163,30 @@ class Stages:
         return self.stages[self.number(step)]
 
     def sequences(self, step: int, of: Sequence[int]) -> int:
-        """Sequences that stages `of` train before a step."""
+        """Return how many sequences the stages with numbers `of` train before a step."""
         return sum(self._steps(number, step) * self.stages[number].batch.global_batch for number in of)
 
     def tokens(self, step: int) -> int:
-        """Tokens that are trained before a step."""
+        """Return how many tokens are trained before a step."""
         return sum(self._steps(number, step) * stage.batch.tokens for number, stage in enumerate(self.stages))
 
     def step_of_tokens(self, tokens: int) -> int:
-        """Return the steps in which a number of tokens is trained, rounded up."""
+        """Return the number of steps that train this many tokens, rounded up."""
         return self._until(tokens, [stage.batch.tokens for stage in self.stages])
 
     def step_of_epochs(self, epochs: float, epoch: int, of: Sequence[int]) -> int:
-        """Return the steps in which stages `of`, the last among them, have read `epochs` of their data, rounded up.
+        """Return the number of steps, rounded up, in which the stages with numbers `of` read `epochs` of their data.
 
-        `epoch`: sequences in an epoch."""
+        `of` ends with the last stage. `epoch`: sequences in an epoch."""
         each = [stage.batch.global_batch if number in of else 0 for number, stage in enumerate(self.stages)]
         return self._until(math.ceil(Fraction(str(epochs)) * epoch), each)
 
     def length(
         self, max_steps: int | None, max_tokens: int | None, epochs: float | None, epoch: int | None
     ) -> int | None:
-        """Return the optimizer steps of the run: the smallest limit in steps, rounded up; None: there is no limit.
+        """Return the optimizer steps of the run: the smallest of its limits, rounded up; None: it has no limit.
 
-        `epochs` counts the data of the last stage. `epoch`: sequences in an epoch of it."""
+        `epochs` counts epochs of the last stage's data, and `epoch` is the number of sequences in one."""
         limits = [] if max_steps is None else [max_steps]
         if max_tokens is not None:
             limits.append(self.step_of_tokens(max_tokens))
@@ -196,23 +196,23 @@ class Stages:
         return min(limits, default=None)
 
     def sharing(self, number: int) -> list[int]:
-        """Return the stages with the same data as this one, under any names."""
+        """Return the numbers of the stages with the same data as stage `number`, however their paths are written."""
         own = _identity(self.stages[number].data)
         return [other for other, stage in enumerate(self.stages) if _identity(stage.data) == own]
 
     def schedule_end(self, step: int, max_steps: int | None) -> int | None:
-        """The step at which the schedule that `step` follows ends: where the next schedule begins, or the run ends."""
+        """Return the step at which the schedule of `step` ends: where the next schedule begins, or the run ends."""
         starts = [stage.first_step for stage in self.stages if stage.schedule_from > self.at(step).schedule_from]
         return min([*starts, *([] if max_steps is None else [max_steps])], default=None)
 
     def factor(self, step: int, max_steps: int | None) -> float:
-        """Factor on the peak learning rate of a step."""
+        """Return the factor on the peak learning rate at a step."""
         stage, end = self.at(step), self.schedule_end(step, max_steps)
         first = stage.schedule_from
         return stage.schedule.factor(step - first, None if end is None else end - first)
 
     def filled(self, max_steps: int | None) -> Stages:
-        """Return the stages with the default values that depend on the lengths of their schedules."""
+        """Return the stages with the schedules' missing lengths filled in, such as decay_steps of wsd."""
         made = []
         for stage in self.stages:
             end = self.schedule_end(stage.first_step, max_steps)
@@ -226,7 +226,7 @@ class Stages:
         return max(0, min(step, last) - first)
 
     def _until(self, goal: int, each: Sequence[int]) -> int:
-        """Return the steps until a sum reaches a goal. `each`: the summand of a step in each stage."""
+        """Return the number of steps until a sum over steps reaches `goal`. `each`: what a step of each stage adds."""
         for number, stage in enumerate(self.stages):
             ends = self.stages[number + 1].first_step if number + 1 < len(self.stages) else math.inf
             steps = -(-goal // each[number]) if each[number] else (math.inf if goal > 0 else 0)
@@ -237,7 +237,7 @@ class Stages:
 
 
 def _identity(data: DataConfig) -> tuple[object, ...]:
-    """Equal for configurations of the same sequences: `a`, `./a` and a mixture of it alone are one data set."""
+    """Return a value that is equal for the same data: folder `a`, `./a`, or a mixture of `a` alone."""
     weights = [Fraction(str(weight)) if math.isfinite(weight) else Fraction(0) for weight in data.folders.values()]
     total = sum(weights, Fraction(0)) or 1
     shares = [(os.path.normpath(folder), weight / total) for folder, weight in zip(data.folders, weights, strict=True)]
@@ -261,7 +261,7 @@ def data_of(config: DataConfig) -> list[DataConfig]:
 
 
 def stages_of(config: DataConfig, schedule: Schedule, batches: Sequence[Batch]) -> Stages:
-    """Return the stages of a run's data. `schedule`: at the run's beginning. `batches`: one for each stage."""
+    """Return the stages of a run. `schedule`: the one of the first stage. `batches`: one for each stage."""
     found: list[Stage] = []
     firsts = [0, *(stage.from_step for stage in config.stages)]
     given = [schedule, *(stage.schedule for stage in config.stages)]

@@ -30,14 +30,14 @@ _MAX_DEPTH = 20
 
 @dataclass
 class Document:
-    """A parsed file: the tree, and the line (from 1) of each dotted key."""
+    """A parsed YAML file: its tree, and the line (from 1) of each dotted key."""
 
     tree: Any
     lines: dict[str, int] = field(default_factory=dict)
 
 
 def plain_scalar(text: str) -> Any:
-    """An unquoted YAML scalar as Python: null, bool, int, float (3e-4 included) or the text itself."""
+    """Return the value of an unquoted YAML scalar: None, a bool, int, float (also 3e-4) or the text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
@@ -104,7 +104,7 @@ class _Reader:
 
 
 def parse(text: str, name: str) -> Document:
-    """Parse one YAML document. `name`: of the file, for errors.
+    """Parse one YAML document. `name`: the file's name for messages.
 
     Raises: ConfigError for broken YAML, duplicate keys, tags, anchors and several documents.
     """
@@ -125,7 +125,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def _broken(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
-    """Return PyYAML's complaint with its line (at the end of the file: the last one)."""
+    """Return PyYAML's error with its line; an error at the end of the file gets the last line."""
     mark = getattr(error, "problem_mark", None)
     lines = text.rstrip().splitlines() or [""]
     number = min(mark.line + 1 if mark else len(lines), len(lines))
@@ -169,6 +169,6 @@ _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_list(list(
 
 
 def dump(run: RunConfig | dict[str, Any]) -> str:
-    """The run as YAML, every field written, in the order of the schema, or from its tree."""
+    """Return a run as YAML with every field, in the order of the schema; a dict is written as it is."""
     tree = run if isinstance(run, dict) else asdict(run)
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)

@@ -13,7 +13,7 @@ from llmtrain.optim.optimizers import Optimizer
 
 
 def ranks_of_this_host() -> int:
-    """Return the number from the launcher's environment: DeepSpeed's, torchrun's, or none."""
+    """Return the number of ranks on this host from DeepSpeed's or torchrun's environment; 1 without a launcher."""
     named = next((name for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE") if os.environ.get(name)), "WORLD_SIZE")
     return number_in(named, 1)
 
@@ -25,7 +25,7 @@ def cores_of_a_rank() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Coordinates of a rank: its index along each way of sharing the work."""
+    """Coordinates of a rank: its index along each form of parallelism."""
 
     pipeline: int
     data: int
@@ -34,7 +34,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """True for one of the ranks that work on the same sequences: the one that counts in sums over all ranks."""
+        """True for one of the ranks that work on the same sequences, so that sums over these ranks count each once."""
         return self.pipeline == self.sequence == self.tensor == 0
 
 
@@ -72,7 +72,7 @@ class Degrees:
         return ((place.pipeline * self.data + place.data) * self.sequence + place.sequence) * self.tensor + place.tensor
 
     def groups(self, *along: str) -> list[list[int]]:
-        """All groups of ranks that differ in these indices only, e.g. groups("data", "sequence")."""
+        """Return all groups of ranks that differ only in the given indices, such as groups("data", "sequence")."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.place(rank)
@@ -86,7 +86,7 @@ _AXES = ("pipeline", "data", "sequence", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """A run's way of computing: its ZeRO stage, precision, degrees, and what the rules between them need."""
+    """How a run computes: ZeRO stage, precision, degrees of parallelism, and other settings that their rules need."""
 
     zero_stage: int = 0
     fp16: bool = False
@@ -96,8 +96,8 @@ class Mix:
     offload_optimizer: bool = False
     offload_param: bool = False
     swaps: int = 0
-    """Buffers in host memory, each as large as the largest sub-group, through which the offloaded optimizer goes to a
-    disk; 0: it lies in host memory."""
+    """Buffers in host memory, each as large as the largest sub-group, for an optimizer offloaded to a disk; 0: the
+    state stays in host memory."""
     weights_on_disk: bool = False
     """The offloaded parameters lie on a disk, not in host memory."""
     compile_layers: bool = False
@@ -138,19 +138,19 @@ class Mix:
 
     @property
     def arithmetic(self) -> str:
-        """`precision` and `products` in words."""
+        """Name of `precision`, with that of `products` if they differ."""
         return (
             f"{self.precision} with products in {self.products} (torch.autocast)" if self.autocast else self.precision
         )
 
     @property
     def moments(self) -> dict[str, str]:
-        """The moments' precision in a checkpoint's layout: empty where it is fp32."""
+        """Precision of the optimizer's moments for a checkpoint's layout; empty if it is fp32."""
         return {"moments": "bf16"} if self.bf16_moments else {}
 
     @property
     def may_compile_layers(self) -> bool:
-        """No rule forbids model.compile_layers, as far as is known without the device."""
+        """True if no rule forbids model.compile_layers; the device may still forbid it."""
         return not any("model.compile_layers" in rule.keys for rule in clashes(replace(self, compile_layers=True)))
 
 

@@ -1,7 +1,7 @@
-"""Join the YAML and the DeepSpeed JSON: one owner for every value, and the dict that DeepSpeed gets.
+"""Join the YAML and the DeepSpeed JSON into one value for every setting, and make the dict that DeepSpeed gets.
 
 A value in both files must be equal, "auto" in the JSON means the YAML's value, and a value in neither file is
-llmtrain's default. No DeepSpeed, no torch.
+llmtrain's default. Imports neither DeepSpeed nor torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ DEGREE_KEYS = {
     "sequence": "sequence_parallel_size",
     "expert": "expert_parallel.autoep_size",
 }
-"""Degree (topology.Degrees) -> the JSON's key for it."""
+"""Degree of parallelism (topology.Degrees) -> key of the JSON."""
 
 
 def join_values(config: RunConfig, tree: dict[str, Any], problems: Problems) -> RunConfig:
-    """Fill in every shared field from YAML, JSON or default, except the three batch sizes.
+    """Fill in every field that YAML and JSON share, from the YAML, the JSON or the default.
 
     Batch sizes that neither file has stay None: `solve` in config/resolve.py finds them. `problems.places` gets the
-    JSON's keys, and the keys of the YAML whose values are from the JSON.
+    places of the JSON's keys, also for fields of the YAML whose values are from the JSON.
     """
     path, values = config.deepspeed, dict[str, dict[str, Any]](optim={}, train={})
     for yaml_key, json_key in SHARED.items():
@@ -88,7 +88,7 @@ def _differ(yaml_key: str, ours: Any, json_key: str, theirs: Any, config: RunCon
 
 
 def optimizer_in(path: Any) -> str | None:
-    """Return the optim.name for a JSON's optimizer.type; None: there is none, or `resolve` will report the mistake."""
+    """Return the optim.name for the optimizer.type of a JSON; None: it has none, or `resolve` reports a mistake."""
     try:
         return _named(lookup(read_json(path), "optimizer.type")) if isinstance(path, str) else None
     except ConfigError:
@@ -114,7 +114,7 @@ def _check_name(config: RunConfig, tree: dict[str, Any], problems: Problems) -> 
 
 
 def _check_optimizer_params(config: RunConfig, tree: dict[str, Any], problems: Problems) -> None:
-    """Check the optimizer parameters that are not joined: each is harmless or a mistake."""
+    """Report parameters of the JSON that the chosen optimizer does not have, or only with another fixed value."""
     optim, every, idle = config.optim, Optimizer.CHOICES, ("torch_adam", "fused")
     prefix = "optimizer.params."
     joined = {
@@ -160,14 +160,14 @@ _OF_SCHEDULERS = {
     "total_num_steps": "train.max_steps",
     "cos_min_ratio": "schedule.min_ratio",
 }
-"""Parameter of a scheduler -> the YAML's key for it."""
+"""Parameter of a DeepSpeed scheduler -> key of the YAML."""
 
 
 def check_scheduler(config: RunConfig, tree: dict[str, Any], problems: Problems) -> list[str]:
-    """Refuse a `scheduler` section with a value of its own: the YAML's `schedule` is the owner. Returns notes.
+    """Refuse values in a `scheduler` section, because the YAML's `schedule` decides. Returns notes.
 
-    A section in which all parameters are "auto" has no such value; a note then tells the schedule of Hugging Face's
-    Trainer.
+    If all of its parameters are "auto", the section is accepted, and a note says which schedule Hugging Face's Trainer
+    would use.
     """
     section = tree.get("scheduler") or {}
     if not any(section.values()):
@@ -199,9 +199,9 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def read_run(config: RunConfig, tree: dict[str, Any], problems: Problems) -> Run:
-    """Resolve every "auto" that is not shared with the YAML, and refuse illegal mixes. `config` is joined.
+    """Resolve each "auto" of keys that only the JSON has, and refuse illegal mixes. `config`: from `join_values`.
 
-    Returns the run without stages, with the degrees of the JSON: `resolve.spread` adds the data-parallel one.
+    Returns the run without stages. Its degrees are those of the JSON; `resolve.spread` adds the data-parallel one.
     """
     path, tree, notes = config.deepspeed, copy.deepcopy(tree), list[str]()
     _resolve_precision(tree, path, notes)
@@ -244,11 +244,11 @@ def read_run(config: RunConfig, tree: dict[str, Any], problems: Problems) -> Run
 
 
 FP32_BY_AUTO = "and so the run computes in fp32"
-"""In the note of a JSON whose "auto" turns no half precision on."""
+"""Words of the note on a JSON in which "auto" leaves both half precisions off."""
 
 
 def _resolve_precision(tree: dict[str, Any], path: str, notes: list[str]) -> None:
-    """An "auto" for fp16.enabled is false; for bf16.enabled it is true unless fp16 or autocast is on."""
+    """Replace "auto": fp16.enabled becomes false, and bf16.enabled true unless fp16 or autocast is on."""
     autocast = lookup(tree, "torch_autocast.enabled") is True
     for name in ("fp16", "bf16"):
         if lookup(tree, f"{name}.enabled") == "auto":
@@ -263,13 +263,13 @@ _TYPES = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
     "fp16": ("fp16", "float16", "half", "torch.float16"),
 }
-"""The names that DeepSpeed takes for a type of numbers (runtime/config.py DtypeEnum)."""
+"""dtype -> names that DeepSpeed accepts for it (runtime/config.py DtypeEnum)."""
 _SUMS = ("data_types.grad_accum_dtype", "communication_data_type", "seq_parallel_communication_data_type")
 _OF_PARAMETERS = ("data_types.param_dtype", "tensor_parallel.dtype")
 
 
 def _resolve_types(tree: dict[str, Any], path: str, problems: Problems) -> None:
-    """Name each type of numbers fp32, bf16 or fp16, and refuse types that do not fit the run's precision."""
+    """Rewrite each dtype as fp32, bf16 or fp16, and refuse dtypes that do not fit the run's precision."""
     own = next((name for name in ("fp16", "bf16") if lookup(tree, f"{name}.enabled")), "fp32")
     for key in (*_SUMS, *_OF_PARAMETERS):
         value = lookup(tree, key)
@@ -298,7 +298,7 @@ _SAFE_MODULE = re.compile(r"(torch\.nn|transformers)(\.\w+)+")
 
 
 def _resolve_autocast(tree: dict[str, Any], path: str, notes: list[str], problems: Problems) -> None:
-    """Give torch_autocast.dtype its value, and refuse what DeepSpeed would not do, or compute wrongly, or import."""
+    """Fill in torch_autocast.dtype, and refuse values that DeepSpeed ignores, computes wrongly or would import."""
     section = tree.get("torch_autocast", {})
     if section.get("enabled") is not True:
         return
@@ -327,7 +327,7 @@ def _resolve_autocast(tree: dict[str, Any], path: str, notes: list[str], problem
 
 
 def _drop_auto(section: dict[str, Any], prefix: str) -> list[str]:
-    """Delete each remaining "auto", in place; returns the keys, without those of optimizer and scheduler."""
+    """Delete each remaining "auto", in place. Returns their keys, except those of optimizer and scheduler."""
     dropped = []
     for key, value in list(section.items()):
         dotted = f"{prefix}{key}"
@@ -350,7 +350,7 @@ def _degrees(tree: dict[str, Any], path: str, problems: Problems) -> Degrees:
 
 
 def offloads(tree: dict[str, Any], what: str) -> bool:
-    """Return whether a DeepSpeed JSON keeps the `optimizer` or the parameters (`param`) on the host or a disk."""
+    """Return True if the JSON offloads `what` ("optimizer", or "param" for parameters) to the host or a disk."""
     zero, old = tree.get("zero_optimization", {}), "cpu_offload" if what == "optimizer" else "cpu_offload_param"
     return lookup(zero, f"offload_{what}.device") not in (None, "none") or bool(zero.get(old))
 
@@ -396,7 +396,7 @@ def _mix(config: RunConfig, tree: dict[str, Any], degrees: Degrees) -> Mix:
 
 
 def _partition(tree: dict[str, Any], path: str, stages: int, problems: Problems) -> str | tuple[int, ...]:
-    """Return `pipeline.partition`: a way of balancing, or the number of layers in each stage."""
+    """Return `pipeline.partition`: "parameters", "uniform", or the number of layers in each pipeline stage."""
     key, usual = "pipeline.partition", "parameters"
     asked = lookup(tree, key)
     if stages == 1 or asked in (None, usual, "uniform"):
@@ -423,7 +423,7 @@ _AS_ZERO_1: tuple[tuple[Callable[[Mix], bool], str, str], ...] = (
     (lambda m: m.degrees.expert > 1 and m.degrees.sequence > 1, "a run whose experts sequence-parallel ranks share",
      "DeepSpeed 0.19 averages them over the data-parallel ranks only (engine.py _reduce_expert_gradients)"),
 )  # fmt: skip
-"""Mixes that run as ZeRO 1 instead of ZeRO 0: condition, words, reason."""
+"""Mixes that run as ZeRO 1 although the JSON says ZeRO 0: condition, words for the note, reason."""
 
 _SWITCHES = {
     "pipeline": "pipeline.stages",
@@ -437,7 +437,7 @@ _SWITCHES = {
     "zero_optimization.offload_optimizer": "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_param": "zero_optimization.offload_param.device",
 }
-"""Section or key -> the key that turns it on."""
+"""Section or key -> key that turns it on."""
 
 
 def _switched_off(tree: dict[str, Any], path: str) -> list[str]:
@@ -487,7 +487,7 @@ _NOT_FOR_DEEPSPEED = (
 
 
 def with_exact_dict(run: Run) -> tuple[Run, list[str]]:
-    """Return the run with the dict for the engine, and notes about overruled keys."""
+    """Return the run with the dict for the engine, and notes on keys of the JSON that llmtrain overrides."""
     tree, batch = run.deepspeed, run.batch
     notes = [
         f"{run.config.deepspeed}: {key} = {show(tree[key])} is replaced by {show(value)}, which llmtrain needs"
@@ -509,7 +509,7 @@ def with_exact_dict(run: Run) -> tuple[Run, list[str]]:
 
 
 def without_degrees(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON without degrees of parallelism; its batch sizes are "auto", as the YAML has them."""
+    """Return the JSON without degrees of parallelism and with "auto" for batch sizes, which the YAML then gives."""
     parallel = {key.split(".")[0] for key in DEGREE_KEYS.values()}
     batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     return {key: value for key, value in tree.items() if key not in parallel} | dict.fromkeys(batch, "auto")

@@ -24,7 +24,7 @@ _LARGEST_SCALE_POWER = 32
 
 
 class Why(NamedTuple):
-    """The reason of a refusal, and the way around it."""
+    """Why a value is refused, and what to do instead."""
 
     rule: str
     remedy: str
@@ -32,7 +32,7 @@ class Why(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the JSON, and the effect of a value other than DeepSpeed's default."""
+    """A key of the JSON: the values it may have, and what a value other than DeepSpeed's default does."""
 
     kind: str
     """bool, int, num (int or float), str, list, dict, any."""
@@ -42,15 +42,15 @@ class Key:
     effect: Literal["proved", "no effect"] = "no effect"
     """Effect of an accepted value on the numbers of a run."""
     same: tuple[Any, ...] = ()
-    """Other values that are accepted where the key is refused: they ask for llmtrain's own behaviour."""
+    """Values that are accepted even if the key is refused, because they ask for what llmtrain does anyway."""
     at: Mapping[int, Why] = field(default_factory=dict)
-    """ZeRO stage -> the reason why every value but the default and `same` is refused there."""
+    """ZeRO stage -> why it refuses every value but the default and `same`."""
     values: tuple[tuple[Any, Why], ...] = ()
     """Single values that are refused."""
     stages: tuple[int, ...] = STAGES
     """ZeRO stages at which something reads the key."""
     unread: str = ""
-    """Reason why nothing reads the key at any stage, as a note for the user; empty: something does."""
+    """Note for the user on why nothing reads the key at any ZeRO stage; empty: something reads it."""
     least: float = 0
     """Lower bound of a number."""
     most: float = _MOST
@@ -92,7 +92,7 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 Section = dict[str, Any]
-"""Key -> its `Key`, or the section below it."""
+"""Name -> a `Key`, or a section with further names."""
 _KINDS = {bool: "bool", int: "int", float: "num", str: "str", list: "list", dict: "dict", object: "any"}
 
 
@@ -101,7 +101,7 @@ def _everywhere(why: Why) -> dict[int, Why]:
 
 
 def _key(default: Any, **more: Any) -> Key:
-    """A key with DeepSpeed's default, which has the key's type; or with the type alone, where DeepSpeed has none."""
+    """Make a key from DeepSpeed's default, whose type is the key's, or from a type if DeepSpeed has no default."""
     return Key(_KINDS[default], **more) if isinstance(default, type) else Key(_KINDS[type(default)], default, **more)
 
 
@@ -110,7 +110,7 @@ def _proved(default: Any, **more: Any) -> Key:
 
 
 def _no(default: Any, rule: str, remedy: str = "remove it", **more: Any) -> Key:
-    """A key that is refused, but for its default, at every stage."""
+    """Make a key for which every ZeRO stage accepts only the default."""
     return _key(default, at=_everywhere(Why(rule, remedy)), **more)
 
 
@@ -145,7 +145,7 @@ _BELOW_ZERO_3 = "only ZeRO 3 reads it: it would change nothing"
 
 
 def _quantized(what: str, remedy: str) -> dict[int, Why]:
-    """The refusals of a key of ZeRO++. `what`: what DeepSpeed's quantizer does with it, and where that is written."""
+    """Return the refusals of a ZeRO++ key by ZeRO stage. `what`: what DeepSpeed's quantizer does wrong, and where."""
     rule = f"{what} with its CUDA op `quantizer`, and llmtrain has no definition of that rounding to prove a loss by"
     return {**dict.fromkeys((0, 1, 2), Why(_BELOW_ZERO_3, "remove it")), 3: Why(rule, remedy)}
 
@@ -247,7 +247,7 @@ DYNAMIC_SCALE = (
     "consecutive_hysteresis",
     "min_loss_scale",
 )
-"""Keys of fp16 that only a loss scale which adapts reads."""
+"""Keys of the section fp16 that only a dynamic loss scale reads."""
 
 _FP16: Section = {
     "enabled": _proved(False),
@@ -508,7 +508,7 @@ ALIASES: dict[str, str] = {
     "tensor_parallel.tensor_parallel": "tp",
     "tensor_parallel.replace_with_kernel_inject": "kernel_inject",
 }
-"""Second names that DeepSpeed takes too (mostly by pydantic's populate_by_name) -> the key of KEYS in that section."""
+"""Alias that DeepSpeed accepts (mostly by pydantic's populate_by_name) -> key of KEYS in the same section."""
 
 IGNORED = frozenset({"monitor_config", "aio.thread_count"})
 """Keys that public files hold and DeepSpeed never reads; the second is aio.intra_op_parallelism now."""
@@ -526,7 +526,7 @@ UNKNOWN_REMEDIES: dict[str, str] = {
         for name in ("loss_scale", *DYNAMIC_SCALE)
     },
 }
-"""Keys that DeepSpeed does not have, of its older versions or of another section -> the remedy."""
+"""Unknown key, from an older DeepSpeed or another section -> remedy."""
 
 REMOVED: dict[str, str] = {
     "nebula": "remove it: llmtrain writes its own crash-safe checkpoints",
@@ -544,7 +544,7 @@ REMOVED: dict[str, str] = {
     "zero_optimization.mics_hierarchical_params_gather": "remove it, or use zero_hpz_partition_size",
     "zero_optimization.zeropp_loco_param": "remove it",
 }
-"""Keys that DeepSpeed 0.19 removed -> what to do instead."""
+"""Key that DeepSpeed 0.19 no longer has -> what to do instead."""
 
 WAS_OFF: dict[str, Any] = {"zero_optimization.mics_shard_size": -1}
-"""Removed keys that were off by a value other than null and false -> that value."""
+"""Removed key that was switched off by a value other than null or false -> this value."""

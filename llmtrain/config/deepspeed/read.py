@@ -37,7 +37,9 @@ _IN_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
 def read_json(path: str, place: str | None = None) -> dict[str, Any]:
-    """The file as a dict; comments (#, //, /* */) are allowed, duplicate keys are not. `place`: of the path itself.
+    """Return the file as a dict. Comments (#, //, /* */) are allowed, duplicate keys are not.
+
+    `place`: where the user wrote the path.
 
     Raises: ConfigError if the file is missing, broken, or not one object.
     """
@@ -89,7 +91,7 @@ def read_json(path: str, place: str | None = None) -> dict[str, Any]:
 
 
 def _no_file(path: str) -> tuple[str, str]:
-    """Rule and remedy for a path without a file; `zero2` is answered by the path of the file that llmtrain ships."""
+    """Return rule and remedy for a path without a file. For `zero2` the remedy names the file that llmtrain ships."""
     remedy = "give the path of a DeepSpeed JSON; `llmtrain init DIR` writes some"
     if path == "null":
         return "every run has a DeepSpeed JSON", remedy
@@ -109,7 +111,7 @@ _TOKENS = re.compile(
 
 
 def _refuse_cut(text: str, path: str) -> None:
-    """Name the place where a file ends before its first bracket is closed. Raises: ConfigError if it does."""
+    """Raise ConfigError, with the open bracket's place, if the file ends before its brackets are closed."""
     opened: list[tuple[str, str]] = []  # the bracket that closes it, and the key before it
     key = quote = ""
     for token in _TOKENS.finditer(text):
@@ -134,8 +136,9 @@ def _refuse_cut(text: str, path: str) -> None:
 
 
 def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the file's tree, with each key under its main name and without null keys (DeepSpeed's default), and notes
-    for the user. Raises: ConfigError with all that is wrong with it.
+    """Return the file's tree, with main names for aliases and without null keys, and notes for the user.
+
+    Raises: ConfigError with all mistakes in the file.
     """
     given = read_json(path, problems.places.get("deepspeed"))
     stage = lookup(given, "zero_optimization.stage")
@@ -167,7 +170,7 @@ def checked(path: str, problems: Problems) -> tuple[dict[str, Any], tuple[str, .
 
 
 class _Check:
-    """Compares the file with the table."""
+    """Checks the file against the table of keys."""
 
     def __init__(self, path: str, problems: Problems, stage: int, by_features: Collection[str]) -> None:
         """`by_features`: keys that features read."""
@@ -181,7 +184,7 @@ class _Check:
         self._problems.add(key, value, rule, remedy, self._path)
 
     def section(self, given: dict[str, Any], known: table.Section, prefix: str) -> dict[str, Any]:
-        """Return a section's accepted keys by their first names."""
+        """Return the accepted keys of a section under their main names."""
         taken: dict[str, Any] = {}
         for key, value in given.items():
             dotted = f"{prefix}{key}"
@@ -250,7 +253,7 @@ def _name(value: Any) -> str:
 
 
 def _is_off(value: Any) -> bool:
-    """Return True if a removed section asks for nothing: null, false, empty, or each part of it switched off."""
+    """Return True if a removed section was switched off: null, false, empty, or each of its parts is."""
     if not isinstance(value, dict):
         return value is None or value is False
     if "enabled" in value:
@@ -278,7 +281,7 @@ def _remedy_of_unknown(key: str, known: table.Section, prefix: str) -> str:
 
 
 def deep_check(exact: dict[str, Any], path: str) -> None:
-    """Build DeepSpeed's own configuration object from the dict: its validators see every section.
+    """Build DeepSpeed's own configuration object from the dict, so that its validators check every section.
 
     Takes seconds (imports torch and DeepSpeed), needs no device and starts no process group.
     Raises: ConfigError with DeepSpeed's own words.

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain import cli
+from llmtrain.base.errors import ConfigError
 from llmtrain.base.units import count
 from llmtrain.commands.config import summary
 from llmtrain.config import strict_yaml
@@ -222,7 +223,12 @@ def test_a_flag_that_is_true_or_false_may_stand_alone_with_dashes(here: Path) ->
 
 
 def test_the_checkpoint_that_a_run_began_from_may_be_gone_once_the_run_has_its_own(here: Path) -> None:
-    (here / "runs" / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    checkpoints = here / "runs" / "run" / "checkpoints"
+    (checkpoints / "step-00000005.0.tmp").mkdir(parents=True)  # of a save that was killed
+    with pytest.raises(ConfigError) as error:
+        loaded(here, {"resume": "gone"})
+    assert error.value.keys == {"resume"}
+    (checkpoints / "step-00000005").mkdir()
     assert loaded(here, {"resume": "gone"}).config.resume == "gone"
 
 
