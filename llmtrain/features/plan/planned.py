@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import untrusted
-from llmtrain.base.errors import ConfigError
 from llmtrain.base.files import cache_folder, content_of, replace_file
 from llmtrain.base.units import size
-from llmtrain.config.problems import Problems
+from llmtrain.config.problems import Problems, stop
 from llmtrain.config.reader import read
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import RecomputeConfig, Run
@@ -105,11 +104,11 @@ def refuse_without_room(run: Run, memory: int, *, on_gpu: bool) -> None:
     there is no plan."""
     margin, planned = run.config.section(PlanConfig).memory_margin, stored(run, on_gpu=on_gpu)
     assert margin is not None
-    key = f"plan.memory_margin = {margin:g}"
+    key = "plan.memory_margin"
     if planned is None:
-        raise ConfigError(f"{key}: this host's cache has no plan of the run; make one with `llmtrain plan`")
+        raise stop(key, margin, "this host's cache has no plan of the run", "make one with `llmtrain plan`")
     if memory - planned.peak - planned.more_at_least < margin * memory:
-        raise ConfigError(f"{key}: the device has {size(memory)}, the plan is {planned.text()}. {planned.remedy}")
+        raise stop(key, margin, f"the device has {size(memory)}, the plan is {planned.text()}", planned.remedy)
 
 
 def summary(run: Run) -> Iterator[str]:

@@ -167,7 +167,7 @@ def test_long_rows_are_tried_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     def alone(form: Form, values: dict[str, Any]) -> Run:
         return resolved(form, values, ranks=1)
 
-    with pytest.raises(UserError, match="legal forms of the run fits"):
+    with pytest.raises(UserError, match="--memory 4.2 MiB.* --hosts"):
         Fitter(alone(Form(stage=0), {}), machines, SPEEDS, alone).fit()
     monkeypatch.setattr(fit, "_LONG", 64)
     first = Fitter(alone(Form(stage=0), {}), machines, SPEEDS, alone).fit().best[0]
@@ -193,7 +193,7 @@ def test_messages_that_travel_while_a_rank_computes() -> None:
 @pytest.mark.usefixtures("formula")
 def test_a_run_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "cpu", "--memory", "1MB", "--fit"]) == 2
-    assert "legal forms of the run fits" in capsys.readouterr().err
+    assert "--memory" in (error := capsys.readouterr().err) and "--hosts" in error
     assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "cpu", "--fit"]) == 2
     assert "--fit = true" in capsys.readouterr().err
 
@@ -204,7 +204,7 @@ def test_the_json_can_be_taken(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--slots", "4", "--device", "cpu", "--memory", "6MiB", "--fit", "--out", "mine.json"]
     assert cli.main(["plan", "run.yaml", *words]) == 0
     said = capsys.readouterr().out
-    assert "  mix " in said.splitlines()[0] and "choices counted" in said
+    assert "  mix " in said.splitlines()[0]
     lines = said.partition("in the YAML of the first:")[2]
     words = [f"--{key}={'null' if value is None else value}" for key, value in yaml.safe_load(lines).items()]
     run = asked.resolved(["run.yaml", *words], 4)

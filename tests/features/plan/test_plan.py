@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +19,7 @@ import yaml
 from llmtrain import cli
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.rank.heartbeat import heart
-from llmtrain.base.units import GIB
+from llmtrain.base.units import GIB, size
 from llmtrain.commands.config import summary
 from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
@@ -29,6 +31,7 @@ from llmtrain.features import features
 from llmtrain.features.plan.device import DEVICES, MIB, parse_size
 from llmtrain.features.plan.out_of_memory import explain
 from llmtrain.features.plan.planned import Planned, refuse_without_room, store, stored, with_chosen
+from llmtrain.features.plan.planned import summary as planned_lines
 from llmtrain.features.plan.rehearsal import kinds, prepared, walk
 from llmtrain.features.plan.speed import Speeds, message_s
 from llmtrain.features.plan.work import Message
@@ -122,15 +125,13 @@ def test_the_text_and_the_picture(folder: Path, capsys: pytest.CaptureFixture[st
     """A run without data on this machine; a device that has far too much room."""
     assert cli.main(["plan", "run.yaml", "--slots", "2", "--device", "h100-80", "--png", "plan.png"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("run.yaml on 1 host of 2 ranks: ") and "fits h100-80, 79.65 GiB: " in said
-    assert "weights" in said and "moments" in said and "disk: " in said
-    assert "a step: " in said and "tokens/s of all ranks, MFU " in said and "the run: 10 steps, " in said
-    assert "  assumed: products get 64% of 989 TFLOP/s" in said
+    values = ("run.yaml", "h100-80", "79.65 GiB", "weights", "moments", "disk:", "tokens/s", "MFU", "10 steps", "64%")
+    assert all(value in said for value in (*values, "989 TFLOP/s")), said
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
     Path("none").mkdir()
     assert cli.main(["plan", "run.yaml", "--png", "none"]) == 2
     output, error = capsys.readouterr()
-    assert "peak" in output and '--png = "none"' in error and "Is a directory" in error
+    assert "peak" in output and '--png = "none"' in error and os.strerror(errno.EISDIR) in error
 
 
 def test_what_does_not_fit_is_told_with_changes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,8 +251,9 @@ def test_sizes() -> None:
     assert parse_size("--memory", "80GiB") == 80 * GIB and parse_size("--memory", "1.5TB") == 1_500_000_000_000
     assert parse_size("--memory", "40960mib") == DEVICES["a100-40"] * MIB
     assert parse_size("--memory", str(80 * GIB)) == 80 * GIB
-    with pytest.raises(ConfigError, match="--memory 80GiB"):
+    with pytest.raises(ConfigError, match="80GiB") as refused:
         parse_size("--memory", "80")
+    assert refused.value.keys == {"--memory"}
 
 
 def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,10 +271,10 @@ def test_the_answer_is_kept(folder: Path, capsys: pytest.CaptureFixture[str], mo
     strict = resolved("--plan.memory_margin=0.5")
     least = kept.peak + kept.more_at_least
     refuse_without_room(strict, 2 * least, on_gpu=False)
-    with pytest.raises(ConfigError, match=r"plan.memory_margin = 0.5"):
-        refuse_without_room(strict, 2 * least - 1, on_gpu=False)
-    with pytest.raises(ConfigError, match="has no plan of the run"):
-        refuse_without_room(strict, 1 << 40, on_gpu=True)
+    for memory, on_gpu, told in ((2 * least - 1, False, size(kept.peak)), (1 << 40, True, "`llmtrain plan`")):
+        with pytest.raises(ConfigError, match=re.escape(told)) as refused:
+            refuse_without_room(strict, memory, on_gpu=on_gpu)
+        assert refused.value.keys == {"plan.memory_margin"}
     plan(capsys, "--slots 2 --device cpu --imbalance 2")  # is not what a run is compared with
     assert stored(resolved(), on_gpu=False) == kept
     [file] = (folder / "cache/plans").iterdir()
@@ -328,12 +330,13 @@ def test_layers_and_micro_batch_for_a_memory(
     for wrong in ("many", [8], {"micro_batch": 8}, *({**half["chosen"], **each} for each in wrong_ones)):
         store(asked, replace(kept, chosen=wrong), on_gpu=False)
         assert stored(asked, on_gpu=False) is None, wrong
-        assert "the last plan took" not in summary(asked)  # a line of `config check`
+        assert "micro-batch" not in "".join(planned_lines(asked))
     store(asked, kept, on_gpu=False)
-    said = summary(asked)
-    assert "train.micro_batch auto: the start decides" in said and "took micro-batch 8, no layers recomputed" in said
+    [said] = [line for line in planned_lines(asked) if "train.micro_batch auto" in line]
+    assert "micro-batch 8" in said and said in summary(asked)
     assert cli.main(["plan", "run.yaml", *rows]) == 2
-    assert "needs the memory of a device to be decided" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert 'train.micro_batch = "auto"' in error and "--memory 80GiB" in error
 
 
 def test_memory_that_runs_out_is_explained(
@@ -343,10 +346,11 @@ def test_memory_that_runs_out_is_explained(
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
     run, cpu = resolve(parse(["run.yaml"], check_paths=False).config, 2), torch.device("cpu")
     assert explain(ValueError("shapes differ"), run, cpu) == ""
-    assert "`llmtrain plan RUN.yaml --memory SIZE` rehearses" in explain(MemoryError(), run, cpu)
-    plan(capsys, "--slots 2 --device cpu --memory 3MB", code=1)
+    assert "`llmtrain plan RUN.yaml --memory SIZE`" in explain(MemoryError(), run, cpu)
+    found = plan(capsys, "--slots 2 --device cpu --memory 3MB", code=1)
     said = explain(MemoryError(), run, cpu)
-    assert "The plan was" in said and "model.recompute.layers: all takes it to" in said, said
+    assert size(found["peak"]) in said, said
+    assert all(change in said and size(peak) in said for change, peak in found["changes"].items()), said
 
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -354,27 +358,22 @@ ON_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUA
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ONLINE = "--objective.name=dpo --objective.reference=online --adapter.r=4 --data.isolate_documents=true"
 FEW = "--model.config.vocab_size=64"
+ACTIVATIONS, LOGITS = "(activations of", "(logits and loss"  # first in the list of what the phase adds
 ENDS = {
-    "a long sequence": (
-        "forward",
-        ON_CPU,
-        f"--data.sequence_length=64 {FEW}",
-        {},
-        "come in this phase (activations of",
-    ),
-    "a large micro-batch": ("backward", CUDA, "--train.micro_batch=64", {}, "come in this phase (activations of"),
-    "a large vocabulary": ("forward", CUDA, "--model.config.vocab_size=65536", {}, "this phase (logits and loss"),
+    "a long sequence": ("forward", ON_CPU, f"--data.sequence_length=64 {FEW}", {}, ACTIVATIONS),
+    "a large micro-batch": ("backward", CUDA, "--train.micro_batch=64", {}, ACTIVATIONS),
+    "a large vocabulary": ("forward", CUDA, "--model.config.vocab_size=65536", {}, LOGITS),
     "a later stage": (
         "forward",
         ON_CPU,
         f'--data.stages=[{{"from_step":5,"sequence_length":32}}] {FEW}',
         {},
-        "(activations of",
+        ACTIVATIONS,
     ),
-    "an evaluation": ("evaluate", ON_CPU, "--model.config.vocab_size=16384", {}, "come in this phase (logits and loss"),
-    "an online reference": ("reference", ON_CPU, ONLINE, {}, "come in this phase (logits and loss"),
+    "an evaluation": ("evaluate", ON_CPU, "--model.config.vocab_size=16384", {}, LOGITS),
+    "an online reference": ("reference", ON_CPU, ONLINE, {}, LOGITS),
     "offload": ("step", MemoryError(), "", OFFLOAD, ", moments (host) 1.065 MiB"),
-    "a save's copy": ("save", OSError(12, "Cannot allocate memory"), "", {}, "steps (copy for a save (host) 1.597 MiB"),
+    "a save's copy": ("save", OSError(12, "Cannot allocate memory"), "", {}, "(copy for a save (host) 1.597 MiB"),
 }
 
 
@@ -390,8 +389,8 @@ def test_the_contents_of_the_memory_that_ran_out_are_named(
     run = resolve(parse(["run.yaml", *more.split()], check_paths=False).config, 1)
     monkeypatch.setattr(heart, "in_phase", lambda: phase)
     said = explain(error, run, torch.device("cpu"))
-    assert f"memory ran out in the phase '{phase}'" in said and content in said, said
-    assert " stay between steps (" in said
+    assert f"'{phase}'" in said and content in said, said
+    assert "masters" in said, said  # they stay between steps
 
 
 @pytest.mark.skipif("ema" not in features(), reason="the feature is not here")
@@ -404,7 +403,7 @@ def test_tensors_of_a_feature_have_its_name(
     run = resolve(parse(["run.yaml", "--ema.decay=0.9"], check_paths=False).config, 1)
     monkeypatch.setattr(heart, "in_phase", lambda: "step")
     said = explain(MemoryError(), run, torch.device("cpu"))
-    assert "memory ran out in the phase 'step'" in said and ", ema 544 KiB" in said, said
+    assert "'step'" in said and "ema 544 KiB" in said, said
 
 
 @pytest.mark.parametrize("key", ["mlp_tile_tokens 16", "compile_layers true"])
@@ -416,8 +415,9 @@ def test_recomputed_layers_of_experts_are_a_number(folder: Path) -> None:
     experts = "model_type: mixtral, num_local_experts: 4, num_experts_per_tok: 2"
     Path("run.yaml").write_text(RUN.replace("model_type: llama", experts))
     run = resolve(parse(["run.yaml", "--model.recompute.layers=auto"], check_paths=False).config, 1)
-    with pytest.raises(ConfigError, match="auto counts memory before tokens are routed"):
+    with pytest.raises(ConfigError, match="tokens") as refused:
         check_model(run)
+    assert refused.value.keys == {"model.recompute.layers"}
 
 
 def test_room_on_the_host_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -468,7 +468,7 @@ def test_a_bug_in_a_change_leaves_the_answer(
     assert cli.main(["plan", "run.yaml", "--device", "cpu", "--memory", "3MB"]) == 1
     said = capsys.readouterr()
     assert "model.recompute.layers" in said.err and "KeyError: 'x'" in said.err
-    assert "train.micro_batch: 2: peak" in said.out and "layers: all" not in said.out
+    assert "train.micro_batch: 2" in said.out and "layers: all" not in said.out
 
 
 def test_a_folder_with_another_model_has_no_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

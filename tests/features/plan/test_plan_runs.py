@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,12 @@ import yaml
 from llmtrain import cli
 from llmtrain.features.plan import auto
 from tests.helpers import forked
-from tests.helpers.launching import TINY, write_run
+from tests.helpers.launching import TINY, rows, write_run
 from tests.helpers.memory_limit import Limit, memory_limits_work
+
+
+MEASURED = r"memory: .*\d [KMG]iB.*\d [KMG]iB"
+"""The line at a run's end: planned and measured."""
 
 
 def own_cache(folder: str, rank: int) -> None:
@@ -42,13 +47,14 @@ def test_a_run_is_held_against_its_plan(
         assert ranks.wait(240) == [code] * 2, ranks.output()
         return ranks.output()
 
-    assert "has no plan of the run" in launch("0.01", 2)
+    refused = launch("0.01", 2)
+    assert "plan.memory_margin = 0.01" in refused and "`llmtrain plan`" in refused, refused
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache-0"))
     assert cli.main(["plan", str(recipe), "--slots", "2", "--device", "cpu"]) == 0
     capsys.readouterr()
     refused = launch("0.99999999", 2)
-    assert "plan.memory_margin = 1" in refused and "the plan is" in refused, refused
-    assert "memory: planned" in launch("0.01", 0)
+    assert "plan.memory_margin = 0.99999999" in refused and "plan of 20" in refused, refused
+    assert re.search(MEASURED, launch("0.01", 0))
     events = map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
     [planned] = [event["step_s"] for event in events if event["kind"] == "planned"]
     assert planned["computing"] > 0 and planned["messages"] > 0
@@ -72,8 +78,10 @@ def test_the_kernels_killer_is_explained_by_the_plan(
         program = [sys.executable, "-m", "llmtrain", *words]
         done = subprocess.run(program, capture_output=True, text=True, timeout=300, preexec_fn=limit.enter)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert " for lack of memory since the job began." in done.stderr, done.stderr
-    assert " that no tensor holds (plan of " in done.stderr and "stay between steps (" in done.stderr
+    event = rows(tmp_path / "run", "events.jsonl")[-1]
+    assert (event["kind"], event["cause"]) == ("fault", "out_of_memory"), done.stderr
+    assert "(plan of 20" in event["text"] and event["text"] in done.stderr
+    assert all(label in event["text"] for label in ("weights", "moments")), event["text"]
 
 
 AUTO = ("--train.micro_batch", "auto", "--train.global_batch", "16")
@@ -122,35 +130,25 @@ def test_a_start_decides_the_micro_batch(
         return ranks.output(), time.monotonic() - began_s
 
     first, first_s = launch(2, *AUTO)
-    assert "train.micro_batch auto: rehearsing the run for" in first
-    assert (
-        "train.micro_batch auto: micro-batch 4, no layers recomputed, for" in first
-        and "micro-batch 4 x accumulation 2 x 2 data-parallel" in first
-    )
+    assert "train.micro_batch auto: rehearsing" in first and "train.micro_batch auto: micro-batch 4" in first, first
     config = next(tmp_path.glob("**/config.yaml"))
     train = yaml.safe_load(config.read_text())["train"]
     assert (train["global_batch"], train["micro_batch"], train["accumulation"]) == (16, 4, 2)
     again, again_s = launch(4, *AUTO)
     print(f"first start and 2 steps {first_s:.1f} s, second {again_s:.1f} s")
-    assert (
-        "rehearsing" not in again and "auto: micro-batch 4, no layers recomputed, for" in again and "(plan of " in again
-    )
-    assert "memory: planned" in again
+    assert "rehearsing" not in again and re.search(r"auto: micro-batch 4\b.*\(plan of 20", again), again
+    assert re.search(MEASURED, again)
     assert "micro-batch 2 x accumulation 4" in launch(6, "--train.micro_batch", "2", *AUTO[2:])[0]
 
 
-@pytest.mark.parametrize(
-    ("before", "why"), [(without_answer, "ended with exit code 3"), (without_time, "no plan after")]
-)
+@pytest.mark.parametrize(("before", "why"), [(without_answer, "exit code 3"), (without_time, "after 0 s")])
 def test_a_start_without_an_answer_takes_least_memory(recipe: Path, tmp_path: Path, before: Any, why: str) -> None:
     words = (*AUTO, "--model.recompute.layers", "auto")
     ranks = forked.Launch(recipe, *words, world_size=2, before=functools.partial(before, str(tmp_path)))
     assert ranks.wait(240) == [0] * 2, ranks.output()
     said = ranks.output()
-    assert "train.micro_batch and model.recompute.layers auto: micro-batch 1, all layers recomputed, the choice" in said
-    assert (
-        why in said and "`llmtrain plan RUN.yaml --hosts 1 --slots 2 --memory 1073741824 --begun --device cpu`" in said
-    )
+    assert "train.micro_batch and model.recompute.layers auto: micro-batch 1, all layers" in said and why in said, said
+    assert "`llmtrain plan RUN.yaml --hosts 1 --slots 2 --memory 1073741824 --begun --device cpu`" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
