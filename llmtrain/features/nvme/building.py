@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.base import disks, units
-from llmtrain.base.errors import ConfigError
 from llmtrain.base.trees import lookup
 from llmtrain.checkpoint.snapshot import boot_id
+from llmtrain.config.problems import stop
 from llmtrain.config.run import Run
 from llmtrain.engine.deepspeed import patches
 from llmtrain.engine.ranks.ranks import Ranks
@@ -58,8 +58,7 @@ def check_folder(key: str, folder: str) -> None:
     if reason := disks.why_no_disk(folder):
         rule = "the ranks of a host keep the optimizer's state or weights in files there, on a disk of the host"
         remedy = "name a folder on a local disk that the run may write, with the same path on each host"
-        where = f"{key} = {folder!r}: {reason} (on {os.uname().nodename})"
-        raise ConfigError(f"{where}\n    rule:   {rule}\n    remedy: {remedy}")
+        raise stop(key, folder, f"{reason} (on {os.uname().nodename}); {rule}", remedy)
 
 
 def _check_room(run: Run, spec: ModelSpec, ranks: Ranks) -> None:
@@ -79,5 +78,5 @@ def _check_room(run: Run, spec: ModelSpec, ranks: Ranks) -> None:
             if needed > (free := shutil.disk_usage(folder).free):
                 what = " and ".join(_CONTENTS[key] for key, place in disks_of.items() if place == disk)
                 room = f"need {units.size(needed)}, and {units.size(free)} are free"
-                remedy = "Make room, or use another disk or more hosts"
-                raise ConfigError(f"{key} = {folder!r}: {what} of this host's ranks {room}. {remedy}")
+                remedy = "make room, or use another disk or more hosts"
+                raise stop(key, folder, f"{what} of this host's ranks {room}", remedy)

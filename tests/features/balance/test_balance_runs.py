@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def test_a_run_with_a_slow_rank(small_data: str, tmp_path: Path) -> None:
     assert code == 0, told
     (change,) = (event for event in rows(tmp_path / "run/run", "events.jsonl") if event["kind"] == "shares")
     assert change["step"] == 11 and (change["before"], change["after"]) == ([6, 6], [8, 4]), change
-    assert "step 11: ranks of unequal speed now take 8, 4 sequences of a step" in told
+    assert re.search("step 11: .* 8, 4 ", told)
     assert change["ideal_s"] <= change["after_s"] < 0.8 * change["before_s"] == 0.8 * change["equal_s"]
     for step, counts in ((11, [6, 6]), (12, [8, 4]), (14, [8, 4])):  # what `data where --rank` says
         span = next(each for each in spans(tmp_path / "run/run") if each.after < step <= (each.until or step))

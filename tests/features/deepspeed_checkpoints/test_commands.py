@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,7 @@ def test_to_and_from_deepspeed(tmp_path: Path, say: Say) -> None:
     code, out, err = say(*words)
     assert code == 0 and str(at(tmp_path / "back", 7)) in out, (out, err)
     code, out, _ = say("diff", run, tmp_path / "back")
-    assert "0 of 36 tensors differ in their values" in out and "config   run: only in A" in out.splitlines()
+    assert re.search(r"\b0 of 36 tensors", out) and "config   run: only in A" in out.splitlines()
     code, _, err = say(*words[:2], tmp_path / "other", "--tag", "../x")
     assert code == 2 and "../x" in err
     assert say(*words[:2], tmp_path / "weights", *words[3:], "--weights-only")[0] == 0
@@ -80,7 +81,7 @@ def test_what_a_disk_changes_while_it_is_written_is_found(
         ("to-deepspeed-universal", run, tmp_path / "again"),
     ):
         code, _, err = say(*words)
-        assert code != 0 and "not written as it should be" in err, (words, err)
+        assert code != 0 and "not written" in err and str(tmp_path) in err, (words, err)
     assert not at(tmp_path / "back", 7).exists() and not (tmp_path / "again").exists()
 
 
@@ -105,8 +106,8 @@ def test_strange_settings_of_an_optimizer_are_no_traceback():
 
     assert "decay: all" in lines(good) and "betas: [0.9, 0.95]" in lines(good)
     for change in strange:
-        assert "lacks the optimizer's settings" in lines({**good, **change})
+        assert "betas:" not in (told := lines({**good, **change})) and "optimizer" in told
     two = [good, {**good, "weight_decay": 0.0}]
     assert "decay: matrices" in lines(*two, param_shapes=[{"a": (2, 2)}, {"b": (2,)}])
-    assert "set it by parameter with optim.weight_decay_of" in lines(*two, param_shapes=[{"a": (2,)}, {"b": (2, 2)}])
-    assert "set it by parameter with optim.weight_decay_of" in lines(*two), "nothing tells which parameters a group has"
+    assert "optim.weight_decay_of" in lines(*two, param_shapes=[{"a": (2,)}, {"b": (2, 2)}])
+    assert "optim.weight_decay_of" in lines(*two), "nothing tells which parameters a group has"

@@ -318,7 +318,7 @@ def test_zero_3_of_two_steps_is_refused(pools, small_data, tmp_path):
     pools(2).run(saved_twice, case, str(tmp_path))
     for file in (tmp_path / "global_step2").glob("*model_states.pt"):
         shutil.copy(file, tmp_path / "global_step3" / file.name)
-    with pytest.raises(CheckpointError, match=r"the optimizer counts 3 steps, .* counts 2, of which 0 were skipped"):
+    with pytest.raises(CheckpointError, match=r"\b3 steps, .* 2, .*\b0 "):
         imported(tmp_path, tmp_path / "out")
 
 
@@ -354,5 +354,5 @@ def test_unnamed_state_that_fits_in_two_ways_is_refused(tmp_path):
     files = open_files(tmp_path, weights_only=False)
     found = State()
     add_copies(found, files)
-    with pytest.raises(CheckpointError, match="there are 2 ways"):
+    with pytest.raises(CheckpointError, match=r"\b2 ways"):
         add_unnamed(found, files, names, MOMENTS)

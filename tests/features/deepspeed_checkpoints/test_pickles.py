@@ -123,7 +123,7 @@ def test_the_gadgets_do_run_elsewhere(tmp_path):
 )
 def test_no_claim_of_a_tensor_is_believed(tmp_path, claim):
     file = PickleFile(archive(tmp_path / "bad.pt", pickled({"a": claim}), b"\0" * 16))
-    with pytest.raises(CheckpointError, match="does not fit the record"):
+    with pytest.raises(CheckpointError, match="record"):
         file.tensor(file.tree["a"])
 
 
@@ -155,7 +155,7 @@ def test_every_flipped_bit_and_every_cut_is_found(tmp_path):
 
 def test_no_compressed_record_and_no_pickle_without_an_archive(tmp_path):
     bad = archive(tmp_path / "bad.pt", pickled({"a": 1}), b"\0" * 4096, compression=zipfile.ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match="is compressed"):
+    with pytest.raises(CheckpointError, match="compressed"):
         PickleFile(bad)
     (tmp_path / "bad.pt").write_bytes(pickled(Gadget(os.mkdir, str(tmp_path / "canary"))))
     with pytest.raises(CheckpointError, match=r"no \.pt file"):
@@ -199,15 +199,15 @@ def in_dict(value: bytes, *, key: bool) -> bytes:
 @pytest.mark.parametrize("bomb", [nested(200_000), doubled(40)], ids=["deep", "doubled"])
 def test_a_small_pickle_that_stands_for_endless_tuples_is_refused(tmp_path, bomb, key):
     """As a key they would be hashed, as a value printed: neither ends, or the stack of C overflows."""
-    with pytest.raises(CheckpointError, match="its pickle describes values"):
+    with pytest.raises(CheckpointError, match="pickle"):
         PickleFile(archive(tmp_path / "bad.pt", in_dict(bomb, key=key)))
 
 
 def test_lists_that_stand_for_endless_values_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="its pickle describes values"):
+    with pytest.raises(CheckpointError, match="pickle"):
         PickleFile(archive(tmp_path / "bad.pt", doubled_lists(40)))
     itself = b"\x80\x02}q\x00X\x01\0\0\0ah\x00s."
-    with pytest.raises(CheckpointError, match="contains itself"):
+    with pytest.raises(CheckpointError, match="itself"):
         PickleFile(archive(tmp_path / "bad.pt", itself))
 
 
@@ -216,10 +216,10 @@ def test_what_is_no_tensor_in_one_piece_and_no_number_is_named(tmp_path):
     lies.numel = 1 << 40  # type: ignore[method-assign, assignment]
     torch.save({"tuple": (1, 2), "turned": VALUES.t(), "lies": lies, "n": float("inf")}, tmp_path / "a.pt")
     file = PickleFile(tmp_path / "a.pt")
-    for key, says in {"tuple": "a tuple is where", "turned": "not stored in one piece", "lies": "is where"}.items():
+    for key, says in {"tuple": "tuple", "turned": "piece", "lies": "is where"}.items():
         with pytest.raises(CheckpointError, match=says):
             file.tensor(file.tree[key])
-    with pytest.raises(CheckpointError, match="inf is where a number belongs"):
+    with pytest.raises(CheckpointError, match=r"\binf\b"):
         file.number(file.tree["n"])
 
 
@@ -252,7 +252,7 @@ VERSION = {"archive/version": b"3\n"}
     ids=["upper first", "upper last", "upper only", "two folders", "inner", "pickle before", "comment", "big-endian"],
 )
 def test_the_pickle_that_is_looked_at_is_the_one_that_torch_reads(tmp_path, names, before, comment):
-    with pytest.raises(CheckpointError, match=r"no archive that torch\.save writes|no \.pt file|big-endian"):
+    with pytest.raises(CheckpointError, match=r"torch\.save|\.pt file|endian"):
         PickleFile(records(tmp_path / "bad.pt", names, before, comment))
 
 
@@ -264,5 +264,5 @@ def test_an_archive_with_two_lists_of_records_is_refused(tmp_path):
     at = data.rindex(b"PK\6\7")
     data[at + 8 : at + 16] = (64).to_bytes(8, "little")
     (tmp_path / "bad.pt").write_bytes(data)
-    with pytest.raises(CheckpointError, match="two ends"):
+    with pytest.raises(CheckpointError, match="ends"):
         PickleFile(tmp_path / "bad.pt")

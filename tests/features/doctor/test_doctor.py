@@ -107,7 +107,7 @@ def test_a_folder_that_a_host_lacks_or_has_in_another_state(place: Place, small_
     command = ["llmtrain", "launch", "--hostfile", place.lab.hostfile(), place.recipe]
     env = {**default_environment(), "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled"}
     done = place.hosts[0].run(command, cwd=place.clone, env=env, timeout_s=150)
-    assert done.returncode == 2 and "nothing was started" in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 2 and not list(place.run_dir.iterdir()), done.stdout + done.stderr
     assert all(what in done.stderr for _, what in wanted), done.stderr
 
 
@@ -153,7 +153,6 @@ def test_a_healthy_lab(place: Place) -> None:
     assert re.search(r"^ node-2( +(ok|-))+ *$", done.stdout, re.M), done.stdout
     assert re.search(r"3 pairs over TCP: \S+ [GM]bit/s to", done.stdout)
     assert re.search(r"all-reduce of 3 ranks \(gloo\): 4 KiB [\d.e+]+ ms", done.stdout)
-    assert "all in order" in done.stdout
     assert sorted(os.listdir(place.run_dir)) == before
     for host in place.hosts:
         assert [each.cmdline() for each in host.processes()] == []

@@ -26,7 +26,17 @@ from llmtrain.cluster.launch import launchers
 from llmtrain.features.doctor import checks, differences, fabric, preflight, probe, survey
 from llmtrain.features.doctor import command as doctor
 from llmtrain.features.doctor.checks import CHECKS, Finding, Folder, Survey
-from llmtrain.features.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds, without_doubt
+from llmtrain.features.doctor.fabric import (
+    ALL_PAIRS_TO,
+    SAMPLE,
+    Pair,
+    better,
+    bits,
+    groups,
+    judge,
+    rounds,
+    without_doubt,
+)
 from llmtrain.features.doctor.preflight import WITHOUT_TERMINAL, Report, print_report
 
 NAMES = ["node-1", "node-2", "node-3"]
@@ -99,51 +109,51 @@ def test_hosts_that_are_alike_raise_no_alarm() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "check", "level", "says"),
     [
-        ("python.executable", "/usr/bin/python3", "python", "red", "no Python at /venv/bin/python"),
-        ("python.version", "3.10.2", "versions", "red", "Python 3.10.2; the others have 3.11.7"),
-        ("packages.nccl", "2.21", "versions", "red", "nccl 2.21; the others have 2.28"),
-        ("packages.deepspeed", None, "versions", "red", "deepspeed is missing; the others have 0.19.8"),
+        ("python.executable", "/usr/bin/python3", "python", "red", "/venv/bin/python"),
+        ("python.version", "3.10.2", "versions", "red", r"Python 3\.10\.2.*3\.11\.7"),
+        ("packages.nccl", "2.21", "versions", "red", r"nccl 2\.21.*2\.28"),
+        ("packages.deepspeed", None, "versions", "red", r"deepspeed.*0\.19\.8"),
         ("devices.driver", "550.1", "versions", "red", "driver 550.1"),
-        ("devices.count", 7, "slots", "red", r"slots=8, but 7 devices seen \(8 in /dev"),
-        ("devices.names", ["NVIDIA A100"] * 8, "slots", "yellow", "devices NVIDIA A100; the others have NVIDIA H200"),
-        ("environment.CUDA_VISIBLE_DEVICES", "0,1", "slots", "red", "shows 2 of 8 devices; slots=8"),
-        ("code.folder", False, "code", "red", "there is no folder /work"),
-        ("code.commit", "d" * 40, "code", "red", "git commit dddddddddddd; the others have aaaaaaaaaaaa"),
-        ("code.sum", "e" * 64, "code", "red", "the files of llmtrain are not those of the others"),
-        ("config./run.yaml", "cannot be read (No such file or directory)", "config", "red", "cannot be read"),
-        ("config./run.yaml", "f" * 64, "config", "red", "another checksum"),
-        ("folders./data.there", False, "files", "red", "^data.path: /data is not there$"),
-        ("folders./data.locked", ["0.bin"], "files", "red", "^data.path: /data: 0.bin cannot be read$"),
-        ("folders./data.marks", ["a", "x", "c"], "files", "red", "differs from the others': 3.bin$"),
-        ("folders./work/org/base.there", True, "files", "red", "a folder there, which wins over the repository"),
-        ("environment.NCCL_ALGO", "Ring", "env", "yellow", "NCCL_ALGO is 'Ring' in ssh's shell; .* not set"),
-        ("environment.NCCL_DEBUG", "INFO", "env", "yellow", "on the others it is 'WARN'"),
-        ("disk.the run.free", 1 << 20, "disk", "red", "1 MiB free for /run"),
-        ("disk.the run.free", 3 << 30, "disk", "yellow", "3 GiB free"),
-        ("disk.the run.inodes", 12, "disk", "red", "12 files left"),
+        ("devices.count", 7, "slots", "red", r"slots=8.*\b7 .*\b8 in /dev"),
+        ("devices.names", ["NVIDIA A100"] * 8, "slots", "yellow", "NVIDIA A100.*NVIDIA H200"),
+        ("environment.CUDA_VISIBLE_DEVICES", "0,1", "slots", "red", r"CUDA_VISIBLE_DEVICES.*\b2 .*\b8 .*slots=8"),
+        ("code.folder", False, "code", "red", r"/work\b"),
+        ("code.commit", "d" * 40, "code", "red", "dddddddddddd.*aaaaaaaaaaaa"),
+        ("code.sum", "e" * 64, "code", "red", "llmtrain"),
+        ("config./run.yaml", "cannot be read (No such file or directory)", "config", "red", "/run.yaml.*No such file"),
+        ("config./run.yaml", "f" * 64, "config", "red", "/run.yaml.*checksum"),
+        ("folders./data.there", False, "files", "red", "^data.path: /data "),
+        ("folders./data.locked", ["0.bin"], "files", "red", r"^data.path: /data: 0\.bin "),
+        ("folders./data.marks", ["a", "x", "c"], "files", "red", r"^data.path: /data .*: 3\.bin$"),
+        ("folders./work/org/base.there", True, "files", "red", "org/base"),
+        ("environment.NCCL_ALGO", "Ring", "env", "yellow", "NCCL_ALGO.*'Ring'"),
+        ("environment.NCCL_DEBUG", "INFO", "env", "yellow", "NCCL_DEBUG.*'INFO'.*'WARN'"),
+        ("disk.the run.free", 1 << 20, "disk", "red", "1 MiB .*/run"),
+        ("disk.the run.free", 3 << 30, "disk", "yellow", "3 GiB .*/run"),
+        ("disk.the run.inodes", 12, "disk", "red", r"\b12 .*/run"),
         (
             "disk.the run.error",
             "Permission denied",
             "run dir",
             "red",
-            "no file can be made in /run .*Permission denied",
+            "/run .*Permission denied",
         ),
-        ("memory.free", 1 << 30, "memory", "red", "1 GiB of 1 TiB memory free for slots=8"),
-        ("shm.free", 64 << 20, "shm", "red", "64 MiB free of 512 GiB; slots=8 needs 1 GiB"),
-        ("shm.left", {"/dev/shm/x": 12 << 30}, "shm", "yellow", "12 GiB of /dev/shm are taken"),
-        ("limits.nofile", 256, "limits", "red", "open files is 256 .*needs 1024"),
-        ("limits.memlock", 65536, "limits", "red", "locked memory is 65536 .*needs unlimited"),
-        ("limits.nproc", 1024, "limits", "red", "processes and threads is 1024"),
-        ("ops.built", [], "ops", "yellow", "cpu_adam will be compiled"),
-        ("ops.locks", {"/x/cpu_adam/lock": 7200.0}, "ops", "red", "a dead build left the lock /x/cpu_adam/lock 2h00m"),
-        ("ops.locks", {"/x/py311/other/lock": 7200.0}, "ops", "yellow", "a run that compiles other waits for it"),
-        ("names.addresses.node-3", None, "name", "red", "does not know the name node-3"),
-        ("names.addresses.node-3", "10.0.0.99", "name", "red", "node-3 to 10.0.0.99, but node-3 has 10.0.0.3"),
-        ("names.own", "127.0.1.1", "interface", "yellow", "gloo alone would take lo"),
-        ("environment.GLOO_SOCKET_IFNAME", "lo", "interface", "red", "makes gloo take lo; .* by eth0"),
-        ("environment.GLOO_SOCKET_IFNAME", "docker0", "interface", "yellow", "makes gloo take docker0"),
-        ("environment.NCCL_SOCKET_IFNAME", "ib", "interface", "red", "NCCL_SOCKET_IFNAME is 'ib', but it has lo, eth0"),
-        ("errors.memory", "no answer within 12 s", "memory", "red", "could not be determined: no answer"),
+        ("memory.free", 1 << 30, "memory", "red", "1 GiB of 1 TiB .*slots=8"),
+        ("shm.free", 64 << 20, "shm", "red", "64 MiB .*512 GiB.*slots=8 .*1 GiB"),
+        ("shm.left", {"/dev/shm/x": 12 << 30}, "shm", "yellow", "12 GiB of /dev/shm"),
+        ("limits.nofile", 256, "limits", "red", r"files.* 256 .*\b1024"),
+        ("limits.memlock", 65536, "limits", "red", "memory.* 65536 .*unlimited"),
+        ("limits.nproc", 1024, "limits", "red", "processes.* 1024"),
+        ("ops.built", [], "ops", "yellow", "cpu_adam"),
+        ("ops.locks", {"/x/cpu_adam/lock": 7200.0}, "ops", "red", "/x/cpu_adam/lock .*2h00m"),
+        ("ops.locks", {"/x/py311/other/lock": 7200.0}, "ops", "yellow", "/x/py311/other/lock"),
+        ("names.addresses.node-3", None, "name", "red", "node-3"),
+        ("names.addresses.node-3", "10.0.0.99", "name", "red", r"node-3 .*10\.0\.0\.99.*10\.0\.0\.3"),
+        ("names.own", "127.0.1.1", "interface", "yellow", r"gloo.*\blo\b"),
+        ("environment.GLOO_SOCKET_IFNAME", "lo", "interface", "red", r"gloo.*\blo\b.*eth0"),
+        ("environment.GLOO_SOCKET_IFNAME", "docker0", "interface", "yellow", "gloo.*docker0"),
+        ("environment.NCCL_SOCKET_IFNAME", "ib", "interface", "red", "NCCL_SOCKET_IFNAME.*'ib'.*lo, eth0"),
+        ("errors.memory", "no answer within 12 s", "memory", "red", "no answer within 12 s"),
     ],
 )
 def test_one_host_that_differs_is_named(path: str, value: Any, check: str, level: str, says: str) -> None:
@@ -166,12 +176,11 @@ def test_what_is_not_facts() -> None:
     assert [(f.host, f.check, f.fix) for f in findings(refused)] == [("node-3", "ssh", "systemctl start ssh")]
     skewed = healthy(skew_s={"node-1": (-0.2, 0.3), "node-2": (-95.0, -94.2), "node-3": (-20.0, 21.0)})
     (late,) = findings(skewed)  # of node-3 nothing is certain: it took long to answer
-    assert (late.host, late.check) == ("node-2", "clock") and "at least 1m34s behind" in late.what
+    assert (late.host, late.check) == ("node-2", "clock") and "1m34s" in late.what and "behind" in late.what
     (missing,) = findings(healthy(nonce={"node-2": True, "node-3": False}))
     assert (missing.host, missing.check, missing.level) == ("node-3", "shared", "red")
     apart = findings(healthy(nonce={"node-2": False, "node-3": False}))
-    assert {(f.host, f.level) for f in apart} == {("node-2", "red"), ("node-3", "red")}
-    assert "that all hosts share" in apart[0].fix
+    assert {(f.host, f.check, f.level) for f in apart} == {(name, "shared", "red") for name in ("node-2", "node-3")}
     taken = healthy()
     taken.facts["node-1"]["port"] = {"error": "Address already in use", "users": ""}
     assert [(f.host, f.check) for f in findings(taken)] == [("node-1", "port")]
@@ -241,24 +250,24 @@ def test_the_network_is_judged_against_the_others(hosts: int) -> None:
     for seed in range(20):
         pairs = measured(hosts, seed)
         assert judge(pairs) == []
-        (slow,) = judge(changed(pairs, {"node-1"}, most=1, **SLOWER))
-        assert slow.host == "node-1" and "a slow host: at best" in slow.what
+        (slow,) = judge(slower := changed(pairs, {"node-1"}, most=1, **SLOWER))
+        best = max(pair.rate for pair in slower if "node-1" in (pair.first, pair.second))
+        assert slow.host == "node-1" and bits(best) in slow.what
         (pair,) = judge(changed(pairs, {"node-0", "node-2"}, **SLOWER))
-        assert "a slow pair, node-0 and node-2: " in pair.what
         (one_way,) = judge(changed(pairs, {"node-0", "node-2"}, down=0.1, both_down=0.1))
-        assert "a slow pair, node-0 and node-2: " in one_way.what
+        assert all(finding.host == "node-0" and "node-2" in finding.what for finding in (pair, one_way))
         (half,) = judge(changed(pairs, {"node-2"}, most=1, **HALVED))
         assert judge(changed(pairs, {"node-2"}, most=1, **HALVED, idle=0.05)) == []  # the processors' fault
-        assert half.host == "node-2" and "half-duplex link" in half.what and "slow host" not in half.what
+        assert half.host == "node-2" and "duplex" in half.what and "slow" not in half.what
         (late,) = judge(changed(pairs, {"node-1"}, most=1, trip_s=40.0))
-        assert late.host == "node-1" and "round trips of" in late.what
+        assert late.host == "node-1" and " ms" in late.what and "bit/s" not in late.what
         (far,) = judge(changed(pairs, {"node-0", "node-1"}, trip_s=40.0))
-        assert "a slow pair, node-0 and node-1: round trips" in far.what
+        assert far.host == "node-0" and "node-1" in far.what and " ms" in far.what and "bit/s" not in far.what
 
 
 def test_a_pair_that_cannot_be_measured_is_red() -> None:
     (broken,) = judge([Pair(first="a", second="b", error="timed out"), *measured(3)])
-    assert (broken.host, broken.level) == ("a", "red") and "between a and b: timed out" in broken.what
+    assert (broken.host, broken.level) == ("a", "red") and re.search(r"\bb: timed out$", broken.what)
 
 
 def test_a_busy_moment_is_forgiven() -> None:
@@ -312,10 +321,9 @@ def test_a_thousand_hosts_stay_readable(tmp_path: Path) -> None:
     elapsed_s = time.process_time() - started
     text = console.export_text()
     assert len(text.splitlines()) < 14, text
-    assert "red    shm: node-[0007,0500-0501]: /dev/shm has 1 MiB free" in text
+    assert re.search(r"^ *red +shm: node-\[0007,0500-0501\]: .*1 MiB", text, re.M), text
     assert re.search(r"^ node-\[0002-0006,", text, re.M) and "1020" in text, text
-    assert text.count("fix:") == 1 and "on HOST: mount -o remount" in text
-    assert "1024 hosts, 9.0s: 3 to fix" in text
+    assert text.count("fix:") == 1 and "mount -o remount" in text and re.search(r"\b1024 hosts\b.*\b3\b", text)
     assert elapsed_s < 20, elapsed_s  # a million addresses are compared: 2 s on a machine that has nothing else to do
 
 
@@ -327,7 +335,7 @@ def test_a_narrow_terminal_shows_what_is_not_in_order() -> None:
     print_report(made, console)
     text = console.export_text()
     assert re.search(r"^ node-2 +FAIL *$", text, re.M) and re.search(r"^ node-1 +ok *$", text, re.M), text
-    assert "no fault found in: name, ssh, python" in text
+    assert "name, ssh, python" in text  # the checks that found nothing
 
 
 def probed(folder: Path, environment: dict[str, str], **asked: Any) -> tuple[dict[str, Any], str]:
@@ -429,7 +437,7 @@ def test_doctor_misses_pdsh_before_launch_does(
     words = ["--hostfile", str(tmp_path / "hosts"), "--quick"]
     assert doctor.main(words) == 1
     told = " ".join(capsys.readouterr().out.split())
-    assert "no program `pdsh` on PATH" in told and "apt-get install pdsh" in told
+    assert "`pdsh`" in told and "apt-get install pdsh" in told
     monkeypatch.setenv("SLURM_JOB_ID", "1")  # srun may start them
     assert doctor.main(words) == 0 and "--launcher slurm" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(preflight.shutil, "which", lambda name: "/usr/bin/pdsh")

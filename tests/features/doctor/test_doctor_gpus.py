@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_an_nvidia_smi_without_an_answer_is_red() -> None:
     given = with_gpus()
     given.facts["node-2"]["gpus"] = {"report": [], "links": [], "xids": []}
     (finding,) = found(given)
-    assert (finding.host, finding.level) == ("node-2", "red") and "gives no report" in finding.what
+    assert (finding.host, finding.level) == ("node-2", "red") and "nvidia-smi" in finding.what
     given.facts["node-2"]["devices"]["nodes"] = 0
     assert found(given) == []
 
@@ -59,13 +60,13 @@ def test_an_nvidia_smi_without_an_answer_is_red() -> None:
 @pytest.mark.parametrize(
     ("changed", "level", "says", "fix"),
     [
-        ({"DRAM_Uncorrectable": "2"}, "red", "2 uncorrectable ECC errors", "--exclude node-2:1"),
+        ({"DRAM_Uncorrectable": "2"}, "red", "2 uncorrectable ECC", "--exclude node-2:1"),
         ({"Remapping_Failure": "Yes"}, "red", "could not be replaced", "nvidia-smi --gpu-reset -i 1"),
-        ({"State": "In Progress"}, "red", "not joined the NVLink fabric (state In Progress", "fabricmanager"),
+        ({"State": "In Progress"}, "red", "state In Progress", "fabricmanager"),
         ({"Status": "Insufficient Resources"}, "red", "status Insufficient Resources", "fabricmanager"),
         ({"Current": "Enabled"}, "red", "MIG is on", "-mig 0"),
-        ({"Used": "60000 MiB"}, "yellow", "that are not seen (a container?): 58.59 GiB of 140.4 GiB", "nvidia-smi"),
-        ({"Used": "90000 MiB"}, "red", "87.89 GiB of 140.4 GiB memory taken", "nvidia-smi"),
+        ({"Used": "60000 MiB"}, "yellow", "58.59 GiB of 140.4 GiB", "nvidia-smi"),
+        ({"Used": "90000 MiB"}, "red", "87.89 GiB of 140.4 GiB", "nvidia-smi"),
     ],
 )
 def test_a_gpu_that_is_not_in_order_is_named(changed: dict[str, str], level: str, says: str, fix: str) -> None:
@@ -99,15 +100,15 @@ def test_processes_on_a_gpu_are_named() -> None:
     given = with_gpus()
     given.facts["node-2"]["gpus"]["report"][0] = {"bus": "x", **first}
     (finding,) = found(given)
-    assert finding.level == "yellow" and "in use by process 4711: " in finding.what
+    assert finding.level == "yellow" and "4711" in finding.what and "900" not in finding.what
 
 
 def test_a_link_that_is_down_and_the_kernels_log() -> None:
     (link,) = found(with_gpus(links="<inactive>"))
-    assert (link.host, link.level) == ("node-2", "red") and "GPU 1: 1 NVLinks are up, where others" in link.what
+    assert (link.host, link.level) == ("node-2", "red") and "GPU 1: 1 NVLink" in link.what
     (log,) = found(with_gpus(xids=(texts.xid(31), texts.xid(79), texts.xid(79))))
     assert (log.host, log.level) == ("node-2", "yellow")
-    assert "Xid 79 of GPU 0000:18:00: it has fallen off the bus; Xid 31" in log.what
+    assert re.search("Xid 79 .*0000:18:00.*Xid 31", log.what)
 
 
 def port(state: str = "ACTIVE", rate: float = 400.0, physical: str = "LinkUp") -> dict[str, Any]:
@@ -117,13 +118,13 @@ def port(state: str = "ACTIVE", rate: float = 400.0, physical: str = "LinkUp") -
 @pytest.mark.parametrize(
     ("ports", "level", "says"),
     [
-        ({"mlx5_0/1": port(), "mlx5_1/1": port("INIT")}, "yellow", "mlx5_1/1 has a cable, and is INIT"),
+        ({"mlx5_0/1": port(), "mlx5_1/1": port("INIT")}, "yellow", "mlx5_1/1 .*INIT"),
         (
             {"mlx5_0/1": port(), "mlx5_1/1": port(rate=100.0)},
             "yellow",
-            "mlx5_1/1 has 100 Gbit/s, where others have 400",
+            "mlx5_1/1 .*100 Gbit/s.*400",
         ),
-        ({"mlx5_0/1": port("DOWN", physical="Polling")}, "red", "none of its 1 InfiniBand ports is up"),
+        ({"mlx5_0/1": port("DOWN", physical="Polling")}, "red", r"\b1 InfiniBand"),
         ({"mlx5_0/1": port(), "mlx5_1/1": port("DOWN", physical="Disabled")}, "", ""),
     ],
 )
@@ -133,7 +134,7 @@ def test_infiniband_ports(ports: dict[str, Any], level: str, says: str) -> None:
         facts["infiniband"] = ports if name == "node-2" else {"mlx5_0/1": port(), "mlx5_1/1": port()}
     findings = found(given)
     assert [(f.host, f.check, f.level) for f in findings] == ([("node-2", "interface", level)] if level else [])
-    assert all(says in f.what for f in findings)
+    assert all(re.search(says, f.what) for f in findings)
 
 
 def test_the_probe_asks_nvidia_smi_and_sysfs(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_a_gpu_at_a_quarter_of_its_rate_is_found() -> None:
     about = {"backend": "nccl", "ranks": 8, "steps": [{"bytes": 1 << 30, "seconds": 0.006}], "errors": {}}
     assert fabric.judge_all_reduce({**about, "pairs": pairs()}) == []
     (slow,) = fabric.judge_all_reduce({**about, "pairs": pairs(slow=3)})
-    assert (slow.host, slow.level) == ("node-2", "red") and "a slow GPU 3: at best 90 GB/s" in slow.what
+    assert (slow.host, slow.level) == ("node-2", "red") and "GPU 3" in slow.what and "90 GB/s" in slow.what
     assert fabric.all_reduce_summary({**about, "pairs": pairs(slow=3)}) == [
         "all-reduce of 8 ranks (nccl): 1 GiB 6 ms",
         "12 pairs of GPUs of a host: 90 GB/s to 370 GB/s each way (median 370 GB/s)",
@@ -228,9 +229,9 @@ def test_a_host_starts_a_process_for_each_of_its_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("driver", "cuda", "says"),
     [
-        ("570.86.10", "13.0", "driver 570.86.10 is too old for torch's CUDA 13.0, which needs 580 or newer"),
-        ("515.65.01", "12.6", "needs 525 or newer"),
-        ("580.95.05", None, "torch 2.13.0 is a build without CUDA"),
+        ("570.86.10", "13.0", r"driver 570\.86\.10 .*CUDA 13\.0.*\b580\b"),
+        ("515.65.01", "12.6", r"driver 515\.65\.01 .*CUDA 12\.6.*\b525\b"),
+        ("580.95.05", None, r"torch 2\.13\.0 .*CUDA"),
         ("535.104.05", "12.6", ""),
         ("580.95.05", "13.0", ""),
     ],
@@ -243,4 +244,4 @@ def test_a_driver_that_torchs_build_does_not_run_on_is_named(driver: str, cuda: 
     told = [finding for finding in checks.all_gpus(given) if finding.check == "versions"]
     assert bool(told) == bool(says)
     for finding in told:
-        assert says in finding.what and "--index-url https://" in finding.fix and finding.level == "red"
+        assert re.search(says, finding.what) and "--index-url https://" in finding.fix and finding.level == "red"

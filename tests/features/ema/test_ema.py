@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,8 @@ def test_a_run_with_a_moving_average(small_data: str, tmp_path: Path, capsys: py
         ]
         first = functools.partial(train_first, words) if run == "twice" else None
         code, output = forked.finish(Path(words[0]), *words[1:], "--train.max_steps", "4", world_size=1, before=first)
-        assert code == 0 and "ema: a mean of the parameters" in output, output
-        assert (run == "twice") == ("outer.ema of model.norm.weight differs from the manifest" in output), output
+        assert code == 0 and "ema: " in output, output
+        assert (run == "twice") == ("outer.ema of model.norm.weight" in output), output
         figures[run] = {
             row["step"]: (row["eval/loss"], row["eval/ema/loss"])
             for row in rows(tmp_path / run / "run")
@@ -66,17 +67,17 @@ def test_a_run_with_a_moving_average(small_data: str, tmp_path: Path, capsys: py
     assert all(own != mean for own, mean in figures["once"].values())
     folder = tmp_path / "once/run"
     assert cli.main(["checkpoint", "to-hf", str(folder), str(tmp_path / "mean"), *EXPORTED, "--dtype", "fp32"]) == 0
-    assert "of ema of what trains" in capsys.readouterr().out
+    assert " ema " in capsys.readouterr().out
     exported = load_file(tmp_path / "mean/model.safetensors")
     with contextlib.closing(CheckpointReader(step_folder(folder / "checkpoints", 4))) as reader:
         name, values = next(iter(exported.items()))
         assert torch.equal(reader.read_kind(EMA, name, 0, values.numel()), values.reshape(-1))
         assert not torch.equal(reader.read(name, 0, values.numel()), values.reshape(-1))
     assert cli.main(["checkpoint", "average", "--last", "2", str(folder), str(tmp_path / "average")]) == 0
-    assert "the mean of 2" in capsys.readouterr().out
+    assert "mean of 2" in capsys.readouterr().out
     assert cli.main(["checkpoint", "to-hf", str(tmp_path / "average"), str(tmp_path / "no"), *EXPORTED]) == 2
     assert "--weights ema" in capsys.readouterr().err
     assert cli.main(["checkpoint", "to-hf", str(folder), str(tmp_path / "no"), "--weights", "mean"]) == 2
-    assert "kept no such values. Give ema." in capsys.readouterr().err
+    assert re.search(r"--weights mean.*\bema\b", capsys.readouterr().err)
     assert cli.main(["checkpoint", "average", "--last", "3", str(folder), str(tmp_path / "more")]) == 2
     assert "(checkpoint.keep)" in capsys.readouterr().err

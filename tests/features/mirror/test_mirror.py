@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def test_a_damaged_one_is_passed_over_and_none_intact_is_said(tmp_path: Path, ur
     fetched = fetch_newest(url, tmp_path / "a", "run", lambda: None)
     assert fetched is not None and fetched.name == "step-00000001"
     spoil(1)
-    with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints has the contents that its manifest lists"):
+    with pytest.raises(CheckpointError, match=r"\b2 checkpoints"):
         fetch_newest(url, tmp_path / "b", "run", lambda: None)
     assert list((tmp_path / "b").iterdir()) == []
     assert fetch_newest(f"{url}/nothing", tmp_path / "c", "run", lambda: None) is None
@@ -142,7 +143,7 @@ def test_a_manifest_that_cannot_be_read_is_no_empty_mirror(
     assert fetch_newest(url, tmp_path / "b", "run", lambda: None) is not None
     store.store.write(b"{", "step-00000003/manifest.json")
     assert fetch_newest(url, tmp_path / "c", "run", lambda: None) is not None
-    assert "step-00000003 is damaged there; step 2 is taken" in capsys.readouterr().err
+    assert re.search(r"step-00000003 .*\bstep 2\b", capsys.readouterr().err)
 
 
 def test_checkpoints_that_have_lost_their_manifests_are_no_empty_mirror(
@@ -155,12 +156,11 @@ def test_checkpoints_that_have_lost_their_manifests_are_no_empty_mirror(
         write_checkpoint(tmp_path, step, seed=step)
         mirror.go_on()
     store.store.remove([f"step-{step:08d}/manifest.json" for step in (4, 8)])
-    with pytest.raises(CheckpointError, match=r"of step-00000004, step-00000008 cannot be read.*resume none"):
+    with pytest.raises(CheckpointError, match=r"step-00000004, step-00000008 .*resume none"):
         fetch_newest(url, tmp_path / "a", "run", lambda: None)
     store.drop(lambda step: step == 8)
     assert fetch_newest(url, tmp_path / "b", "run", lambda: None) is None
-    told = capsys.readouterr().err
-    assert "step-00000004 has no manifest there" in told and "the run begins again" in told
+    assert "step-00000004" in capsys.readouterr().err
 
 
 def test_first_uploads_that_are_cut_off_leave_one_step(tmp_path: Path, url: str) -> None:
@@ -191,14 +191,14 @@ def test_a_store_with_another_runs_checkpoints_is_refused(tmp_path: Path, url: s
     mirror.go_on()
     mine = tmp_path / "mine/checkpoints"
     for continues in (True, False):
-        with pytest.raises(CheckpointError, match=r"holds step-00000002, which this run has not written"):
+        with pytest.raises(CheckpointError, match="step-00000002"):
             refuse_other(url, mine, continues=continues)
     write_checkpoint(tmp_path / "mine", 1, seed=1, run_id="mine")
-    with pytest.raises(CheckpointError, match=r"which this run has not written"):
+    with pytest.raises(CheckpointError, match="step-00000002"):
         refuse_other(url, mine, continues=True)
     mirror, told = mirroring(tmp_path / "mine", Mirrored(url))
     mirror.go_on()
-    assert "holds checkpoints of another run" in told[0][1]["error"]
+    assert told[0][0] == "mirror_failed" and "another run" in told[0][1]["error"]
     refuse_other(url, tmp_path / "theirs/checkpoints", continues=True)
     fetched = fetch_newest(url, tmp_path / "elsewhere", "run", lambda: None)
     assert fetched is not None and contents(fetched) == contents(theirs)
@@ -235,7 +235,7 @@ def test_a_course_that_was_given_up_goes(tmp_path: Path, url: str) -> None:
         mirror.go_on()
     back = tmp_path / "back"
     write_checkpoint(back, 1, seed=1)
-    with pytest.raises(CheckpointError, match=r"holds step-00000003 of this run, newer than .*step-00000001"):
+    with pytest.raises(CheckpointError, match=r"step-00000003 .*step-00000001"):
         refuse_other(url, back / "checkpoints", continues=True)
     folder = write_checkpoint(back, 2, seed=22)
     mirror, told = mirroring(back, Mirrored(url))

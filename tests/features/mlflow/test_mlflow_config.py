@@ -31,9 +31,10 @@ def test_a_password_in_a_trackers_url_is_refused(tmp_path, monkeypatch, capsys):
         write(tmp_path, {"trackers": {"mlflow": {"uri": uri}}})
         assert main(["config", "check", "run.yaml", "--world-size", "2"]) == 2
         told = capsys.readouterr().err
-        assert "has a secret, which config.yaml" in told and "[redacted]" in told and secret not in told
+        assert "trackers.mlflow.uri = " in told and "[redacted]" in told and secret not in told
     write(tmp_path, {"trackers": {"mlflow": {"uri": "databricks://profile"}}})  # a name in ~/.databrickscfg
-    assert "has a secret" not in capsys.readouterr().err
+    main(["config", "check", "run.yaml", "--world-size", "2"])
+    assert "trackers.mlflow.uri" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", [None, "alembic"])
@@ -51,7 +52,7 @@ def test_without_its_package_it_is_refused_with_its_extra(
     if missing is None:
         parse(["run.yaml"])
     else:
-        with pytest.raises(ConfigError, match="needs alembic, not installed here") as refused:
+        with pytest.raises(ConfigError, match="alembic") as refused:
             parse(["run.yaml"])
-        assert "'llmtrain[mlflow]'" in str(refused.value) and "line" in str(refused.value)
+        assert refused.value.keys == {"trackers.mlflow"} and "'llmtrain[mlflow]'" in str(refused.value)
     assert "experiment: mine" in dump(parse(["run.yaml"], check_paths=False).config)

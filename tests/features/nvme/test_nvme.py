@@ -37,28 +37,28 @@ def weights_in_files(path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("files", "refusal"),
     [
-        (swapping(nvme_path=None), (KEY, "need a folder on a disk of each host", 'write "nvme_path"')),
-        (weights_in_files(None), (WEIGHTS_KEY, "need a folder on a disk of each host", 'write "nvme_path"')),
-        (swapping(ratio=0.5), ("offload_optimizer.ratio = 0.5", "remove it")),
-        (swapping(stage=2), ('offload_optimizer.device = "nvme"', "only ZeRO 3 can keep", '"cpu" or "none"')),
-        (swapping(optim="muon"), ("optim.name", "Muon orthogonalises full matrices", "use adamw")),
+        (swapping(nvme_path=None), (KEY, "nvme_path")),
+        (weights_in_files(None), (WEIGHTS_KEY, "nvme_path")),
+        (swapping(ratio=0.5), ("zero_optimization.offload_optimizer.ratio", "= 0.5")),
+        (swapping(stage=2), ("zero_optimization.offload_optimizer.device", '= "nvme"')),
+        (swapping(optim="muon"), ("optim.name", "adamw")),
     ],
     ids=["no path", "no path for weights", "ratio", "ZeRO 2", "Muon"],
 )
-def test_a_json_that_cannot_swap_is_refused(here: Path, files: Any, words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_json_that_cannot_swap_is_refused(here: Path, files: Any, refusal: tuple[str, str]) -> None:
+    key, value = refusal
+    with pytest.raises(ConfigError, match=value) as refused:
         loaded(here, *files)
-    for word in words:
-        assert word in str(refused.value)
+    assert key in refused.value.keys
 
 
 def test_keys_of_swap_files_are_read_with_them_alone(here: Path) -> None:
     aio = {"aio": {"block_size": 262144}}
     assert not [note for note in loaded(here, swapping()[0], {**swapping()[1], **aio}).notes if "aio" in note]
     idle = loaded(here, {}, {"zero_optimization": {"stage": 3}, **aio}).notes
-    assert "ds.json: aio.block_size: no effect: only an offload of the optimizer to NVMe reads it" in idle
+    assert any(note.startswith("ds.json: aio.block_size: no effect") for note in idle), idle
 
 
 def test_what_maps_weights_reads_no_sizes_of_buffers(here: Path) -> None:
@@ -67,25 +67,27 @@ def test_what_maps_weights_reads_no_sizes_of_buffers(here: Path) -> None:
     run = loaded(here, given, tree)
     assert run.mix.weights_on_disk and run.mix.offload_param and not run.mix.swaps
     (note,) = [note for note in run.notes if "max_in_cpu" in note]
-    assert "nvme_path" not in note and "the kernel keeps of them what has room" in note
+    assert "nvme_path" not in note and "kernel" in note
 
 
 def test_folders_that_are_no_disk_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_folder(KEY, str(tmp_path))
     (tmp_path / "file").touch()
-    wrong = {"missing": "no such folder", "file": "it is no folder", "/dev/shm": "it lies in memory (tmpfs)"}
-    for name, reason in wrong.items():
-        with pytest.raises(ConfigError, match=f"{KEY} = .*{name}.*") as refused:
+    (tmp_path / "folder").mkdir()
+
+    def refuses(name: str, reason: str) -> None:
+        with pytest.raises(ConfigError, match=f'{name}"\n.*{reason}') as refused:
             check_folder(KEY, str(tmp_path / name))
-        assert reason in str(refused.value) and "remedy: name a folder on a local disk" in str(refused.value)
+        assert refused.value.keys == {KEY}
+
+    for name, reason in {"missing": "no such folder", "file": "no folder", "/dev/shm": "tmpfs"}.items():
+        refuses(name, reason)
     with monkeypatch.context() as patch:
         patch.setattr(disks, "file_system", lambda _: "nfs4")
-        with pytest.raises(ConfigError, match=r"network file system \(nfs4\)"):
-            check_folder(KEY, str(tmp_path))
+        refuses("folder", "nfs4")
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", _raising(errno.EROFS))
-        with pytest.raises(ConfigError, match="cannot be written: Read-only file system"):
-            check_folder(KEY, str(tmp_path))
+        refuses("folder", os.strerror(errno.EROFS))
 
 
 def test_doctor_measures_the_disk(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_doctor_measures_the_disk(tmp_path: Path) -> None:
     )
     slow, missing = [found for found in checks.each_host(survey) if found.check == "disk"]
     assert (slow.level, missing.level) == ("yellow", "red")
-    assert f"{tmp_path} ({KEY}): writes 286.1 MiB a second" in slow.what and "no such folder" in missing.what
+    assert f"{tmp_path} ({KEY})" in slow.what and "286.1 MiB" in slow.what and f"{tmp_path}/missing" in missing.what
 
 
 def _raising(number: int) -> Any:
@@ -143,9 +145,8 @@ def test_a_damaged_file_is_named(handle: Handle, damage: str) -> None:
     else:
         os.truncate(file, 20_000)
     handle.async_pread(torch.empty(8192), NAME, 0)
-    with pytest.raises(SwapError, match=r"exp_avg-3_7.* bytes 16384 to 24576 are not those that were written") as ended:
+    with pytest.raises(SwapError, match=r"exp_avg-3_7.* 16384 to 24576 .*checkpoint"):
         handle.wait()
-    assert "Resume from the last checkpoint" in str(ended.value)
 
 
 def _is_swap(number: str, handle: Handle) -> bool:

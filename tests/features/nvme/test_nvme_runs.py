@@ -35,7 +35,6 @@ def test_runs_that_are_damaged_and_killed_go_on(small_data: str, tmp_path: Path)
         _spoil(damaged.ranks[1].pid, disk)
     damaged.wait(60)
     assert f"rank 1: zero_optimization.offload_optimizer.nvme_path = '{disk}': the swap file of " in damaged.output()
-    assert "are not those that were written. Resume from the last checkpoint" in damaged.output()
 
     killed = Launch(recipe, *optim)
     wait_for_step(killed, run, max(losses(run)) + 1)

@@ -167,7 +167,7 @@ def test_long_rows_are_tried_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     def alone(form: Form, values: dict[str, Any]) -> Run:
         return resolved(form, values, ranks=1)
 
-    with pytest.raises(UserError, match="--memory 4.2 MiB.* --hosts"):
+    with pytest.raises(UserError, match=r"--memory 4.2 MiB.* --hosts"):
         Fitter(alone(Form(stage=0), {}), machines, SPEEDS, alone).fit()
     monkeypatch.setattr(fit, "_LONG", 64)
     first = Fitter(alone(Form(stage=0), {}), machines, SPEEDS, alone).fit().best[0]

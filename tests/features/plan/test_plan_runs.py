@@ -24,7 +24,6 @@ from tests.helpers import forked
 from tests.helpers.launching import TINY, rows, write_run
 from tests.helpers.memory_limit import Limit, memory_limits_work
 
-
 MEASURED = r"memory: .*\d [KMG]iB.*\d [KMG]iB"
 """The line at a run's end: planned and measured."""
 

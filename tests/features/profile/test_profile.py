@@ -28,7 +28,7 @@ def test_a_profile_says_what_a_step_went_to(small_data: str, tmp_path: Path) -> 
     assert found[0] == found[1] and len(found[0]) == 6
     assert not (tmp_path / "plain/run/profile").exists()
     folder = tmp_path / "profiled/run/profile"
-    assert "profile of the steps 3 to 4" in output
+    assert str(folder) in output
     for rank in (0, 1):
         events = json.loads(gzip.decompress((folder / f"trace-rank{rank}.json.gz").read_bytes()))["traceEvents"]
         names = [event.get("name", "") for event in events]
@@ -41,12 +41,12 @@ def test_a_profile_says_what_a_step_went_to(small_data: str, tmp_path: Path) -> 
     page = (folder / "profile.md").read_text()
     step, *phases, _ = map(float, re.findall(r"[\d.]+", re.findall(r"^\| 1 \| (.*) \|$", page, re.M)[0]))
     assert abs(sum(phases) - step) < 0.5 and phases[1] > 0 and phases[2] > 0 and phases[3] > 0
-    assert "Most of it is" in page and "optimizer: exp_avg" in page and "| `aten::" in page
+    assert "optimizer: exp_avg" in page and "| `aten::" in page
 
 
 def test_steps_that_are_no_range_are_refused(small_data: str, tmp_path: Path) -> None:
     code, output = finish(write_recipe(tmp_path, small_data), "--profile.steps", "4:3", world_size=1)
-    assert code == 2 and "must be FIRST:LAST" in output
+    assert code == 2 and 'profile.steps = "4:3"' in output and "FIRST:LAST" in output
 
 
 def test_a_proof_of_few_steps_has_no_profile() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ def test_the_rank_that_computes_wrong_is_named_within_three_checks(pools: Any, s
     for answers in pools(3).run(found, Case(data=small_data, stage=1, model=DROPOUT), list(seeds), False, 24):
         for check, text, passing in answers:
             assert check, text
-            assert f"rank {GUILTY} on " in text and "other losses or gradients than the other ranks" in text, text
+            assert re.findall(r"rank (\d+) on ", text) == [str(GUILTY)], text
             assert passing  # launch starts again, without the host
 
 
@@ -98,13 +99,13 @@ def test_ranks_are_compared_with_those_of_the_same_place(pools: Any, small_data:
         assert [code for code, _, _ in answers] == [0] * 3 and events == []
         assert all(same.values()), same
     for (check, text, passing), *_ in pools(4).run(found, case, [2]):
-        assert check == 1 and not passing and "no majority decides" in text and f"rank {GUILTY} on " in text, text
+        assert check == 1 and not passing and f"rank {GUILTY} on " in text, text
 
 
 def test_of_two_replicas_both_are_named_and_launch_does_not_start_again(pools: Any, small_data: str) -> None:
     for (check, text, passing), *_ in pools(2).run(found, Case(data=small_data, stage=1), [0]):
         assert check == 1 and not passing
-        assert "rank 0 on " in text and "rank 1 on " in text and "no majority decides" in text
+        assert "rank 0 on " in text and "rank 1 on " in text, text
 
 
 def failing(case: Case) -> bool:
@@ -164,4 +165,4 @@ def noisy(case: Case, checks: int) -> tuple[list[int], tuple[int, str, bool]]:
 def test_with_kernels_that_do_not_repeat_their_bits_a_bound_decides(pools: Any, small_data: str) -> None:
     for codes, (code, text, _) in pools(3).run(noisy, Case(data=small_data, stage=1), 20):
         assert codes == [0] * 20
-        assert code == 3 and "rank 1 on " in text and "than the other ranks" in text
+        assert code == 3 and "rank 1 on " in text

@@ -88,8 +88,8 @@ def test_a_step_is_held_against_its_plan(tmp_path: Path) -> None:
     events.close()
     assert main([str(run_dir)]) == 0
     said = Page(run_dir / "report/index.html").text.partition("Why is run slow?")[2]
-    assert "planned were 0.045 s. Parts, the most delayed first: messages between ranks 0.05 s (planned 0.01), " in said
-    assert "`llmtrain doctor` measures" in said
+    assert re.search(r"planned .*\b0\.045 s.* messages between ranks 0\.05 s \(planned 0\.01\), ", said), said
+    assert "`llmtrain doctor`" in said
 
 
 def make_run(run_dir: Path, steps: int = 40, loss: float = 2) -> Path:
@@ -314,7 +314,7 @@ def test_a_run_without_metrics_is_the_users_mistake_with_a_remedy(tmp_path, cont
         (tmp_path / "metrics.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=r"metrics\.jsonl"):
         main([str(tmp_path)])
-    with pytest.raises(UserError, match="no such run folder"):
+    with pytest.raises(UserError, match=str(tmp_path / "missing")):
         main([str(tmp_path / "missing")])
 
 

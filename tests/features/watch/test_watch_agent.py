@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -113,7 +114,7 @@ def test_a_watch_that_has_lost_its_folder_before_the_ranks_came_leaves(root, cap
     """Whom it never saw it cannot wait for: else it would stay as long as the launcher."""
     shutil.rmtree(root.folder)
     root.run()
-    assert "not all of its ranks are watched" in capfd.readouterr().err and root.folder.is_dir()
+    assert str(root.folder) in capfd.readouterr().err and root.folder.is_dir()
 
 
 def ask(place: dict[str, Any]) -> bool:
@@ -323,9 +324,9 @@ def test_a_host_that_dies_is_lost_whatever_the_limit_of_a_stall(root, simulated,
     dies_s = simulated.now + 20
     simulated.plan = [(dies_s, simulated.dies), (dies_s + 200, give_up)]
     root.run()
-    said = capfd.readouterr().err
-    assert "error: fault after step" in said and "node-2 (rank 1) is lost: it has not reported for 1" in said
-    assert 10 < simulated.ended_s - dies_s < 14 and "make progress again" not in said, said
+    *pauses, fault = capfd.readouterr().err.splitlines()
+    assert re.match(r"error: .*\bnode-2 \(rank 1\) .*\b1\d s\b", fault) and len(pauses) <= 1, (pauses, fault)
+    assert 10 < simulated.ended_s - dies_s < 14
 
 
 def test_the_watchs_own_work_is_no_sleep_and_a_sleep_is_held_against_nobody(root, simulated, capfd):
@@ -338,5 +339,5 @@ def test_the_watchs_own_work_is_no_sleep_and_a_sleep_is_held_against_nobody(root
         (began_s + 4000, give_up),
     ]
     root.run()
-    assert "node-2 (rank 1) is lost" in capfd.readouterr().err
+    assert re.search(r"error: .*\bnode-2 \(rank 1\)", capfd.readouterr().err)
     assert 3810 < simulated.ended_s - began_s < 3830

@@ -149,11 +149,10 @@ CASES: dict[str, tuple[JobFacts, int | None, str]] = {
 
 def test_two_of_three_silent_hosts_are_named_and_not_the_third_whose_network_is_up():
     said = explain(replace(TWO_SILENT, interface="eth0"))
-    assert (said.cause, said.ranks) == ("host_lost", [1, 2]) and "Look at node-2, node-3" in said.text
-    assert said.text.endswith("The same command continues from the newest checkpoint.")
+    assert (said.cause, said.ranks) == ("host_lost", [1, 2]) and "node-2, node-3" in said.text
+    assert "node-1" in said.text and "eth0" in said.text
     text = explain(replace(TWO_SILENT, again="The same command with --resume auto")).text  # of a run with resume: none
-    assert text.endswith("The same command with --resume auto continues from the newest checkpoint.")
-    assert "the network is down: node-1 hears no other host (eth0 of node-1 is up)" in said.text
+    assert "--resume auto" in text and "--resume" not in said.text
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -198,7 +197,7 @@ def test_a_pause_may_pass():
     said = explain(job(waiting(0), waiting(1, state="stopped", inside=False), trigger="pause"))
     assert said.what == "pause" and said.ranks == [1]
     assert said.text.startswith("no progress for 31 s after step 21: rank 1 on node-2 is stopped")
-    assert "`kill -CONT 1001` lets it continue" in said.text
+    assert "`kill -CONT 1001`" in said.text
 
 
 def test_signatures_are_equal_for_the_same_error_at_the_same_step():
@@ -215,7 +214,7 @@ def test_many_hosts_make_one_paragraph():
     ranks = [waiting(rank, host=f"node-{rank // 8}", step=21 + rank % 7) for rank in range(1024)]
     hosts = tuple(HostFacts(name=f"node-{n}", silent_s=11.0 if n > 99 else 0.0) for n in range(128))
     text = explain(JobFacts(trigger="silent_host", ranks=tuple(ranks), hosts=hosts, here="node-0")).text
-    assert len(text) < 1500 and "node-100" in text and "and 20 more" in text
+    assert len(text) < 1500 and "node-100" in text and "20 more" in text
 
 
 DUMP = """Thread 0x00007f1d4a7fc6c0 [Thread-1] (most recent call first):
