@@ -140,7 +140,8 @@ def resolve_in(folder: Path, wanted: Run, config: RunConfig, shrunk_by: float, r
         problems.raise_if_any()
         run = resolve(small, ranks, "--ranks")
     except ConfigError as error:
-        raise ConfigError(str(error).replace(str(path), config.deepspeed)) from None
+        error.args = (str(error).replace(str(path), config.deepspeed),)
+        raise
     return run
 
 

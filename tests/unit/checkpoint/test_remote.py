@@ -46,10 +46,10 @@ def test_ls_and_verify_of_a_url(run: Path, url: str, got: list[str], say: Say, t
     ]
     flip(tmp_path / "bucket/runs/name/step-00000200/rank-00001.safetensors", -5)
     code, out, _ = say("verify", f"{url}/step-200")
-    assert code == 1 and f"{url}/step-00000200  DAMAGED" in out and "1 of 13 tensors are damaged" in out
+    assert code == 1 and f"{url}/step-00000200  DAMAGED" in out and "1 of 13 tensors" in out
     (tmp_path / "bucket/runs/name/step-00000300/rank-00001.safetensors").unlink()
     code, out, _ = say("ls", url)
-    assert code == 0 and "damaged: rank-00001.safetensors is missing" in out
+    assert code == 0 and "damaged: rank-00001.safetensors" in out
 
 
 def test_who_reads_a_checkpoint_fetches_it_once(run: Path, url: str, got: list[str], say: Say, tmp_path: Path) -> None:

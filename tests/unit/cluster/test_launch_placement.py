@@ -120,7 +120,7 @@ def test_threads_are_shared_out_on_the_fullest_host() -> None:
 
 
 def test_what_cannot_travel_is_named() -> None:
-    with pytest.raises(ConfigError, match="line break"):
+    with pytest.raises(ConfigError, match=r"'a\\nb'"):
         check(placement(host("a", 0), host("b", 0), words=("--tracking.name", "a\nb")))
     check(placement(host("localhost", 0), words=("--tracking.name", "a\nb")))
 

@@ -131,7 +131,7 @@ def test_a_fault_that_another_start_would_meet_is_not_tried_again() -> None:
     one = attempt(0.0, checkpoint=10)
     one.hear({**FAULT, "cause": "no_kernel_image", "again": False}, 20.0)
     decision = Supervisor(max_restarts=9).after(one, one.outcome(1))
-    assert not decision.restart and decision.code == 1 and "a restart would meet the same fault" in decision.text
+    assert not decision.restart and decision.code == 1 and "same fault" in decision.text
     two = attempt(0.0, checkpoint=10)
     two.hear({**FAULT, "again": True, "unfit": True}, 20.0)
     assert Supervisor(max_restarts=9).after(two, two.outcome(1)).restart  # on which hosts is for launch to say

@@ -69,7 +69,7 @@ def test_rows_of_csv_files_become_documents_however_many_processes_there_are(tmp
         assert shard.read_bytes() == (Path("b") / shard.name).read_bytes()
     assert sum(made.documents.values()) == 240 and made.settings["plugins"] == plugins.hashes()
     (tmp_path / "csv_source.py").write_text(Path(CSV).read_text() + "\n# changed\n")
-    with pytest.raises(UserError, match="plugins was "):
+    with pytest.raises(UserError, match="plugins"):
         llmtrain.prepare(
             "csv:t*.csv",
             "b",
@@ -105,5 +105,5 @@ def test_the_options_of_a_source_are_in_the_help(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         main(["prepare", "--plugin", CSV, "--help"])
     assert 'Character between two columns. (text; default: ",")' in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(UserError, match="it has no option vocabsize"):
+    with pytest.raises(UserError, match="vocabsize"):
         llmtrain.prepare("stdlib", "out", vocabsize=3)

@@ -73,7 +73,7 @@ def test_what_asks_nothing_is_rejected(tmp_path: Path, record: dict[str, Any], r
 def test_a_template_that_leaves_a_question_out_is_seen(tmp_path: Path) -> None:
     template = CHATML.replace("{% for m in messages %}", "{% for m in messages[-1:] %}")
     kind = Kind(template, KINDS["chatml"].special, "<|im_end|>", "<|im_end|>", KINDS["chatml"].rows)
-    with pytest.raises(RefusedError, match=r"message 0 \(user\): the template leaves it out"):
+    with pytest.raises(RefusedError, match=r"message 0 \(user\): .*template"):
         encoder(tmp_path / "model", kind).rows(json.dumps({"messages": ASKED}))
 
 
@@ -82,7 +82,7 @@ def test_a_folder_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     source.write_text("".join(json.dumps({"prompt": f"what is {at}"}) + "\n" for at in range(40)))
     words = ["--source", str(source), "--out", str(out), "--tokenizer", str(model), "--format", "prompt"]
     with workers_here():
-        assert main([*words, "--count", "last"]) == 2 and "prompts are never cut" in capsys.readouterr().err
+        assert main([*words, "--count", "last"]) == 2 and "--count" in capsys.readouterr().err
         assert main([*words, "--validation-fraction", "0"]) == 0
     data = PreparedSet(out)
     stream = data.split("train")
@@ -93,5 +93,5 @@ def test_a_folder_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     assert cli.main(["data", "show", str(out)]) == 0
     assert "0 counted" in (shown := capsys.readouterr().out) and "<|im_start|>assistant" in shown
-    with pytest.raises(DataError, match="holds prompts, without counted tokens"):
+    with pytest.raises(DataError, match=f"{out}.*prompts"):
         TrainData(DataConfig(path=str(out), sequence_length=64, isolate_documents=True))

@@ -63,7 +63,7 @@ def test_a_template_that_goes_beyond_its_bounds_is_given_up(tmp_path: Path) -> N
     for _ in range(2):
         with pytest.raises(RefusedError):
             one.rows(json.dumps(RECORD))
-    with pytest.raises(DataError, match=r"given up after 3 records: .*--chat-template FILE"):
+    with pytest.raises(DataError, match=r" 3 records.*--chat-template"):
         one.rows(json.dumps(RECORD))
 
 

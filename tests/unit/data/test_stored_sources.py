@@ -142,10 +142,10 @@ def test_a_file_that_changes_while_it_is_read_is_named(
             meddling(patch, lambda: (tmp_path / "a.jsonl").write_bytes(lines(1, 40)))
             assert main(words) == 2
         said = capsys.readouterr().err
-        assert f"file://{tmp_path}/a.jsonl: it has changed since the sources were listed" in said, said
+        assert f"file://{tmp_path}/a.jsonl: " in said and "changed" in said, said
         assert not list((tmp_path / "set").glob("*.bin"))
         assert main(words) == 0
-        assert "the source files have changed since the last, unfinished run" in capsys.readouterr().out
+        assert "changed" in (notes := capsys.readouterr().out) and "unfinished" in notes
         with monkeypatch.context() as patch:
             meddling(patch, lambda: (tmp_path / "a.jsonl").unlink(missing_ok=True))
             assert main([*words[:-1], str(tmp_path / "other")]) == 2
@@ -198,11 +198,11 @@ def test_an_upload_that_fails_leaves_nothing_that_counts(
             patch.setattr(Store, "put", failing)
             assert main(words) == 2
         said = capsys.readouterr().err
-        assert f"{url}: shard 3 cannot be written (OSError: 5 bytes are there of 9)" in said, said
+        assert f"{url}: shard 3 " in said and "5 bytes are there of 9" in said, said
         records = [name for name in Store(url).files() if "unit-" in name]
         assert records == [f"unfinished/unit-{index:05d}.json" for index in range(3)]
         assert main(words) == 0
-    assert "3 of 11 shards are already done" in capsys.readouterr().out
+    assert "3 of 11 shards" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

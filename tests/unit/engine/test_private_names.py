@@ -92,7 +92,8 @@ def test_all_that_a_run_depends_on_is_there():
 
 def test_a_package_that_lacks_one_is_refused_by_its_version():
     gone = patches.Private("deepspeed.runtime.zero.stage3", ("_partition_all_parameters", "_renamed"), "for a test")
-    with pytest.raises(ConfigError, match=r"deepspeed 0\.19\.8: deepspeed\.runtime\.zero\.stage3 has no _renamed any"):
-        patches.check((gone,))
-    with pytest.raises(ConfigError, match=r"deepspeed\.moved has no anything"):
-        patches.check((patches.Private("deepspeed.moved", ("anything",), "for a test"),))
+    moved = patches.Private("deepspeed.moved", ("anything",), "for a test")
+    for private, named in ((gone, r"0\.19\.8: deepspeed\.runtime\.zero\.stage3 .*_renamed"), (moved, "anything")):
+        with pytest.raises(ConfigError, match=named) as refused:
+            patches.check((private,))
+        assert "_partition_all_parameters" not in str(refused.value)

@@ -99,9 +99,7 @@ def test_maps_that_16_does_not_divide_and_those_of_a_mixture_stay() -> None:
     hf = skeleton(load_config(ModelConfig(config=fields)))
     chosen, others = maps_of(decoder_layers(hf)[0])
     assert sorted(chosen) == [f"self_attn.{name}_proj" for name in "koqv"]
-    assert "no multiples of 16" in others["mlp.shared_expert.up_proj"] and "1 x 64" in others["mlp.shared_expert_gate"]
+    assert "multiples of 16" in others["mlp.shared_expert.up_proj"] and "1 x 64" in others["mlp.shared_expert_gate"]
     said = line(hf, "rowwise", emulated=True)
-    assert (
-        "8 linear maps of 2 decoder layers multiply in fp8, emulated" in said and "40 x 64, no multiples of 16" in said
-    )
+    assert all(words in said for words in ("8 linear maps of 2 decoder layers", "emulated", "40 x 64"))
     assert "lm_head" not in {path for path, _ in hf.named_modules() if path.endswith(tuple(chosen))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
 import pytest
 
@@ -56,9 +57,9 @@ def test_uniform(layers, stages, want):
     [((2, 3), "5 in all"), ((4, 0), "at least 1"), ((1, 1, 2), "these are 3"), ((5, -1), "at least 1")],
 )
 def test_counts_that_cannot_be(counts, words):
-    with pytest.raises(ModelError, match=r"pipeline.partition = \[") as caught:
+    with pytest.raises(ModelError, match=r"pipeline\.partition.*\[2, 2\]") as caught:
         given(counts, 4, 2)
-    assert words in str(caught.value) and "[2, 2]" in str(caught.value)
+    assert words in str(caught.value)
     assert given((3, 1), 4, 2) == (3, 1)
 
 
@@ -66,7 +67,6 @@ def test_the_bubble():
     assert bubble_share(1, 8) == 0
     assert bubble_share(4, 1) == 0.75
     assert bubble_share(2, 3) == 0.25
-    assert "waits 43% of the time, (4 - 1) / (4 + 4 - 1)" in explain((2, 2, 2, 2), 4)
-    assert "with 12 micro-batches it would be 20%" in explain((2, 2, 2, 2), 4)
+    assert re.search(r"43%.*\(4 - 1\) / \(4 \+ 4 - 1\).*12 micro-batches.*20%", explain((2, 2, 2, 2), 4))
     assert bubble_share(4, 12) == pytest.approx(0.2)
-    assert "would be" not in explain((2, 2), 8)
+    assert explain((2, 2), 8).count("%") == 1

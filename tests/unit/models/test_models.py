@@ -138,7 +138,7 @@ def test_flash_attention_3_runs_on_a_hopper_that_has_it(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     assert varlen.choose_kernel(gpu) == "attention within documents: FlashAttention 2"
     major[0] = 9
-    assert "with the package flash_attn_3" in varlen.choose_kernel(gpu) and current_flash_attention_impl() is None
+    assert "flash_attn_3" in varlen.choose_kernel(gpu) and current_flash_attention_impl() is None
     package = tmp_path / "flash_attn_interface.py"
     try:
         for text, ends in (

@@ -60,15 +60,15 @@ def test_another_optimizer_is_a_class(tmp_path: Path, monkeypatch: pytest.Monkey
     tree: dict[str, Any] = {"optimizer": {"type": "signsgd", "params": {"lr": 1e-4, "use_triton": False}}}
     run = resolved(tmp_path, tree, Sign())
     assert (run.config.optim.name, run.config.optim.lr, run.config.optim.clip_norm) == ("sign", 1e-4, 0.0)
-    with pytest.raises(ConfigError, match="signs have no norm"):
+    with pytest.raises(ConfigError, check=lambda e: e.keys == {"optim.clip_norm"}):
         resolved(tmp_path, {**tree, "gradient_clipping": 1.0}, Sign())
     tree["optimizer"]["params"] = {"amsgrad": False, "use_triton": True}
-    with pytest.raises(ConfigError, match=r"llmtrain's Sign has use_triton = false") as refused:
+    with pytest.raises(ConfigError, match="use_triton = false") as refused:
         resolved(tmp_path, tree, Sign())
-    assert "optimizer.params.amsgrad = false" in str(refused.value)
+    assert refused.value.keys == {"optimizer.params.amsgrad", "optimizer.params.use_triton"}
     assert Optimizer.refusal("eps")[0] in str(refused.value)  # those that have amsgrad, too
     tree["optimizer"] = {"type": "Lamb"}
-    with pytest.raises(ConfigError, match=r"trains with .* or SignSGD"):
+    with pytest.raises(ConfigError, match="SignSGD", check=lambda e: e.keys == {"optimizer.type"}):
         resolved(tmp_path, tree, Sign())
 
 

@@ -76,7 +76,7 @@ def test_a_small_run_is_checked_by_the_rules_of_a_run(tmp_path: Path) -> None:
     run = small_run(wanted, config, 1e-3, 2, 20, cpu=True)
     assert resolve_in(tmp_path, wanted, run, 1e-3, 2, "fp32").max_steps == 20
     broken = replace(run, model=replace(run.model, attention="varlen"))
-    with pytest.raises(ConfigError, match=r"model.attention = .varlen"):
+    with pytest.raises(ConfigError, match="varlen", check=lambda e: e.keys == {"model.attention"}):
         resolve_in(tmp_path, wanted, broken, 1e-3, 2, "fp32")
 
 

@@ -99,7 +99,7 @@ def test_what_is_cut_off_or_changed_meanwhile_does_not_count(tmp_path: Path, mon
             _all(url)
     with monkeypatch.context() as patched:
         patched.setattr(Store, "get", cut_off)
-        with pytest.raises(UserError, match=rf"{url}.*\(cut off\)"):
+        with pytest.raises(UserError, match=r"\(cut off\)"):
             _all(url)
     folder, _ = _all(url)
     assert (folder / "model.safetensors").read_bytes() == b"weights"
