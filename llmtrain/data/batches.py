@@ -21,25 +21,25 @@ class MicroBatch:
     labels: torch.Tensor
     """int64 [b, T], already shifted: labels[:, t] follows inputs[:, t]. -100 is not counted."""
     sequences: list[int]
-    """Number of each sequence (those that only pad a validation batch have none)."""
+    """Number of each sequence. Sequences that only pad a validation batch come last and have none."""
     positions: torch.Tensor | None = None
-    """int64 [b, T] with data.isolate_documents: each token's position in its document. None: 0 to T - 1 in each one."""
+    """int64 [b, T]: each token's position in its document, with data.isolate_documents; None: 0 to T - 1."""
     by_token: dict[str, torch.Tensor] = field(default_factory=dict)
     """[b, T, ...]: see `Window.by_token`."""
     counted: int | None = None
-    """Number of counted labels, on a device, where counting them would make the host wait."""
+    """Number of counted labels of a batch on a device, counted before: there the host would have to wait for it."""
 
     def to(self, device: torch.device) -> Self:
-        """Copy with every tensor on `device`; the host does not wait."""
+        """Return a copy with every tensor on `device`, without waiting for the copies."""
         counted = int((self.labels != IGNORED).sum()) if self.labels.device.type == "cpu" else self.counted
         return replace(self._with(lambda tensor: tensor.to(device, non_blocking=True)), counted=counted)
 
     def pinned(self) -> Self:
-        """Copy in page-locked memory."""
+        """Return a copy in page-locked memory."""
         return self._with(torch.Tensor.pin_memory)
 
     def columns(self, count: int) -> Self:
-        """The first `count` tokens of each sequence."""
+        """Return the micro-batch with the first `count` tokens of each sequence."""
         return self._with(lambda tensor: tensor[:, :count])
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -53,16 +53,16 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerBatch(MicroBatch):
-    """Micro-batch of A answers; those of one record follow each other."""
+    """Micro-batch of A answers; the answers of one record follow each other."""
 
     answers: torch.Tensor
-    """int64 [b, T]: the answer that each token belongs to; A: none."""
+    """int64 [b, T]: number of the answer with this token; A for a token of no answer."""
     rows: torch.Tensor
     """int64 [A]: each answer's row in the split."""
     reference: torch.Tensor | None = None
     """fp32 [A]: log-probability of each answer under the reference, nats."""
     facts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What the kind of row knows of each answer, [A, ...], by name."""
+    """Further values of each answer by name, [A, ...], such as its label; the kind of row defines them."""
     mismatched: AnswerBatch | None = None
     """This micro-batch's prompts, each with the answer to another one, of a kind that has them. It stays on the host.
     """
@@ -73,12 +73,12 @@ class AnswerBatch(MicroBatch):
 
 
 def batch_of(windows: Sequence[Window], sequences: list[int]) -> MicroBatch:
-    """Micro-batch of windows, of which the first len(sequences) count."""
+    """Make a micro-batch. Only the first len(sequences) of `windows` count; the others fill it up."""
     return MicroBatch(sequences=sequences, **_stacked(windows, len(sequences)))
 
 
 def answer_batch_of(windows: Sequence[AnswerWindow], sequences: list[int]) -> AnswerBatch:
-    """Micro-batch of windows of answers, of which the first len(sequences) count."""
+    """Make a micro-batch of answers. Only the first len(sequences) of `windows` count; the others fill it up."""
     given, counted = _stacked(windows, len(sequences)), windows[: len(sequences)]
     total = sum(len(window.rows) for window in counted)
     answers = torch.full_like(given["labels"], total)
@@ -101,7 +101,7 @@ def answer_batch_of(windows: Sequence[AnswerWindow], sequences: list[int]) -> An
 
 
 def _stacked(windows: Sequence[Window], counted: int) -> dict[str, Any]:
-    """Fields of a micro-batch, by name; the labels of windows after the first `counted` are not counted."""
+    """Return the fields of a micro-batch by name. Only labels of the first `counted` windows count."""
 
     def stacked(parts: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.stack(parts))
@@ -118,5 +118,5 @@ def _stacked(windows: Sequence[Window], counted: int) -> dict[str, Any]:
 
 
 def _joined(parts: list[np.ndarray], counted: int) -> torch.Tensor:
-    """The first `counted` arrays in a row; with none, an empty one of the same type."""
+    """Concatenate the first `counted` arrays. With `counted` 0 the result is empty and has the arrays' type."""
     return torch.from_numpy(np.concatenate([parts[0][:0], *parts[:counted]]))

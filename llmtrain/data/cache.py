@@ -1,8 +1,8 @@
-"""A host's copy of prepared folders in object stores, shared by the ranks and the runs of the host.
+"""A cache on each host for prepared folders in object stores, shared by the ranks and the runs of the host.
 
-A folder of the cache holds one folder of a store, as it was with one manifest. A file in it is complete and matches the
-manifest, or it is missing. Small files come when the folder is opened; shards come in the background, as far as they
-fit (data/download.py); parts of a missing shard are read from the store.
+Each folder of the cache is a copy of one folder of a store with one manifest. A file in it is complete and matches the
+manifest, or it is missing. Small files are downloaded when the folder is opened, and shards in the background as far as
+they fit (data/download.py). What is missing of a shard is read from the store.
 
 A process that has a folder open holds a shared lock on it. A folder without a lock may be deleted to make room.
 """
@@ -40,15 +40,15 @@ Result = TypeVar("Result")
 _AT_ONCE = 64
 """Concurrent requests: with a round trip of 0.1 s each, 64 sequences then take as long as one."""
 _GIVE_UP_S = 300.0
-"""Time for which a store may be silent; other ranks wait, by default for 600 s (fault.timeout_s)."""
+"""Time after which a store without an answer is given up; other ranks wait for 600 s by default (fault.timeout_s)."""
 _AGAIN_S = 2.0
 _LEFT_FREE = 1 << 30
-"""Bytes of the disk that stay free."""
+"""Bytes of the disk that downloads leave free."""
 _LOCK, _VERSIONS, _USED = ".lock", ".versions.json", ".used"
 
 
 def root_of(cache: str | None) -> Path:
-    """The folder of a host's downloads. `cache`: data.cache."""
+    """Return the cache folder of this host. `cache`: data.cache."""
     return cache_folder() / "data" if cache is None else Path(cache).expanduser()
 
 
@@ -57,7 +57,7 @@ class StoreGone(DataError):
 
 
 def opened(url: str, root: Path) -> CachedFolder:
-    """The host's copy of a prepared folder in a store, shared within the process. Raises DataError."""
+    """Open this host's copy of a prepared folder in a store; a process opens each once. Raises DataError."""
     if (wrong := problem_of(url)) is not None:
         raise DataError(f"{redact_text(url)}: {wrong[0]}; {wrong[1]}")
     url = url.rstrip("/")
@@ -80,7 +80,7 @@ _open: weakref.WeakValueDictionary[tuple[str, str], CachedFolder] = weakref.Weak
 
 
 class CachedFolder:
-    """A prepared folder of a store, and the parts of it on this host."""
+    """A prepared folder in a store, of which this host may have some files."""
 
     def __init__(self, url: str, root: Path) -> None:
         """Open the folder and download its small files. Raises DataError."""
@@ -127,11 +127,11 @@ class CachedFolder:
         return {"tokenizer/tokenizer.json": self.manifest.tokenizer_fingerprint, **rows}
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file in the store."""
+        """Return the bytes of a file in the store; None: the store does not have it."""
         return self._listed[name].bytes if name in self._listed else None
 
     def fetch(self, names: Collection[str]) -> None:
-        """Download these files unless they are here; skip those that the store does not have. Raises DataError."""
+        """Download files that are not here; files that the store does not have are skipped. Raises DataError."""
         try:
             with _locked(self.path / _LOCK):
                 self._fetch([name for name in dict.fromkeys(names) if name in self._listed])
@@ -153,7 +153,7 @@ class CachedFolder:
         replace_file(self.path / _VERSIONS, json.dumps(known).encode())
 
     def _known(self) -> dict[str, str]:
-        """Versions of the small files here."""
+        """Return the store's version of each small file that is here."""
         try:
             known = untrusted.loads((self.path / _VERSIONS).read_bytes())
         except (OSError, ValueError):
@@ -167,7 +167,7 @@ class CachedFolder:
         return len(content) == self._listed[name].bytes and wanted in (None, "", digest(content))
 
     def get(self, name: str, whole: Callable[[Path], bool]) -> None:
-        """Download a file, and again if the check fails. Raises DataError, and OSError: it cannot be written."""
+        """Download a file, and once more if `whole` rejects it. Raises DataError; OSError: it cannot be written."""
         path = self.path / name
         arriving = path.with_name(f"{path.name}.{os.getpid()}.partial")
         if shutil.disk_usage(self.path).free < self._listed[name].bytes:
@@ -195,7 +195,7 @@ class CachedFolder:
         """
         until = time.monotonic() + _GIVE_UP_S
         found = each(lambda part: self._from_store(lambda: self._part(*part), until), parts, self.shown, until)
-        # Not every driver can ask for a version. If the version is still the old one after a read, the read was too.
+        # Not every driver can read a given version. If the version is the old one after a read, so are the bytes.
         names = list(dict.fromkeys(name for name, _, _ in parts))
         each(lambda name: self._from_store(lambda: self._refuse_changed(name), until), names, self.shown, until)
         return found
@@ -221,7 +221,7 @@ class CachedFolder:
         return DataError(f"{self.shown}/{name}: is gone since the folder was opened; put it back")
 
     def _from_store(self, ask: Callable[[], Result], until: float = 0.0) -> Result:
-        """Ask again until the clock shows `until`. Raises DataError; FileNotFoundError as the store does."""
+        """Call `ask` again after failures until time `until`. Raises DataError; FileNotFoundError: there is no file."""
         while True:
             try:
                 return ask()
@@ -241,7 +241,7 @@ class CachedFolder:
 
 
 def _hold(folder: Path) -> int:
-    """Create a folder and hold a shared lock on it; a process that deletes it locks it exclusively. Raises OSError."""
+    """Create a folder and take a shared lock on it, which keeps others from deleting it. Raises OSError."""
     while True:
         folder.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -267,7 +267,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def remove_partials(folder: Path, names: Iterable[str]) -> None:
-    """Remove partial copies of dead processes. The caller holds the lock under which the files arrive."""
+    """Remove partial downloads of dead processes. The caller holds the lock that downloads need."""
     for name in names:
         path = folder / name
         for left in path.parent.glob(f"{path.name}.*.partial"):
@@ -275,9 +275,9 @@ def remove_partials(folder: Path, names: Iterable[str]) -> None:
 
 
 def make_room(root: Path, wanted: int, bound: float) -> bool:
-    """Delete folders that no process has open, the least recently used first; False: `wanted` bytes do not fit.
+    """Delete folders that no process has open, the least recently used first, until `wanted` bytes fit.
 
-    The caller is the only process that downloads shards into this cache.
+    Returns False if they do not fit even then. The caller must be the only process that downloads into this cache.
     """
     # Other folders are not ours to delete.
     sizes = {path: folder_bytes(path) for path in root.iterdir() if (path / URL).is_file()}
@@ -311,19 +311,19 @@ def _used_at(folder: Path) -> float:
 
 
 _waits: dict[int, tuple[float, str]] = {}
-"""Thread -> since when it waits for a store, and for which."""
+"""Thread -> (time since when it has been waiting for a store, the store)."""
 
 
 def waiting() -> tuple[float, str] | None:
-    """(seconds, store) of this process's longest wait for a store."""
+    """Return (seconds, store) of the thread that has waited longest for a store; None: no thread waits."""
     now = time.monotonic()
     return max(((now - since, of) for since, of in list(_waits.values())), default=None)
 
 
 def each(ask: Callable[[Item], Result], items: Sequence[Item], of: str = "", until: float = math.inf) -> list[Result]:
-    """Results of `ask` for all items, computed in threads that never keep the process from ending.
+    """Call `ask` for all items in parallel threads, which do not keep the process from ending, and return the results.
 
-    `of`: the store, for messages. Raises the first failure, and StoreGone after `until`.
+    `of`: the store's name. Raises the first failure; StoreGone if results are missing at time `until`.
     """
     found: dict[int, Result] = {}
     errors: list[BaseException] = []

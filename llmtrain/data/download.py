@@ -21,10 +21,10 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.storage.object_store import short
 
 _TOGETHER = 4
-"""Shards that arrive at the same time."""
+"""Shards that are downloaded at the same time."""
 _LOCK = ".download"
 _AGAIN_S = 30.0
-"""Pause after a store did not answer or the cache was full."""
+"""Pause in seconds after the store did not answer or the cache was full."""
 
 
 class _Download:
@@ -36,7 +36,7 @@ class _Download:
         self._sets: dict[str, PreparedSet] = {}
 
     def go_on(self, shards: list[tuple[str, str]]) -> None:
-        """Download shards, (URL of the set, file) each, in this order. Raises DataError: one is damaged."""
+        """Download shards in order, (URL of the folder, file) each. Raises DataError: a shard is damaged."""
         left, failing, full = shards, False, False
         self._root.mkdir(parents=True, exist_ok=True)
         while True:
@@ -87,7 +87,7 @@ class _Download:
 
 
 def main() -> None:
-    """Read a JSON request from stdin (folder and GiB of the cache, the shards); exit when stdin closes."""
+    """Read a JSON request from stdin (the cache's folder and GiB, the shards) and serve it; exit when stdin closes."""
     parent = Parent()
     parent.listen()
     asked = parent.asked()

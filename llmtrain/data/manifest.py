@@ -18,16 +18,16 @@ from llmtrain.base.files import replace_file
 
 NAME = "manifest.json"
 SAMPLE = "conversations.jsonl"
-"""Some of the conversations, with which an export is checked (chat/encoder.py)."""
+"""File with some of the conversations; an export must render them to the same ids (chat/encoder.py)."""
 URL = ".url"
-"""The file of a host's copy that holds the address of its folder in a store (cache.py)."""
+"""File with the store's URL in a copy of a store's folder (cache.py)."""
 FORMAT = "llmtrain-data"
 VERSION = 1
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
 NEW_COLUMN = "run `llmtrain reference RUN.yaml`, which writes it"
-"""Remedy for a column of another model (stream/reference_and_teacher.py)."""
+"""Remedy for a reference's or teacher's column that was made with another model or data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +40,17 @@ class Shard:
     xxh3: str
     """xxh3_64 of the file's bytes, in hexadecimal."""
     rows: str = ""
-    """xxh3_64 of a conversations shard's second file, with the rows' lengths and the counted bits (shards.py)."""
+    """xxh3_64 of the shard's file of rows (their lengths and counted bits, token_stream.py); empty: it has none."""
     origins: str = ""
-    """xxh3_64 of the shard's file of origins; empty: an earlier version made it."""
+    """xxh3_64 of the shard's file of origins; empty: a version without origins made the shard."""
     begin: int = 0
-    """Bytes before the first token, in a file that is used in place: `file` is a link to it."""
+    """Bytes before the first token if `file` is a link to a source that is used in place."""
     continues: str = ""
-    """Source file of lines that begins in an earlier shard and continues in this one (origins.py)."""
+    """Source file of lines of which an earlier shard has the beginning (origins.py); empty: there is none."""
     records_before: int = 0
-    """Lines of that file before this shard's."""
+    """Lines of the file in `continues` before this shard."""
     bytes: int | None = None
-    """Size of a file that is used in place and holds more than this shard; None: the size of the tokens."""
+    """Size of a source that is used in place and holds more than this shard; None: `file` holds the tokens alone."""
 
 
 def origins_path(shard: Path) -> Path:
@@ -59,33 +59,33 @@ def origins_path(shard: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFigures:
-    """Figures of conversations, one per row (a document). No separator is between rows."""
+    """Figures of prepared conversations. Their rows have no separator between them."""
 
     counted: dict[str, int] = field(default_factory=dict)
     """Counted tokens per split."""
     longest: int
-    """Tokens of the longest row, or pair."""
+    """Tokens of the longest row, or of the longest record whose rows stay together."""
     too_long: int = 0
     """Rows that were cut or split."""
     stop_tokens: list[str] = field(default_factory=list)
     """Tokens that end an answer."""
     marks: dict[str, bool] = field(default_factory=dict)
-    """What versions before 0.1 read instead of `settings.format` (`RowKind.marks`)."""
+    """Flags by which versions before 0.1 recognise the format (`RowKind.marks`)."""
     moment: str | None = None
-    """The time that the template was given, if it writes the date."""
+    """Time that the template's clock showed, if the template writes the date."""
     unread: list[str] = field(default_factory=list)
-    """Fields with text that no form reads."""
+    """Fields of records with text that was not used."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template for all records."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For manifest.json, which has the last three only where they say something."""
+        """Return the section for manifest.json; the last three fields are left out if they are empty."""
         values = asdict(self)
         first = {key: values.pop(key) for key in ("counted", "longest", "too_long", "stop_tokens")}
         return first | values.pop("marks") | {key: value for key, value in values.items() if value}
 
     def notes(self) -> list[str]:
-        """List the template's date, its variables, and the fields that the preparation left out."""
+        """Return notes on the template's date and variables, and on fields that were not used."""
         notes = []
         if self.moment is not None:
             notes.append(
@@ -112,7 +112,7 @@ class Manifest:
     separator_id: int
     """The token after every document (the tokenizer's eos_token)."""
     first_tokens: tuple[int, ...] = ()
-    """Ids before each text: those of the tokenizer's own encoding."""
+    """Ids that the tokenizer puts before each text, such as <bos>."""
     tokens: dict[str, int]
     """Tokens per split."""
     documents: dict[str, int]
@@ -120,23 +120,23 @@ class Manifest:
     rejected: int
     """Records listed in rejected.jsonl."""
     cut: int = 0
-    """Documents cut into two: the end is in validation, the rest in train, and `documents` counts them in both."""
+    """Documents that were cut in two, the end for validation and the rest for train; `documents` counts both parts."""
     tokenizer_fingerprint: str
     """Hash of tokenizer/tokenizer.json."""
     data_fingerprint: str
-    """Hash of all that training sees: dtype, vocabulary, separator, tokenizer, and every shard in order."""
+    """Hash of everything that training reads: dtype, vocabulary, separator, tokenizer, and every shard in order."""
     source: dict[str, Any]
-    """files, bytes, and `stat`: hash of names, sizes and modification times."""
+    """Number of source files, their bytes, and `stat`: a hash of names, sizes and modification times."""
     settings: dict[str, Any]
     """Options of `llmtrain prepare`."""
     shards: dict[str, tuple[Shard, ...]]
     """Shards per split, in order."""
     chat: ChatFigures | None = None
-    """None: the documents are texts."""
+    """Figures of conversations; None: the documents are texts."""
 
     @property
     def doubled(self) -> bool:
-        """True if documents also begin with the separator, so that two separators are between documents."""
+        """True if documents begin with the separator, too: then two of them are between documents."""
         return self.first_tokens[:1] == (self.separator_id,)
 
 
@@ -165,7 +165,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DataError when the folder is not a complete prepared folder."""
+    """Read the folder's manifest.json. Raises DataError when the folder is not a complete prepared folder."""
     path = folder / NAME
     if not path.is_file():
         state = "is not there" if not folder.exists() else f"holds no {NAME}, so it is not (or not fully) prepared"
@@ -178,7 +178,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """`name`: of the file, for messages. Raises DataError."""
+    """Parse manifest.json. `name`: the file's name for messages. Raises DataError."""
     try:
         values = untrusted.loads(content)
         if values.pop("format") != FORMAT:
@@ -214,8 +214,10 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def other_begin(first: Manifest, second: Manifest, names: tuple[str, str]) -> str:
-    """Return why no run can read the texts of both folders, with the remedy; empty: a run can. `names`: of the
-    folders."""
+    """Return reason and remedy if the texts of two folders begin differently, so that no run can mix them; else "".
+
+    `names`: of the folders, for the message.
+    """
     if first.chat is not None or second.chat is not None or first.first_tokens == second.first_tokens:
         return ""
     more, bare = names if first.first_tokens else names[::-1]
@@ -226,7 +228,7 @@ def other_begin(first: Manifest, second: Manifest, names: tuple[str, str]) -> st
 
 
 def _shard(entry: dict[str, Any]) -> Shard:
-    """Parse an entry. Its file is in the folder itself: a foreign manifest may not name other files."""
+    """Parse a shard's entry. Raises ValueError: it names a file outside the folder, or its counts are no numbers."""
     shard = Shard(**entry)
     name = shard.file
     if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or not name.isprintable():

@@ -26,16 +26,16 @@ _GROUP = 16384
 
 @dataclass(frozen=True)
 class Origin:
-    """A document's place in its source and in its split."""
+    """Where a document comes from, and where it is in its split."""
 
     file: str
     record: int
     begin: int
-    """Its first token in the split."""
+    """Number of the document's first token in the split."""
     end: int
-    """Place after its last token, separator included."""
+    """Number of the token after its last one; the separator belongs to the document."""
     index: int
-    """Its place among the documents of the split."""
+    """Number of the document in the split."""
 
 
 def write_origins(
@@ -88,7 +88,7 @@ class Origins:
                 )
 
     def within(self, begin: int, end: int) -> Iterator[Origin]:
-        """The documents with any of the split's tokens [begin, end), in order."""
+        """Yield the documents with any of the split's tokens [begin, end), in order."""
         for index in range(int(np.searchsorted(self._starts, begin, "right")) - 1, len(self._shards)):
             start = int(self._starts[index])
             if start >= end:
@@ -108,7 +108,7 @@ class Origins:
             yield self._origin(index, *divmod(row - int(self._before[index]), _GROUP))
 
     def find(self, file: str, record: int | None) -> Iterator[Origin]:
-        """The documents of a file's record; None: of all its records."""
+        """Yield the documents of a record of a source file; None: of all records of the file."""
         for index, shard in enumerate(self._shards):
             opened = self._file(index)
             wanted = record
@@ -143,7 +143,7 @@ class Origins:
 
 
 class _Group(NamedTuple):
-    """Columns of a group's documents, [documents] each; `begins` and `ends` in tokens of the shard."""
+    """Columns of a group of documents, [documents] each. `begins` and `ends` count tokens of the shard."""
 
     begins: np.ndarray
     ends: np.ndarray
@@ -181,7 +181,7 @@ class _File:
                 yield group
 
     def read(self, group: int) -> _Group:
-        """Raises DataError: the file is damaged."""
+        """Read a group of documents. Raises DataError: the file is damaged."""
         if group not in self._cached:
             try:
                 table = self._file.read_row_group(group)

@@ -23,9 +23,9 @@ class Row:
     ids: np.ndarray
     counted: np.ndarray
     entry: tuple[Any, ...] | None = None
-    """What its kind saves beside the tokens (`RowKind.entry`)."""
+    """Values that the kind of row saves beside the tokens (`RowKind.entry`)."""
     whole: bool = True
-    """False for a part of a row that was too long."""
+    """False if this is a part of a row that was too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ class RowOptions:
     """Settings of `llmtrain prepare` that a kind of row is made with."""
 
     complete: ClassVar[str] = ""
-    """Why rows are never cut and `count` has no meaning; empty: rows may be cut."""
+    """Reason why rows of this kind are never cut and `count` has no effect; empty: rows may be cut."""
 
     field: str = "messages"
-    """Field of a record that holds its messages (of other kinds: its token ids, or its question), if there is one."""
+    """Field of a record with its messages; for other kinds of row with its token ids or its question."""
     stop_tokens: tuple[str, ...] = ()
     """Texts of the tokens at which generation stops."""
     count: Count = "assistant"

@@ -33,7 +33,7 @@ class FileSum:
 
     path: Path
     xxh3: str
-    """xxh3 of the bytes, of 64 or 128 bits; empty: the manifest has none, and none is compared."""
+    """xxh3 of the bytes, 64 or 128 bits; empty: the manifest has no checksum to compare with."""
     dtype: np.dtype | None = None
     """Type of the token ids in a shard; None: the file is no shard."""
     vocab_size: int = 0
@@ -46,7 +46,7 @@ class FileSum:
 
     @property
     def is_here(self) -> bool:
-        """True if the file is on this host, or should be."""
+        """False for a shard of a folder in a store that is not on this host."""
         return self.cached is None or self.path.is_file()
 
     @property
@@ -56,7 +56,7 @@ class FileSum:
         return whole if self.length is None else self.length
 
     def compare(self, go_on: Callable[[], bool] = lambda: True) -> None:
-        """Read the file and compare its checksum. `go_on`: called every 4 MiB; False ends the reading without a result.
+        """Read the file and compare its checksum. `go_on` is called every 4 MiB, and False ends the comparison early.
 
         Raises DataError: the content is different, or an id is outside the vocabulary.
         """
@@ -85,7 +85,7 @@ class FileSum:
 
 
 def _put_back(path: Path, copy: str) -> str:
-    """Remedy for a changed file. `copy`: for a file in the folder itself."""
+    """Return the remedy for a changed file. `copy`: the remedy if the file is in the prepared folder itself."""
     if path.is_symlink():
         copy = f"it is used in place: put {os.readlink(path)} back as it was"
     return f"{copy}, or delete the folder and prepare it again"
@@ -106,10 +106,10 @@ def _chunks(file: FileSum) -> Iterator[bytes]:
 
 
 class PreparedSet:
-    """A complete folder of `llmtrain prepare`, on this host or in a store. Opening it checks the shards' sizes."""
+    """A complete folder made by `llmtrain prepare`, on this host or in a store. Opening it checks the shards' sizes."""
 
     def __init__(self, folder: str | Path, cache: str | None = None) -> None:
-        """`folder`: a path, also in a cache, or a URL. `cache`: data.cache.
+        """`folder`: a path, which may be in a cache, or a URL. `cache`: data.cache.
 
         Raises DataError when the folder is not complete, or cannot be read.
         """
@@ -136,19 +136,19 @@ class PreparedSet:
 
     @cached_property
     def kind(self) -> RowKind:
-        """Raises DataError: no class of this process has its format."""
+        """The kind of row in this folder. Raises DataError: no class of this process has the folder's format."""
         return kind_of(self.manifest, self.name)
 
     def split(self, name: Split) -> TokenStream:
         return TokenStream(self.folder, self.manifest.shards[name], self.dtype, self._cached)
 
     def fetch(self, names: Collection[str]) -> None:
-        """Download small files that the store has. Raises DataError."""
+        """Download small files of a folder in a store. Raises DataError."""
         if self._cached is not None:
             self._cached.fetch(names)
 
     def origins(self, split: Split) -> Origins:
-        """Raises DataError: the folder was prepared without origins."""
+        """Open the documents' origins. Raises DataError: the folder was prepared without them."""
         from llmtrain.data.origins import Origins  # no run reads them
 
         shards = self.manifest.shards[split]
@@ -156,7 +156,7 @@ class PreparedSet:
         return Origins(self.folder, shards)
 
     def shards_in_store(self, split: Split) -> list[tuple[str, str]]:
-        """(folder's URL, file) of each shard of a folder in a store."""
+        """Return (folder's URL, file) of each shard; empty if the folder is not in a store."""
         return [] if self._cached is None else [(self._cached.url, shard.file) for shard in self.manifest.shards[split]]
 
     def bytes_of(self, file: str) -> int:
@@ -180,7 +180,7 @@ class PreparedSet:
         return self.bytes_of(file)
 
     def sums(self, *, origins: bool = False) -> list[FileSum]:
-        """With `origins` also the documents' origins, which no run reads."""
+        """Return the files with checksums. `origins`: also the documents' origins, which no run reads."""
         found = [FileSum(self.tokenizer_dir / "tokenizer.json", self.manifest.tokenizer_fingerprint)]
         for shard in (shard for split in SPLITS for shard in self.manifest.shards[split]):
             path = self.folder / shard.file

@@ -14,18 +14,18 @@ from llmtrain.data.tokenize import Encoder
 from llmtrain.data.windows import ends_in
 
 _SHOWN_TOKENS = 2000
-"""Limit of shown tokens of one text: a document may be a book."""
+"""Most tokens of a text that are shown, because a document may be a book."""
 _READ_TOKENS = 4 << 20
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of one kind."""
+    """Neighbouring tokens that are alike: all counted or none, all text or one special token."""
 
     text: str
     counted: bool
     special: bool
-    """One token with a name, instead of text."""
+    """True if this is one special token, shown by its name."""
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ def rows_path(shard: Path) -> Path:
 
 
 class _Piece(NamedTuple):
-    """Tokens of one shard."""
+    """A range of tokens within one shard."""
 
     shard: int
     offset: int
-    """Place of the first one in the shard."""
+    """Number of its first token in the shard."""
     size: int
 
 
@@ -54,9 +54,9 @@ class TokenStream:
         self.tokens: int = self._starts[-1]
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) as an array [length] of the shards' dtype (a view if one shard holds them).
+        """Return tokens [start, start + length) as an array [length] of the shards' dtype, a view if one shard has all.
 
-        Raises DataError: the store does not give them.
+        Raises DataError: the store cannot be read.
         """
         parts = [self._read(piece) for piece in self._pieces(start, length)]
         if len(parts) == 1:
@@ -64,7 +64,10 @@ class TokenStream:
         return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
 
     def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Read missing parts of spans, (start, length) each, for `read` until the next call. Raises DataError."""
+        """Read the parts of spans (start, length) that are not on this host; `read` can use them until the next call.
+
+        Raises DataError.
+        """
         if self._cached is None:
             return
         unique = dict.fromkeys(piece for span in spans for piece in self._pieces(*span))
@@ -106,7 +109,7 @@ class TokenStream:
         return self._cached is None or self._paths[index].is_file()
 
     def counted(self, start: int, length: int) -> np.ndarray | None:
-        """Counted bits of tokens [start, start + length), bool [length]; None for texts, where all are counted."""
+        """Return which of tokens [start, start + length) count, bool [length]; None for texts, where all count."""
         if not self._rows:
             return None
         parts = [np.empty(0, dtype=bool)]
@@ -118,7 +121,7 @@ class TokenStream:
         return np.concatenate(parts)
 
     def row_lengths(self) -> np.ndarray:
-        """Tokens of each row, int64 [rows], for rows only. Raises DataError if they do not fit the stream."""
+        """Return the tokens of each row, int64 [rows]. Raises DataError if their sum is not the stream's length."""
         parts = [
             np.fromfile(rows_path(path), dtype="<u4", count=rows).astype(np.int64)
             for path, rows in zip(self._paths, self._rows, strict=True)
@@ -132,7 +135,7 @@ class TokenStream:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def entries(self, dtype: np.dtype) -> np.ndarray:
-        """The entry of each row, [rows]. `dtype`: `RowKind.entry`."""
+        """Return the entry of each row, [rows]. `dtype`: `RowKind.entry`."""
         sizes = np.diff(self._starts)
         parts = [
             np.fromfile(rows_path(path), dtype=dtype, count=rows, offset=4 * rows + (int(tokens) + 7) // 8)
@@ -141,7 +144,7 @@ class TokenStream:
         return np.concatenate([np.empty(0, dtype), *parts])
 
     def _map(self, index: int) -> np.ndarray | None:
-        """A shard's tokens; None: it is not on this host."""
+        """Return a shard's tokens, mapped into memory; None: the shard is not on this host."""
         mapped = self._maps[index]
         if mapped is None and self.is_here(index):
             shard = self._shards[index]

@@ -1,4 +1,4 @@
-"""Tokenizers at work: the encoder for corpora, and a byte-level BPE trained by `llmtrain prepare`."""
+"""The encoder that `llmtrain prepare` uses for texts, and the byte-level BPE that it can train."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _MOST_CHARACTERS = 1 << 20
-"""Limit on remembered pieces; with their ids about 25 MB."""
+"""Limit on the cached pieces of text in characters; with their ids about 25 MB."""
 
 _W = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # \s of the library: White_Space
 _SIGN = r"[\x00-\x08\x0e-\x1f!-/:-@\[-`{-\x7f]"  # ASCII that is neither letter, digit nor white space
@@ -63,20 +63,20 @@ _CUTS = {
     _LLAMA3.replace("DIGITS", "{1,3}"): _llama3("[0-9]{1,3}"),
     _LLAMA3.replace("DIGITS", ""): _llama3("[0-9]"),  # Qwen2, Qwen3
 }
-"""The cut for each pattern of the library."""
+"""Pattern of the tokenizers library -> pattern of `re` that cuts texts in the same way."""
 _BECOMES_ASCII = "\u037e\u1fef\u212a"
 """Characters that NFC turns into ;, ` and K, which may form an added token."""
 
 
 class Words:
-    """Encodes texts with a tokenizer whose cut `cut_of` knows."""
+    """Encodes texts faster than the library, for a tokenizer whose pattern `cut_of` knows."""
 
     def __init__(self, tokenizer: Tokenizer, cut: str, as_ids: Callable[[list[int]], np.ndarray]) -> None:
         """`as_ids`: converts ids to the stored type."""
         self._tokenizer, self._as_ids = tokenizer, as_ids
         self._pieces = re.compile(cut).findall
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
-        # Next to an added token the library begins again, and cuts white space differently.
+        # The library cuts white space next to an added token differently.
         either = "|".join([*map(re.escape, added), f"[{_BECOMES_ASCII}]"])
         self._begins_anew = re.compile(either).search if added else None
         self._dtype = as_ids([]).dtype
@@ -84,7 +84,7 @@ class Words:
         self._characters = 0
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each text, [tokens], equal to the library's."""
+        """Return the ids of each text, [tokens], the same as the library's."""
         anew = self._begins_anew
         cuts = [[text] if anew is not None and anew(text) else self._pieces(text) for text in texts]
         if self._characters > _MOST_CHARACTERS:
@@ -101,7 +101,7 @@ class Words:
 
 
 def cut_of(tokenizer: Tokenizer) -> str | None:
-    """The pattern of `re` that cuts as this tokenizer does; None if unknown."""
+    """Return the pattern of `re` that cuts texts as this tokenizer does; None: it is unknown."""
     if not all(token.content.isascii() for token in tokenizer.get_added_tokens_decoder().values() if not token.special):
         return None
     if _settings(tokenizer.normalizer) not in ({}, {"type": "NFC"}):
@@ -128,7 +128,7 @@ SEPARATOR = "<|endoftext|>"
 TURNS = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "tool"))
 """Tokens with which a chat template may begin a turn."""
 _NO_BYTES = ("\u00c0", "\u00c1", "\u00fe", "\u00ff")
-"""Byte-level BPE's characters for bytes that UTF-8 never uses (0xC0, 0xC1, 0xFE, 0xFF): no text has their tokens."""
+"""Characters of byte-level BPE for four bytes that UTF-8 never uses: tokens that no text has."""
 LEAST_VOCABULARY = 257
 """Size of the smallest byte-level BPE: a token for every byte, and the separator."""
 
@@ -136,7 +136,7 @@ LEAST_VOCABULARY = 257
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     """Train a byte-level BPE of exactly `vocab_size` tokens (separator included) and save it as a Hugging Face folder.
 
-    Four bytes that no text has get the tokens `TURNS`: so a model that was trained on text can be fine-tuned on
+    Four bytes that no text has become the tokens `TURNS`, so that a model trained on text can be fine-tuned on
     conversations without new tokens. The result depends only on the texts, not on the number of cores: merges are
     chosen by count, then by id. Raises DataError when the texts are too few for the vocabulary.
     """
@@ -174,7 +174,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
 
 
 def _with_turns(tokenizer: Any) -> Any:
-    """Copy of a tokenizer that has `TURNS` under the ids of bytes that no text has."""
+    """Return a copy of a tokenizer in which `TURNS` replace the four tokens of `_NO_BYTES`."""
     from tokenizers import AddedToken, Tokenizer
 
     values = json.loads(tokenizer.to_str())
@@ -188,10 +188,10 @@ def _with_turns(tokenizer: Any) -> Any:
 
 
 class Encoder:
-    """A tokenizer made safe for corpora: no truncation, no padding, and special tokens in a text stay text."""
+    """A tokenizer for corpora: it neither truncates nor pads, and a special token spelled in a text stays text."""
 
     def __init__(self, folder: Path, *, bare: bool = False) -> None:
-        """`bare`: documents are texts alone. Raises DataError when the folder is no usable tokenizer."""
+        """`bare`: add no special tokens to documents. Raises DataError when the folder has no usable tokenizer."""
         from tokenizers import Tokenizer
 
         path = require(folder)
@@ -220,20 +220,20 @@ class Encoder:
         """Ids of the special tokens, which have no text."""
         around = ([], []) if bare else special_tokens(path.read_bytes())
         self.begin, end = (as_ids(ids, self.vocab_size) for ids in around)
-        """Ids that the tokenizer's own encoding puts before a text, such as Llama's and Gemma's <bos>."""
+        """Ids that the tokenizer puts before a text, such as <bos> of Llama and Gemma."""
         self._end = end[:-1] if end[-1:].tolist() == [separator] else end
         cut = cut_of(self._tokenizer)
         self._words = cut and Words(self._tokenizer, cut, partial(as_ids, vocab_size=self.vocab_size))
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids [tokens] of each text, in `self.dtype`, without special tokens."""
+        """Return the ids of each text, [tokens] in `self.dtype`, without special tokens."""
         if self._words:
             return self._words.encode(texts)
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [as_ids(encoding.ids, self.vocab_size) for encoding in encodings]
 
     def document(self, ids: np.ndarray) -> np.ndarray:
-        """A text's ids as a document: what the tokenizer's own encoding makes of the text, without the separator."""
+        """Add the special tokens that the tokenizer puts around a text, except the separator."""
         return np.concatenate((self.begin, ids, self._end)) if len(self.begin) or len(self._end) else ids
 
     def id_of(self, token: str) -> int | None:
@@ -244,12 +244,12 @@ class Encoder:
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """uint16 while every id fits in it, else uint32 (little-endian both)."""
+    """Return uint16 if every id fits, else uint32; both little-endian."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def as_ids(ids: list[int], vocab_size: int) -> np.ndarray:
-    """`ids` in the shards' dtype. DataError for an id outside [0, vocab_size)."""
+    """Return the ids in the shards' dtype. Raises DataError: an id is outside [0, vocab_size)."""
     array = np.array(ids, dtype=np.int64)
     if len(array) and not (array.min() >= 0 and array.max() < vocab_size):
         wrong = int(array.max() if array.max() >= vocab_size else array.min())

@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face tokenizer: its files, named tokens and chat templates, and tokens' lengths in bytes."""
+"""Read a Hugging Face tokenizer's folder: files, named tokens, chat templates, and the bytes of each token."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def write_folder(folder: Path, write: Any) -> None:
 
 
 _GROWTH = 1000
-"""Most characters that a tokenizer may make of one; Unicode's normal forms make 18."""
+"""Most characters that a tokenizer may make from one character; Unicode's normal forms make 18."""
 
 
 def refuse_unsafe(folder: Path) -> None:
-    """Refuse a tokenizer that loads code, or that makes endless text of a short one. Raises DataError."""
+    """Raise DataError for a tokenizer that loads code, or that makes a very long text from a short one."""
     path = folder / "tokenizer_config.json"
     try:
         key = untrusted.names_code(untrusted.loads(path.read_bytes())) if path.is_file() else None
@@ -130,12 +130,12 @@ def require(folder: Path) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash of tokenizer.json: equal files give equal tokens."""
+    """Return a hash of tokenizer.json, which decides the ids of a text."""
     return xxhash.xxh3_128_hexdigest(require(folder).read_bytes())
 
 
 def named_token(folder: Path, role: str) -> str | None:
-    """A tokenizer's special token. `role`: bos_token, eos_token, pad_token, ...; None if it names none.
+    """Return the tokenizer's special token for `role`, such as eos_token; None: it names none.
 
     Raises DataError when a file that may name the token cannot be read.
     """
@@ -155,7 +155,7 @@ def named_token(folder: Path, role: str) -> str | None:
 
 
 def chat_template(folder: Path, file: str | None) -> str:
-    """The template in `file`, or the folder's own templates. Raises DataError when there is none."""
+    """Return the template in `file`, or else the folder's own. Raises DataError when there is none."""
     path = folder / _TEMPLATE if file is None else Path(file)
     try:
         if file is not None:
@@ -178,8 +178,10 @@ def chat_template(folder: Path, file: str | None) -> str:
 
 
 def stop_tokens(folder: Path, named: tuple[str, ...]) -> tuple[str, ...]:
-    """Tokens where generation stops: the tokenizer's eos_token, each eos_token_id in the folder's model configurations,
-    and `named`. Raises DataError when a file cannot be read."""
+    """Return the tokens at which generation stops: eos_token, each eos_token_id of the model's configurations, `named`.
+
+    Raises DataError when a file cannot be read.
+    """
     from tokenizers import Tokenizer
 
     tokens = [separator_token(folder)]
@@ -195,8 +197,7 @@ def stop_tokens(folder: Path, named: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def surrounds(folder: Path) -> bool:
-    """Return True if the tokenizer's own encoding puts tokens around a text, other than a separator at the end. Raises
-    DataError."""
+    """Return True if the tokenizer puts tokens around a text, other than a separator at the end. Raises DataError."""
     from tokenizers import Tokenizer
 
     from llmtrain.config.encoding import special_tokens  # a run encodes nothing
@@ -209,7 +210,7 @@ def surrounds(folder: Path) -> bool:
 
 
 def separator_token(folder: Path) -> str:
-    """The tokenizer's eos_token. Raises DataError when it names none."""
+    """Return the tokenizer's eos_token. Raises DataError: it names none."""
     token = named_token(folder, "eos_token")
     if token is None:
         raise DataError(
@@ -223,10 +224,10 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def byte_lengths(tokenizer_dir: Path, vocab_size: int) -> np.ndarray:
-    """Bytes by token id, int64 [vocab_size]: their sum over a text's tokens is the text's length in UTF-8.
+    """Return the bytes of each token, int64 [vocab_size]: summed over a text's tokens, the text's length in UTF-8.
 
-    Special tokens have no text: 0. Part of a character counts as its bytes. If a decoder joins tokens with spaces, a
-    token includes the space before it. Raises DataError: no tokenizer can be read.
+    Special tokens have 0, and a part of a character the bytes that it stands for. If a decoder joins tokens with
+    spaces, a token includes the space before it. Raises DataError: the tokenizer cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -257,7 +258,7 @@ def _length_of(tokenizer: Tokenizer) -> Any:
     def length(token: str) -> int:
         if "ByteFallback" in kinds and _BYTE.fullmatch(token):
             return 1
-        # Decode it after itself: decoders drop a space at a text's beginning.
+        # Decode the token twice in a row and count the second one: decoders drop a space at a text's beginning.
         return len(decoder.decode([token, token]).encode()) - len(decoder.decode([token]).encode())
 
     return length

@@ -1,5 +1,7 @@
-"""The documents that a step of a run has read, and the steps that have read a document: from the order of a run's
-sequences (stream/order.py), the origin of each document (origins.py), and events.jsonl."""
+"""Find the documents that a step of a run has read, and the steps that have read a document.
+
+Both follow from the order of the run's sequences (stream/order.py), the documents' origins and events.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from llmtrain.data.tokenize import Encoder
 from llmtrain.tracking.local import read_rows
 
 _QUOTED_TOKENS = 24
-"""Limit of shown tokens of a document."""
+"""Most tokens of a document that are shown."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,10 @@ class Span:
     after: int
     """Number of steps that were done before the first step of the span."""
     until: int | None
-    """Number of steps that were done after its last step; None: it is the run's last span so far. This is the
-    next span's `after`, unless a part of the run has moved its position."""
+    """Number of steps that were done after its last step; None: the span is the run's last one so far. The next span's
+    `after` is the same number, unless a part of the run has moved the run's position."""
     next: int
-    """First sequence of its first step."""
+    """First sequence of the span's first step."""
     event: dict[str, Any]
 
     @property
@@ -51,11 +53,11 @@ class Span:
         return list(read_saved(DataConfig, self.event["data"]).folders)
 
     def leaves_out(self, data: TrainData, step: int, index: int) -> bool:
-        """Return True if a step has read a sequence and counted no token of it."""
+        """Return True if a step read a sequence but counted none of its tokens."""
         return step in (self.event["data"].get("skip_steps") or ()) or data.place_of(index) in data.excluded
 
     def data(self) -> TrainData:
-        """Open the data. Raises DataError: it is missing, or is not the data that the run has read."""
+        """Open the data of the span. Raises DataError: it is missing, or has changed since the run read it."""
         data = TrainData(read_saved(DataConfig, self.event["data"]))
         if data.fingerprint != self.event["fingerprint"]:
             raise DataError(
@@ -66,14 +68,16 @@ class Span:
 
 
 def spans(run: Path) -> list[Span]:
-    """Return the run's data in the order of its steps, the last reading of a repeated step. Raises DataError: the
-    folder has no record."""
+    """Return the run's spans in the order of its steps; a step that was repeated is in the span that read it last.
+
+    Raises DataError: the run's folder has no record of its data.
+    """
     rows, _ = read_rows(run / "events.jsonl")
     found: list[Span] = []
     try:
         for row in rows:
             if row.get("kind") == "reads":
-                event = {**(found[-1].event if found else {}), **row}  # an event with a place only keeps the data
+                event = {**(found[-1].event if found else {}), **row}  # an event may name only a position
             elif row.get("kind") == "shares" and found:
                 event = {**found[-1].event, "shares": row["after"], "next": found[-1].sequence_at(int(row["step"]))}
             else:
@@ -97,7 +101,7 @@ def spans(run: Path) -> list[Span]:
 
 
 def sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
-    """Yield the sequences of a step, numbered from 1, or those of a rank's data-parallel group. Raises DataError."""
+    """Yield the sequences of a step (steps begin at 1), or only those that a rank reads. Raises DataError."""
     first = span.sequence_at(step - 1)
     if rank is None:
         yield from range(first, first + span.batch)
@@ -113,7 +117,7 @@ def sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
 
 
 def documents_of(span: Span, index: int) -> list[str]:
-    """Return lines on the documents of a sequence. Raises DataError."""
+    """Return the lines that describe the documents of a sequence. Raises DataError."""
     data = span.data()
     member, window = data.place_of(index)
     origins = data.windows_of(member).origins(window, data.origins_of(member))
@@ -128,7 +132,7 @@ def shown_origin(data: TrainData, member: int, origin: Origin) -> str:
 
 
 class Where:
-    """One prepared folder in the order of a run."""
+    """Finds documents of one prepared folder in the steps of a run, and steps with a document."""
 
     def __init__(self, folder: str, run: Path) -> None:
         """Raises DataError."""
@@ -137,7 +141,7 @@ class Where:
         self._opened: dict[str, TrainData] = {}
 
     def _data(self, span: Span) -> tuple[TrainData, int] | None:
-        """Return the span's data, and this folder's place among its sets; None: it is none of them."""
+        """Return the span's data and the number of this folder in its mixture; None: the span does not read it."""
         key = str(span.event["fingerprint"])
         if key not in self._opened:
             self._opened[key] = span.data()
@@ -148,8 +152,8 @@ class Where:
         return (data, same[0]) if same else None
 
     def at_step(self, step: int, rank: int | None) -> Iterator[str]:
-        """Yield lines on the documents of a step. Raises DataError: the run has no such step yet, or read other data
-        there."""
+        """Yield the lines that describe a step's documents. Raises DataError: the run has not done this step, or read
+        other data in it."""
         span = next((each for each in self._spans if each.after < step <= (each.until or step)), None)
         if span is None and step <= (first := self._spans[0].after):
             raise DataError(f"--step {step}: the run's steps are numbered from {first + 1}")
@@ -175,7 +179,7 @@ class Where:
                 yield f"  {shown_origin(data, member, origin)}"
 
     def of_source(self, file: str, record: int) -> Iterator[str]:
-        """Yield lines on the steps that have read a record's documents. Raises DataError: there are none."""
+        """Yield a line for each step that read a document of the record. Raises DataError: it has no document."""
         first = next((found for span in self._spans if (found := self._data(span)) is not None), None)
         if first is None:
             raise DataError(f"{self._folder}: the run {self._run} has not read it")
@@ -199,7 +203,7 @@ class Where:
                 yield f"  left out of step {', '.join(left_out)} (data.exclude, data.skip_steps)"
 
     def _steps(self, origin: Origin) -> Iterator[tuple[int, bool]]:
-        """Yield steps with the document, and whether they leave it out."""
+        """Yield (step, whether it left the document out) for each step that read the document."""
         last = last_step(self._run)
         for span in self._spans:
             if (found := self._data(span)) is None:

@@ -14,7 +14,7 @@ IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's defa
 
 
 def ends_in(tokens: np.ndarray, separator_id: int, doubled: bool) -> np.ndarray:
-    """bool [..., T] of T + 1 tokens: a document ends there. `doubled`: documents begin with the separator, too."""
+    """Return where documents end, bool [..., T], in T + 1 tokens. `doubled`: documents also begin with a separator."""
     ends: np.ndarray = tokens[..., :-1] == separator_id
     return ends & (tokens[..., 1:] == separator_id) if doubled else ends
 
@@ -22,9 +22,9 @@ def ends_in(tokens: np.ndarray, separator_id: int, doubled: bool) -> np.ndarray:
 def labels_of(
     tokens: np.ndarray, separator_id: int, mask_document_starts: bool, doubled: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, labels), int64 [T] each, of T + 1 tokens. `doubled`: see `ends_in`.
+    """Return (inputs, labels), int64 [T] each, of T + 1 tokens. `doubled`: see `ends_in`.
 
-    With `mask_document_starts` the label after a separator is -100: no token predicts a document's first one.
+    With `mask_document_starts` the label after a separator is -100, because no token predicts a document's first one.
     """
     inputs = tokens[:-1].astype(np.int64)
     labels = tokens[1:].astype(np.int64)
@@ -34,7 +34,7 @@ def labels_of(
 
 
 def positions_of(inputs: np.ndarray, separator_id: int, doubled: bool = False) -> np.ndarray:
-    """int64 [b, T]: each token's position in its document, from 0 at the start and after every document's end."""
+    """Return each token's position in its document, int64 [b, T]: 0 at the start and after each document's end."""
     index = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int64), inputs.shape)
     begins = np.zeros_like(inputs)
     begins[:, 1:] = np.where(ends_in(inputs, separator_id, doubled), index[:, 1:], 0)
@@ -47,17 +47,17 @@ class Window:
 
     inputs: np.ndarray
     labels: np.ndarray
-    """-100 is not counted."""
+    """Label of each token; -100 is not counted."""
     positions: np.ndarray | None
     """Each token's position in its document; None: the sequence is one text."""
     by_token: dict[str, np.ndarray] = field(default_factory=dict)
-    """Numbers of another model for each label, [T, ...]; 0 if it is not counted. Of a teacher's column "words", int64
-    [T, k]: the likeliest ones; "logs", fp32 [T, k + 1]: their log-probabilities, and all other words' mass."""
+    """Values of another model for each label, [T, ...]; 0 where it is not counted. From a teacher: "words", int64
+    [T, k], the k likeliest tokens; "logs", fp32 [T, k + 1], their log-probabilities and that of all others."""
 
     def emptied(self, separator_id: int) -> Self:
-        """Return a sequence of separators with the same shapes, without a counted token or an answer.
+        """Return a sequence of the same shapes that holds only separators, without a counted token or an answer.
 
-        The model reads these tokens, and the balancing loss of experts counts them, instead of the excluded ones.
+        The model reads it in place of an excluded sequence, and the balancing loss of experts counts its tokens.
         """
         return replace(
             self,
@@ -73,13 +73,14 @@ class AnswerWindow(Window):
     """A sequence whose first documents are answers that an objective compares."""
 
     rows: np.ndarray
-    """Rows of the split that are these documents, int64 [A]; those of one record follow each other."""
+    """Number of each answer's row in the split, int64 [A]; the answers of one record follow each other."""
     reference: np.ndarray | None = None
-    """Their log-probabilities under the reference, fp32 [A], if the run has one."""
+    """Log-probability of each answer under the reference, fp32 [A], if the run has a reference."""
     facts: dict[str, np.ndarray] = field(default_factory=dict)
-    """What the kind knows of each answer, [A, ...], by name."""
+    """Further values of each answer by name, [A, ...], such as its label; the kind of row defines them."""
     mismatched: AnswerWindow | None = None
-    """The prompts, each with the answer to another one, of a kind that has them. Their rows come after the split's."""
+    """The same prompts, each with the answer to another prompt, for kinds of row that need them. Their row numbers
+    follow those of the split."""
 
     def emptied(self, separator_id: int) -> Self:
         return replace(

@@ -28,7 +28,7 @@ _CONVERSATION = {*_LISTS, "completion", "instruction", "output"}
 """Fields that hold messages."""
 _MEDIA = ("images", "image", "videos", "audios")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of an answer's thoughts. transformers copies the text under one key to templates that read another."""
+"""Keys of an answer's thoughts. The text under one key is given to templates that read another one, too."""
 _READ = frozenset(
     (*_LISTS, *_MEDIA, "tools", "documents", "chat_template_kwargs", "system", "prompt", "completion", "instruction",
      "input", "output", "history", "chosen", "rejected", "label")
@@ -49,7 +49,7 @@ class RepeatedError(ValueError):
 
 
 def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json's object_pairs_hook: Python would keep the last value of a key and lose the others.
+    """For json's object_pairs_hook: refuse repeated keys, of which Python would keep only the last value.
 
     Raises: RepeatedError.
     """
@@ -62,20 +62,20 @@ def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Input of a template, and the turns to learn."""
+    """What a chat template renders, and which of its messages are trained on."""
 
     messages: list[dict[str, Any]]
-    """role and content (a string); of an assistant also thoughts (the same under reasoning_content and thinking) and
-    tool_calls, with arguments as objects."""
+    """Messages with role and content (a string). An assistant's may have thoughts (the same text under
+    reasoning_content and thinking) and tool_calls, whose arguments are objects."""
     tools: list[dict[str, Any]] | None
     turns: list[int]
-    """Places of the assistant's messages that may count, ascending, without the prompt's and those with weight 0."""
+    """Numbers of the assistant's messages that may count, ascending: none of the prompt, and none with weight 0."""
     variables: dict[str, Any] = field(default_factory=dict)
     """Variables of the template that the record sets: chat_template_kwargs, and documents."""
     unread: frozenset[str] = frozenset()
-    """Fields with text that no form reads."""
+    """Fields of the record with text that was not used."""
     argument_texts: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Arguments that the record gives as text, by the places of the message and of its call."""
+    """Arguments that the record gives as text, by (number of the message, number of its tool call)."""
 
     def with_parts(self) -> Conversation:
         return replace(
@@ -87,7 +87,7 @@ class Conversation:
         return text or json.dumps(call["function"]["arguments"], ensure_ascii=False)
 
     def with_argument_texts(self) -> Conversation:
-        """Return the conversation with all arguments as text; text of the record is unchanged."""
+        """Return the conversation with all arguments as text; those that were text in the record are unchanged."""
         messages = []
         for place, message in enumerate(self.messages):
             calls = [
@@ -113,7 +113,7 @@ def conversation_of(
     """Check the messages of a record; the first `prompt` messages are not trained on. Raises: RefusedError.
 
     Args:
-        names: of fields that the caller reads.
+        names: fields of the record that the caller has read.
         asks: the record is a prompt without an answer.
     """
     raw = [_object(message, place) for place, message in enumerate(raw)]
@@ -166,7 +166,7 @@ def _documents(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def template_variables(given: Any, what: str) -> dict[str, Any]:
-    """Parse chat_template_kwargs: an object, or its JSON. `what`: its name for messages. Raises: RefusedError."""
+    """Parse chat_template_kwargs, an object or JSON. `what`: where they are from, for messages. Raises RefusedError."""
     given = _parsed(given, what) if given else {}
     if not isinstance(given, dict):
         raise RefusedError(f"{what} is {_kind(given)}, not an object")
@@ -176,7 +176,7 @@ def template_variables(given: Any, what: str) -> dict[str, Any]:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every string in a value, keys of objects included."""
+    """Yield every string in a value, also the keys of its objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -192,7 +192,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def answer_of(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The messages of an answer: a text, a message or several, in a field. Raises: RefusedError."""
+    """Return the messages of the answer in a field: a text, a message or several. Raises RefusedError."""
     given = record.get(name)
     if isinstance(given, str):
         return [{"role": "assistant", "content": given}]
@@ -206,7 +206,7 @@ def answer_of(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def prompt_of(record: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    """The messages before the answers, if the record has a field for them. Raises: RefusedError."""
+    """Return the messages before the answers; none if the record has no field for them. Raises RefusedError."""
     given: Any = next((record[name] for name in (field, "prompt", *_LISTS) if record.get(name) is not None), [])
     if not given and record.get("instruction") is not None:
         return _from_alpaca({**record, "output": None})[:-1]
@@ -218,7 +218,7 @@ def prompt_of(record: dict[str, Any], field: str) -> list[dict[str, Any]]:
 
 
 def messages_of(record: dict[str, Any], field: str) -> tuple[list[Any], int]:
-    """(messages with transformers' roles, number of prompt messages). Raises: RefusedError."""
+    """Return messages with transformers' roles, and how many of them are the prompt. Raises RefusedError."""
     for name in (field, *_LISTS):
         if record.get(name) is not None:
             messages = record[name]

@@ -37,19 +37,19 @@ _BEYOND_BOUNDS = 3
 
 @dataclass
 class _Growing:
-    """A row while turns are added. `text` is the text of `ids`, with marks; it ends with the stop token `end`."""
+    """A row to which turns are added. `text` is the text of `ids` with marks, and ends with the stop token `end`."""
 
     text: str
     ids: list[int]
     counted: list[bool]
     end: str
     joins: bool = False
-    """`text`, encoded at once, has other ids, as the next prompt has: the answer's beginning joins its prompt."""
+    """True if `text` encoded as one has other ids, because the answer's beginning merges with the prompt's end."""
 
 
 class ChatEncoder:
-    """Makes rows of conversations with a tokenizer and its template, for one worker. A template that takes too much
-    time or memory, again and again, ends it with a DataError."""
+    """Encodes conversations as rows, for one worker. Raises DataError if renderings take too much time or memory again
+    and again."""
 
     def __init__(self, folder: Path, options: RowOptions) -> None:
         """Raises DataError when transformers cannot load the tokenizer or does not know a stop token."""
@@ -79,18 +79,21 @@ class ChatEncoder:
         self._control = {True: _any_of(special), False: _any_of(special | written)}
         self._bos = self._tokenizer.bos_token_id
         one = self._ids("x")
-        # For tokenizers that put a space before a text: encode a continuation after a text that it does not join.
+        # For tokenizers that put a space before a text: a continuation is encoded after this text and does not merge.
         before = () if self._backend.decode(one + one) == "xx" else ("\n", "\0", "\t")
         self._breaks = [(text, self._ids(text)) for text in before]
         self._check_variables(folder)
         self.unread: set[str] = set()
-        """Fields with text that no form reads, of the records so far."""
+        """Fields with text that was not used, of the records so far."""
         self.too_long = 0
-        """Rows so far that were cut or split."""
+        """Number of rows so far that were cut or split."""
         self.vocab_size = max(max(self._backend.get_vocab(with_added_tokens=True).values()) + 1, len(self._tokenizer))
 
     def _check_variables(self, folder: Path) -> None:
-        """Raises DataError: the template does not read a variable of the options."""
+        """Check that the template reads every name of --chat-template-kwargs.
+
+        Raises DataError: it does not read one, or it cannot be rendered.
+        """
         if not self._options.variables:
             return
         try:
@@ -114,7 +117,7 @@ class ChatEncoder:
         return record_of(text)
 
     def row_of(self, given: Conversation, name: str) -> Row:
-        """The single row of an answer, of any size. `name`: of the answer, for messages. Raises RefusedError."""
+        """Return the row of an answer, of any length. `name`: the answer's name for messages. Raises RefusedError."""
         rows = self._encoded(given)
         if len(rows) > 1:
             raise RefusedError(
@@ -124,11 +127,11 @@ class ChatEncoder:
         return self._row(rows[0])
 
     def rows_of(self, given: Conversation) -> list[Row]:
-        """The rows of a conversation, as `max_tokens` and `too_long` say. Raises RefusedError."""
+        """Return the rows of a conversation; `max_tokens` and `too_long` decide on long ones. Raises RefusedError."""
         return [part for row in self._encoded(given) for part in self._sized(self._row(row))]
 
     def _as_texts(self, given: Conversation) -> Conversation:
-        """Fit the conversation to the template, and mark spelled control tokens. Raises: RefusedError."""
+        """Fit the conversation to the template, and mark control tokens that its texts spell. Raises RefusedError."""
         self.unread |= given.unread
         if given.variables and (lacking := sorted(given.variables.keys() - self._read(given))):
             raise RefusedError(f"the record sets {lacking[0]!r} for the template, which does not read it")
@@ -153,7 +156,7 @@ class ChatEncoder:
             raise self._failed(error) from error
 
     def prompt_of(self, given: Conversation) -> list[Row]:
-        """The row of a prompt without an answer. Raises RefusedError."""
+        """Return the row of a prompt without an answer. Raises RefusedError."""
         given = self._as_texts(given)
         until = len(given.messages)
         marked = Marked(given, until, self._source(given))
@@ -204,7 +207,7 @@ class ChatEncoder:
             raise self._failed(error) from error
 
     def _render_all(self, wanted: list[Wanted]) -> list[Rendered | RenderError]:
-        """Raises DataError: too many renderings so far were beyond the bounds."""
+        """Render the wanted messages. Raises DataError: too many renderings so far were beyond the bounds."""
         found = self._template.render(wanted)
         if beyond := [each for each in found if isinstance(each, BoundsError)]:
             self._beyond_bounds += 1
@@ -216,7 +219,7 @@ class ChatEncoder:
         return found
 
     def _text_of(self, found: Rendered | RenderError) -> str:
-        """Raises RefusedError: the rendering failed."""
+        """Return the rendered text. Raises RefusedError: the rendering failed."""
         if isinstance(found, RenderError):
             raise self._failed(found)
         return found.text
@@ -313,7 +316,7 @@ class ChatEncoder:
         row.text, row.ids, row.end, row.joins = text, ids, end, joins
 
     def _answer(self, rest: str, turn: int) -> tuple[str, str]:
-        """(the answer including the token where generation stops, that token) in the text after the prompt."""
+        """Return the answer with its stop token, and the stop token, from the text after the prompt."""
         found = sorted((place, -len(token), token) for token in self._stops if (place := rest.find(token)) >= 0)
         if not found:
             raise RefusedError(
@@ -330,9 +333,9 @@ class ChatEncoder:
         return rest[:end], token
 
     def _stop_after(self, given: Conversation, turn: int) -> str:
-        """The token with which the template begins the next message, if generation stops there (GLM-4).
+        """Return the token with which the template begins the next message, if it is a stop token (GLM-4); else "".
 
-        A next message may remove the answer's thoughts (GLM-4.5), so an answer without thoughts is rendered too.
+        A next message may remove the answer's thoughts (GLM-4.5), so the answer is also rendered without thoughts.
         """
         message = given.messages[turn]
 
@@ -358,7 +361,7 @@ class ChatEncoder:
         return ""
 
     def _check_ids(self, new: list[int], text: str, counted: list[int], answer: str, turn: int) -> None:
-        """Check that the new ids decode to the new text, and the counted ones to the answer with its stop token."""
+        """Check that new ids decode to the new text, and counted ids to the answer with its stop token."""
         if not counted or counted[-1] not in self._stops.values():
             raise RefusedError(
                 f"message {turn}: {plain(answer)[-20:]!r} does not end with a token where generation stops"
@@ -373,7 +376,7 @@ class ChatEncoder:
             raise RefusedError(f"message {turn}: the tokenizer changes the text: {_differs(found, text)}")
 
     def _loose(self, text: str) -> str:
-        """The text without white space next to control tokens, and with one space for any other."""
+        """Return the text without white space next to control tokens, and with one space for other white space."""
         return "\n".join(" ".join(part.split()) for part in self._added.split(text))
 
     def _row(self, row: _Growing) -> Row:
@@ -387,7 +390,7 @@ class ChatEncoder:
         return Row(ids, counted)
 
     def _sized(self, row: Row) -> list[Row]:
-        """The row, or parts of it."""
+        """Return the row, or parts of it if it is too long."""
         ids, counted, limit, how = row.ids, row.counted, self._options.max_tokens, self._options.too_long
         if limit is None or len(ids) <= limit:
             return [row]
@@ -414,7 +417,7 @@ def _any_of(tokens: set[str]) -> re.Pattern[str]:
 
 
 def _composed(text: str) -> str:
-    """NFKC of a text: a tokenizer may normalize, which is no difference."""
+    """Return the NFKC form of a text, because a tokenizer's normalization does not count as a difference."""
     return unicodedata.normalize("NFKC", text)
 
 
@@ -434,7 +437,7 @@ def _differs(found: str, wanted: str) -> str:
 
 
 NAME = SAMPLE
-"""File in the prepared folder, one object a line: `record` (JSON), `row` (its first of train), `rows` (number)."""
+"""File in the prepared folder with one object a line: `record` (JSON), `row` (number of its first row), `rows`."""
 CONVERSATIONS = 100
 """Largest number of kept conversations."""
 _LONGEST = 16 << 10
@@ -443,7 +446,7 @@ _LONGEST = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A record and its rows in the train split."""
+    """A record and where its rows are in the train split."""
 
     record: str
     row: int
@@ -451,14 +454,14 @@ class Kept:
 
 
 def kept(text: str, rows: list[Row], first: int) -> Kept | None:
-    """The sample's entry for a record with rows from `first` on; None if the record or a row was too long."""
+    """Return the entry for a record whose rows begin at number `first`; None if the record or a row is too long."""
     if len(text) > _LONGEST or not all(row.whole for row in rows):
         return None
     return Kept(text, first, len(rows))
 
 
 def write_sample(folder: Path, samples: list[list[Kept]], rows: list[int]) -> None:
-    """`samples`, `rows`: the kept records and the number of rows of each shard for training."""
+    """Write the file of kept records. `samples`, `rows`: kept records and number of rows of each training shard."""
     found = [
         replace(entry, row=entry.row + before)
         for sample, before in zip(samples, accumulate(rows, initial=0), strict=False)
@@ -469,7 +472,7 @@ def write_sample(folder: Path, samples: list[list[Kept]], rows: list[int]) -> No
 
 
 def read_sample(folder: Path) -> Iterator[Kept]:
-    """Read the file of `write_sample`. Raises DataError: it is malformed."""
+    """Read the kept records from the file of `write_sample`. Raises DataError: it is malformed."""
     path = folder / NAME
     try:
         for line in path.read_text().splitlines():

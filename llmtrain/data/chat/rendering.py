@@ -1,9 +1,9 @@
 """Renders foreign chat templates with transformers in a separate process with bounds on time, memory and output.
 
-A template is a program: nested ranges, huge products and formats hang, or take 10 GB. Each process that renders has one
-such child, which ends with it; a rendering beyond its bounds ends the child, and the next one starts another. The clock
-that templates read (`strftime_now`) shows the moment of the data's preparation: a run that crosses midnight, and an
-export days later, render the prompts that were trained.
+A template is a program: nested loops, huge products and formats can hang it, or take 10 GB. Each process that renders
+has one such child process. A rendering that exceeds its bounds ends the child, and the next rendering starts another.
+The clock that templates read (`strftime_now`) shows the time of the data's preparation, so that a run that crosses
+midnight and an export days later render the prompts that were trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llmtrain.base.child import Child, Parent, of_module
 from llmtrain.data.chat.conversation import Conversation
 
 CPU_SECONDS = 10
-"""Processor time limit of one rendering. Real templates take about a millisecond."""
+"""Limit of processor time for one rendering. Real templates take about a millisecond."""
 MEMORY_MIB = 1024
 """Memory limit of the rendering process, beyond its memory before it renders."""
 CHARACTERS = 64 << 20
@@ -40,7 +40,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class RenderError(ValueError):
-    """A template gives no text. The message escapes control characters of the template."""
+    """A template failed to render. Control characters are escaped in the message."""
 
 
 class BoundsError(RenderError):
@@ -51,14 +51,14 @@ class BoundsError(RenderError):
 class Rendered:
     text: str
     spans: list[tuple[int, int]] | None
-    """Character ranges that `{% generation %}` encloses; None: not asked for, or the template has none."""
+    """Character ranges that `{% generation %}` encloses; None: they were not asked for, or there are none."""
     dated: bool
-    """The template has read the clock."""
+    """True if the template has read the clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The first `until` messages, with the generation prompt or without."""
+    """A rendering to make: of the first `until` messages, with or without the generation prompt."""
 
     given: Conversation
     until: int
@@ -72,24 +72,24 @@ class Template:
         self, tokenizer: Any, *, moment: str | None = None, variables: Mapping[str, Any] | None = None
     ) -> None:
         """Args:
-        moment: time that the clock shows, ISO 8601 in local time; None: the present.
-        variables: chat_template_kwargs of all conversations; a conversation's own override them.
+        moment: time that the template's clock shows, ISO 8601 in local time; None: the present.
+        variables: chat_template_kwargs of all conversations; those of a conversation override them.
         """
         self._tokenizer, self._moment, self._variables = tokenizer, moment, dict(variables or {})
         self._read: dict[str, frozenset[str]] = {}
         self._parts: dict[str, bool] = {}
         self.dated = False
-        """A rendering so far has read the clock."""
+        """True if a rendering so far has read the clock."""
 
     def source(self, tools: list[dict[str, Any]] | None) -> str:
-        """The template for a conversation. Raises RenderError: there is none."""
+        """Return the template's text for a conversation with these tools. Raises RenderError: there is no template."""
         try:
             return str(self._tokenizer.get_chat_template(tools=tools))
         except ValueError as error:
             raise RenderError(untrusted.first_line(error, 200)) from error
 
     def read(self, tools: list[dict[str, Any]] | None) -> frozenset[str]:
-        """Names of the variables that the template reads. Raises RenderError: it is no template."""
+        """Return the names of the variables that the template reads. Raises RenderError: it cannot be parsed."""
         source = self.source(tools)
         if source not in self._read:
             (found,) = _PROCESS.ask([{"read": source}])
@@ -116,7 +116,7 @@ class Template:
         return found.text
 
     def ids(self, given: Conversation, until: int, *, prompt: bool) -> list[int]:
-        """Token ids of one rendering, as `apply_chat_template` gives them. Raises RenderError."""
+        """Return the ids of one rendering, as `apply_chat_template` gives them. Raises RenderError."""
         text = self.text(given, until, prompt=prompt)
         found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
@@ -124,9 +124,9 @@ class Template:
     def fitted(self, given: Conversation) -> Conversation:
         """Return the conversation with contents and call arguments in the template's form.
 
-        Contents are texts, or lists of parts if the template writes only those (models with vision). Arguments are
-        objects, or OpenAI's texts if the template fails on objects (DeepSeek V3 joins texts) or would write them as
-        Python does. Raises RenderError: there is no template.
+        Contents are texts, or lists of parts if the template renders nothing else (models with vision). Arguments are
+        objects, or JSON texts as in OpenAI's format if the template fails on objects (DeepSeek V3) or would write them
+        in Python's notation. Raises RenderError: there is no template.
         """
         if self._takes_parts(given.tools):
             given = given.with_parts()
@@ -170,7 +170,7 @@ class Template:
 
 
 class _Process:
-    """The child that renders; the first request starts it."""
+    """The child process that renders; the first request starts it."""
 
     def __init__(self) -> None:
         self._child: Child | None = None
@@ -179,7 +179,7 @@ class _Process:
         self._lock = threading.Lock()
 
     def ask(self, requests: list[dict[str, Any]]) -> list[dict[str, Any] | RenderError]:
-        """After a request beyond the bounds, the others get its error too."""
+        """Render the requests. After one that exceeds the bounds, all later requests get its error."""
         found: list[dict[str, Any] | RenderError] = []
         with self._lock:
             try:
@@ -206,8 +206,8 @@ class _Process:
         return self._child
 
     def _message(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
-        """One message, so that the child has read all requests before its first answer: else both ends could wait for
-        the other to read. Each template's text is sent once."""
+        """Return all requests as one message. The child reads it whole before its first answer; otherwise both
+        processes could wait for each other to read. Each template's text is sent once."""
         before, numbered = len(self._known), list[dict[str, Any]]()
         for request in requests:
             sources = {key: request[key] for key in ("template", "read") if key in request}
@@ -228,7 +228,7 @@ class _Process:
 
 
 def _answers(child: Child, count: int) -> Iterator[dict[str, Any]]:
-    """Raises BoundsError: the child is too slow or has died."""
+    """Yield `count` answers of the child. Raises BoundsError: it is too slow or has died."""
     with selectors.DefaultSelector() as selector:
         selector.register(child, selectors.EVENT_READ)
         while count:

@@ -1,7 +1,7 @@
-"""Check that a chat template writes all texts of the messages: an omitted text would be lost in silence.
+"""Check that a chat template renders every text of the messages, because an omitted text would be lost silently.
 
-A template may spell a text in any way: trimmed, as JSON, as Python, escaped. The text must be in a server's prompt, or
-in the answer that the model must generate.
+A template may write a text trimmed, as JSON, in Python's notation or escaped. Each text must be in the prompt that a
+server would render, or in the answer that the model must generate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmtrain.data.chat.conversation import THOUGHTS, Conversation, name_of, str
 from llmtrain.data.row import RefusedError
 
 SPLIT = "\U000f0002"
-"""A private-use character within a control token's text in a message: the two halves are encoded apart, as text."""
+"""A private-use character that is put into a control token spelled in a message, so that it is encoded as text."""
 _FIRST, _LAST = 0xF1000, 0xFFFFD
 _MARKS = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 _MARKUP = re.compile(r"</?[^\s<>]{1,40}>|\[/?[^\s\[\]]{1,40}\]|/[a-z_]{3,20}\b")
@@ -33,19 +33,19 @@ class _Leaf:
     key: str
     text: str
     pieces: tuple[tuple[str, int | None], ...]
-    """Parts of the text between the markup that its template reads (`</think>`), each with its mark."""
+    """Parts of the text between markup that the template also reads (`</think>`), each with its mark."""
     literal: tuple[_Literal] | None = None
 
 
 class Marked:
-    """A conversation with a mark in each of its texts, up to the answer `turn`.
+    """A conversation with a unique mark in each of its texts, up to the answer `turn`.
 
-    A short text such as "no" is in many places, so each text is searched again with a mark in it. A template may write
-    a marked text differently; then the first search is enough.
+    A short text such as "no" is found in many places, so each text is searched a second time with a mark in it. If the
+    template writes a marked text differently, the first search alone decides.
     """
 
     def __init__(self, given: Conversation, turn: int, source: str) -> None:
-        """`source`: the template's text, whose markup a message may contain."""
+        """`source`: the template's text; a message may contain markup of it."""
         self._given, self._turn, self._source = given, turn, source
         self._leaves: list[_Leaf] = []
         self._marks = _FIRST
@@ -58,7 +58,7 @@ class Marked:
             answered = message["role"] == "assistant" and place < turn
             if not answered:
                 marked["content"] = self._mark_content(message["content"], place)
-            elif place not in given.turns:  # nowhere an answer: it must be in the prompt, but for its thoughts
+            elif place not in given.turns:  # not trained on: it is in the prompt, but not its thoughts
                 marked["content"] = self._mark_content(message["content"], place, after="</think>")
             if "tool_calls" in message and (place == turn or place not in given.turns):
                 marked["tool_calls"] = [self._mark_call(call, place) for call in message["tool_calls"]]
@@ -73,13 +73,13 @@ class Marked:
         header: Callable[[], str],
         render: Callable[[list[Conversation]], list[str]],
     ) -> None:
-        """Check the answer for its message's texts, and the prompt for the texts of the other messages.
+        """Check that the answer has its message's texts, and the prompt those of all other messages.
 
         Args:
-            text: the prompt and the template's text after it.
-            rendered: rendering of `conversation`; "" if it fails.
+            text: the rendered messages: the prompt and the text after it.
+            rendered: the rendering of the marked `conversation`; "" if it fails.
             header: renders the messages before the answer, without a generation prompt.
-            render: renders other conversations, up to the answer; "" for a failure.
+            render: renders other conversations up to the answer; returns "" for one that fails.
 
         Raises:
             RefusedError
@@ -127,7 +127,7 @@ class Marked:
     def _check_read(
         self, leaf: _Leaf, number: int, whole: str, render: Callable[[list[Conversation]], list[str]]
     ) -> None:
-        """Check that another value gives another text. Raises RefusedError."""
+        """Check that another value at the leaf's place changes the rendered text. Raises RefusedError."""
         left = [number]
         messages = []
         for place, message in enumerate(self._given.messages[: self._turn + 1]):
@@ -147,7 +147,7 @@ class Marked:
         return RefusedError(f"message {leaf.place} ({role}): the template leaves it out")
 
     def _mark_content(self, content: Any, place: int, after: str = "") -> Any:
-        """Mark a text, or parts. `after`: mark only the text after this markup, if the template reads it."""
+        """Mark a text or a list of parts. `after`: nothing before this markup is marked, if the template reads it."""
         if isinstance(content, list):
             return [{**part, "text": self._mark_content(part["text"], place, after)} for part in content]
         head, end, answer = content.rpartition(after) if after and after in self._source else ("", "", content)
@@ -163,7 +163,7 @@ class Marked:
         return call | {"function": function}
 
     def _mark(self, value: Any, place: int, key: str, *, marks: bool = True) -> Any:
-        """`value` with marks in its strings, keys included, which become leaves."""
+        """Return `value` with a mark in each of its strings and keys, and note these as leaves."""
         if isinstance(value, dict):
             return {self._mark(name, place, key): self._mark(part, place, key) for name, part in value.items()}
         if isinstance(value, list):
@@ -192,7 +192,7 @@ class Marked:
 def check_generation(whole: str, spans: list[tuple[int, int]], bounds: tuple[int, int, int], turn: int) -> None:
     """Check that `{% generation %}` encloses the generated text of the last answer, without white space.
 
-    `bounds`: positions in the text: the turn's header, which SmolLM3 encloses too, the answer, its end.
+    `bounds`: positions in the text of the turn's header (which SmolLM3 encloses too), the answer, and the answer's end.
     """
     header, begin, end = bounds
     at = begin
@@ -217,7 +217,7 @@ def plain(text: str) -> str:
 
 
 def _holds(region: str, leaf: _Leaf) -> bool:
-    """True if the region holds the text, or all of its pieces between markup that the template reads."""
+    """Return True if the region has the leaf's text, or all of its pieces between markup that the template reads."""
     if any(dense(spelt) in region for spelt in _spellings(leaf.text)):
         return True
     return bool(leaf.pieces) and all(
@@ -226,7 +226,7 @@ def _holds(region: str, leaf: _Leaf) -> bool:
 
 
 def _pieces(text: str, source: str) -> Iterator[tuple[str, str]]:
-    """(text, following markup) in turn; markup is text that the template contains too."""
+    """Yield (text, markup after it) pieces of a text; markup is what the template contains, too."""
     at = 0
     for found in _MARKUP.finditer(text):
         if found[0] in source:
@@ -236,7 +236,7 @@ def _pieces(text: str, source: str) -> Iterator[tuple[str, str]]:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """A text as templates write it: unchanged, as JSON (within JSON too), as Python, quotes escaped, for XML."""
+    """Yield the ways in which templates write a text: unchanged, as JSON (also within JSON), Python, or for XML."""
     yield text
     spelt = json.dumps(text, ensure_ascii=False)[1:-1]
     yield spelt
@@ -251,7 +251,7 @@ def _spellings(text: str) -> Iterator[str]:
 
 
 def _with_other_literal(value: Any, left: list[int]) -> Any:
-    """`value` with another value instead of literal `left[0]`, which counts down."""
+    """Return `value` with literal number `left[0]` replaced by another one; `left[0]` counts down."""
     if isinstance(value, dict):
         return {name: _with_other_literal(part, left) for name, part in value.items()}
     if isinstance(value, list):

@@ -22,7 +22,7 @@ from llmtrain.data.token_stream import TokenStream
 
 _QUESTIONS = ("question", "question_stem", "ctx", "query", "goal", "prompt", "context")
 _BEFORE = ("context", "passage", "article", "support")
-"""Text that a question is about; it comes before the question, with a line break."""
+"""Fields with the text that a question is about; it comes before the question, followed by a line break."""
 _CHOICES = ("choices", "endings", "options")
 _ANSWERS = ("answer", "answerKey", "answer_index", "label", "gold")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -40,7 +40,7 @@ class Choices(RowKind, format="choices"):
     tokenizer = "the tokenizer of the training data, such as data/stdlib/tokenizer"
     templated = False
     entry = np.dtype([("first", "u1"), ("right", "u1"), ("characters", "<u4"), ("bytes", "<u4")])
-    """Whether the row begins a question, whether it is the answer, sizes of the choice."""
+    """Whether the row is a question's first choice, whether it is the right one, and the choice's length."""
 
     field: str = ""
 
@@ -65,11 +65,11 @@ class Question:
     context: str
     choices: list[str]
     answer: int
-    """Place of the right choice."""
+    """Number of the right choice, from 0."""
 
 
 def question_of(record: dict[str, Any], field: str) -> Question:
-    """The question of a record. `field`: holds all of the context; empty: one of the usual names.
+    """Return the question of a record. `field`: name of the field with the question; empty: one of the usual names.
 
     Raises: RefusedError.
     """
@@ -78,7 +78,7 @@ def question_of(record: dict[str, Any], field: str) -> Question:
 
 
 def _given(record: dict[str, Any], names: tuple[str, ...], what: str) -> tuple[str, Any]:
-    """(name, value) of the first of the names in the record."""
+    """Return (name, value) of the first of `names` that the record has."""
     for name in names:
         if record.get(name) is not None:
             return name, record[name]
@@ -104,7 +104,7 @@ def _context(record: dict[str, Any], field: str) -> str:
 
 
 def _choices(record: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """(texts, labels); no labels if the choices have none."""
+    """Return the choices' texts, and their labels if they have any."""
     labels: Any = []
     if "sol1" in record and "sol2" in record:  # PIQA
         values: Any = [record["sol1"], record["sol2"]]
@@ -125,7 +125,7 @@ def _choices(record: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _answer(record: dict[str, Any], choices: list[str], labels: list[str]) -> int:
-    """Place of the right choice: by label, if the choices have labels; else by number from 0, letter from A or text."""
+    """Return the right choice's number; the record names its label, or else a number from 0, a letter or its text."""
     if record.get("correct_answer") in choices and not any(record.get(name) is not None for name in _ANSWERS):
         return choices.index(record["correct_answer"])
     name, answer = _given(record, _ANSWERS, "answer")
@@ -149,7 +149,7 @@ def _answer(record: dict[str, Any], choices: list[str], labels: list[str]) -> in
 
 
 class ChoiceEncoder:
-    """Makes a row of each choice with a tokenizer, for one worker."""
+    """Encodes each choice of a question as a row."""
 
     dated = False
     too_long = 0
@@ -178,7 +178,7 @@ class ChoiceEncoder:
         return record
 
     def rows_of(self, question: Question) -> list[Row]:
-        """A row for each choice, in order. Raises: RefusedError."""
+        """Return a row for each choice, in order. Raises RefusedError."""
         from llmtrain.data.tokenize import as_ids
 
         context = question.context.rstrip()
@@ -197,7 +197,7 @@ class ChoiceEncoder:
         return rows
 
     def _ids(self, text: str) -> list[int]:
-        """Encode as lm-eval's HFLM does: with the tokenizer's first token, unless the text begins with its spelling."""
+        """Encode as lm-eval's HFLM does: with the tokenizer's <bos>, unless the text already begins with it."""
         options = {"add_special_tokens": False} if text.startswith(self._begins) else {}
         ids: list[int] = self._tokenizer.encode(text, **options)
         return ids

@@ -1,4 +1,4 @@
-"""Unpaired answers: each was judged alone, as desired or not."""
+"""Unpaired answers: each answer was judged on its own, as desired or not."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from llmtrain.data.windows import AnswerWindow
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(RowKind, format="unpaired"):
-    """A conversation with `label`, true or false. Only the text after the prompt is judged; without a prompt, the last
-    answer."""
+    """A conversation with a `label`, true or false, of the text after the prompt (or of the last answer)."""
 
     title = "answers that were judged alone"
     columns = (("prompt", "completion", "label"),)
@@ -30,7 +29,7 @@ class Judged(RowKind, format="unpaired"):
     mismatched = True
     complete = "all tokens of a judged answer count"
     entry = np.dtype([("prompt", "<u8"), ("begin", "<u4"), ("desirable", "u1")])
-    """Hash of the prompt, place of the answer's first token, label."""
+    """Hash of the prompt, number of the answer's first token in the row, label."""
 
     def parse(self, record: dict[str, Any]) -> list[tuple[list[Any], int]]:
         from llmtrain.data.chat.conversation import messages_of
@@ -64,9 +63,9 @@ def _answers(message: dict[str, Any]) -> bool:
 
 
 def partners(prompts: np.ndarray) -> np.ndarray | None:
-    """Pair each prompt with an answer to another prompt; every answer is used once. int64 [rows].
+    """Return for each row another row with a different prompt, int64 [rows]; every row is used once.
 
-    `prompts`: hashes [rows]. None: more than half of the rows have the same prompt.
+    `prompts`: hashes of the prompts [rows]. None: more than half of the rows have the same prompt.
     """
     order = np.argsort(prompts, kind="stable")
     _, counts = np.unique(prompts, return_counts=True)
@@ -100,7 +99,7 @@ class JudgedReader(AnswerReader):
         return np.maximum(sizes, self._lengths)
 
     def _mismatched(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The row's prompt with its partner's answer."""
+        """Return ids and counted bits of the row's prompt with its partner's answer."""
         partner, begin = int(self._partners[row]), int(self._begins[row])
         (prompt, _), (answer, counted), at = self._row(row), self._row(partner), int(self._begins[partner])
         return np.concatenate([prompt[:begin], answer[at:]]), np.concatenate([np.zeros(begin, bool), counted[at:]])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RowKind(RowOptions, Choice, section="prepare", selector="format"):
-    """Rows of conversations that a chat template renders; a class for each `--format`.
+    """What the rows of a prepared folder are; a class for each `--format`. The defaults are those of conversations.
 
     A plugin's kind is a frozen dataclass with a name (`class Ranked(RowKind, format="ranked")`), `answers` and `parse`.
     """
@@ -41,11 +41,11 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
     """Public methods that a plugin does not replace."""
 
     title: ClassVar[str] = "rows of a plugin's format"
-    """What its folders hold, for messages and --help."""
+    """What folders of this kind hold, for messages and --help."""
     unit: ClassVar[str] = "row"
-    """Name of the rows of a record that stay together."""
+    """Word for the rows of a record, which stay together, in messages."""
     columns: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Sets of fields; a record that has all fields of one of these sets is of this kind."""
+    """Sets of field names. A record that has all fields of a set is of this kind."""
     also: ClassVar[tuple[str, ...]] = ()
     """Other values of --format that mean this kind."""
     mark: ClassVar[str] = ""
@@ -54,25 +54,25 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
     answers: ClassVar[tuple[str, ...]] = ()
     """Names of the answers in a record that an objective compares, in order; empty: it trains on each counted token."""
     mismatched: ClassVar[bool] = False
-    """Each of its sequences comes with a second one: the same prompts, each with the answer to another prompt."""
+    """Each sequence comes with a second one: the same prompts, each with the answer to another prompt."""
     never_trains: ClassVar[str] = ""
-    """Reason and remedy, if no run can train on it."""
+    """Reason and remedy if no run can train on this kind; empty: runs can."""
     measures: ClassVar[bool] = False
-    """All of its records are for evaluation."""
+    """True if all records are for evaluation."""
     tokenizer: ClassVar[str] = "a chat model's, or any with --chat-template FILE"
     """What --tokenizer must name, in words for a message; empty: the option may be left out."""
     asks: ClassVar[bool] = False
-    """Its records are prompts without an answer."""
+    """True if records are prompts without an answer."""
     templated: ClassVar[bool] = True
-    """A chat template renders the records."""
+    """True if a chat template renders the records."""
     has_rows: ClassVar[bool] = True
-    """Its shards have a file of rows with the counted tokens; False: texts, which all count, each with a separator."""
+    """True if shards have a file of rows that says which tokens count; False: texts, in which all tokens count."""
     reads_records: ClassVar[bool] = True
-    """It reads complete records; False: the text in one field."""
+    """True if `parse` gets complete records; False: only the text in one field is read."""
     of_ids: ClassVar[bool] = False
-    """Its records may also be token ids in files of their own layout."""
+    """True if sources may also be files of token ids (prepare/token_corpora.py)."""
     entry: ClassVar[np.dtype | None] = None
-    """Type of what a shard has of each row beside its tokens."""
+    """Type of the values that a shard keeps for each row beside its tokens; None: it keeps none."""
 
     format: str = field(init=False)
 
@@ -81,55 +81,57 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
 
     @classmethod
     def named(cls, format: str) -> type[RowKind]:
-        """The class for a value of --format. Raises KeyError: there is none."""
+        """Return the class for a value of --format. Raises KeyError: there is none."""
         also = (name for name, kind in cls.CHOICES.items() if format in kind.also)
         named: type[RowKind] = cls.CHOICES[format if format in cls.CHOICES else next(also, format)]
         return named
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RowKind:
-        """The kind whose `asdict` was written as JSON."""
+        """Return the kind from its `asdict`, read back from JSON."""
         options = {name: value for name, value in values.items() if name != "format"}
         return cls.of(values["format"], **options | {"stop_tokens": tuple(values["stop_tokens"])})
 
     @property
     def together(self) -> int:
-        """Rows of a record."""
+        """Number of rows that a record becomes."""
         return max(1, len(self.answers))
 
     # --- llmtrain prepare
 
     @abstractmethod
     def parse(self, record: dict[str, Any]) -> list[tuple[list[Any], int]]:
-        """(messages, how many of the first are the prompt) for each of `answers`. Raise RefusedError for a record that
-        is none."""
+        """Return (messages, number of prompt messages at their beginning) for each of `answers`.
+
+        Raise RefusedError for a record that is not of this kind.
+        """
         raise NotImplementedError
 
     def entry_of(self, record: dict[str, Any], row: Row) -> tuple[Any, ...] | None:
-        """The row's entry, of the type `entry`."""
+        """Return the row's entry, a tuple with the fields of the type `entry`."""
         return None
 
     def conversations(self, record: dict[str, Any]) -> list[Conversation]:
-        """Raises RefusedError."""
+        """Return the conversation of each answer. Raises RefusedError."""
         from llmtrain.data.chat.conversation import conversation_of  # a run makes none
 
         names = {self.field, *(name for names in self.columns for name in names)}
         return [conversation_of(record, names, *parsed, asks=self.asks) for parsed in self.parse(record)]
 
     def encoder(self, folder: Path, dtype: np.dtype, bare: bool) -> Any:
-        """What `encode` computes with, for one worker. Raises DataError.
+        """Make the object that `encode` encodes with, once for each worker. Raises DataError.
 
         Args:
-            folder: with the tokenizer.
+            folder: the tokenizer's folder.
             dtype: type of the ids in the shards.
-            bare: texts get no special tokens.
+            bare: add no special tokens to texts.
         """
         from llmtrain.data.chat.encoder import ChatEncoder
 
         return ChatEncoder(folder, self)
 
     def encode(self, encoder: Any, record: dict[str, Any]) -> list[Row]:
-        """The rows of a record. Raises RefusedError."""
+        """Return the rows of a record. Raises RefusedError."""
         named = zip(self.answers, self.conversations(record), strict=True)
         rows: list[Row] = [encoder.row_of(conversation, name) for name, conversation in named]
         begins = [int(row.counted.argmax()) for row in rows]
@@ -146,7 +148,7 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
         return [Row(row.ids, row.counted, self.entry_of(record, row)) for row in rows]
 
     def encode_all(self, encoder: Any, texts: list[str]) -> list[list[Row] | str]:
-        """The rows of each record, a JSON object, or the reason for none."""
+        """Return for each record, given as a JSON object, its rows or the reason why it is refused."""
         encoded: list[list[Row] | str] = []
         for text in texts:
             try:
@@ -156,14 +158,14 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
         return encoded
 
     def identity(self) -> dict[str, Any]:
-        """The options that decide the rows, for the manifest."""
+        """Return the options that decide the rows, for the manifest."""
         values = {**asdict(self), "stop_tokens": list(self.stop_tokens)}
         del values["moment"]
         variables = values.pop("variables")
         return values | ({"chat_template_kwargs": variables} if variables else {})
 
     def marks(self) -> dict[str, bool]:
-        """What versions before 0.1 read in the manifest instead of the format."""
+        """Return the flags by which versions before 0.1 recognise the kind in a manifest."""
         return {
             each.mark: each.format == self.format
             for each in RowKind.CHOICES.values()
@@ -173,31 +175,31 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
     # --- a run
 
     def reader(self, stream: TokenStream, config: DataConfig, manifest: Manifest) -> Any:
-        """The sequences of a split. Raises DataError."""
+        """Return the reader of a split's sequences. Raises DataError."""
         from llmtrain.data.kinds.packing import AnswerReader, RowReader  # a run over texts packs nothing
 
         reads = AnswerReader if self.answers else RowReader
         return reads(stream, config, manifest.separator_id, self.together)
 
     def batch(self, windows: Sequence[Any], sequences: list[int]) -> MicroBatch:
-        """Micro-batch of windows of the reader, of which the first len(sequences) count."""
+        """Make a micro-batch. Only the first len(sequences) of the reader's `windows` count; the others fill it up."""
         from llmtrain.data.batches import answer_batch_of, batch_of
 
         return (answer_batch_of if self.answers else batch_of)(windows, sequences)
 
     def alike(self, facts: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
-        """The facts of `count` equal answers to one prompt, made of those of a sequence: for the proof of an objective
-        before the first step."""
+        """Return facts for `count` equal answers to one prompt, from those of a sequence; the proof of an
+        objective at a run's start compares such answers."""
         return {name: values[[0] * count] for name, values in facts.items()}
 
     def invented(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Facts for rows of synthetic data, for parity."""
+        """Return facts for rows of the synthetic data that `llmtrain parity` trains on."""
         return {}
 
     def counted(self, stream: TokenStream) -> str:
-        """The number of records of a kind that `measures`, for the last line of `llmtrain prepare`."""
+        """Return the number of records in words, for the last line of `llmtrain prepare`, if the kind `measures`."""
         raise NotImplementedError
 
     def about(self, stream: TokenStream, index: int) -> str:
-        """What `data show` says of a row behind its number."""
+        """Return what `data show` prints after the number of a row."""
         return f" ({self.answers[index % self.together]})" if self.together > 1 else ""

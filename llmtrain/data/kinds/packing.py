@@ -1,4 +1,4 @@
-"""Sequences of complete rows, by best fit, isolated from each other and from the padding at the end."""
+"""Pack complete rows into sequences by best fit; rows do not attend to each other or to the padding at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     sizes, starts = np.unique(-lengths[order].astype(np.int64), return_index=True)
     window_of = np.empty(len(lengths), dtype=np.int64)
-    rooms: list[int] = []  # ascending room left in windows
+    rooms: list[int] = []  # tokens left in sequences, ascending
     windows: dict[int, np.ndarray] = {}
     made = 0
 
@@ -74,7 +74,7 @@ class RowReader:
     context: list[Any] | None = None
 
     def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int, together: int = 1) -> None:
-        """`together`: rows of a record, which share a sequence."""
+        """`together`: number of rows of a record, which are put into the same sequence."""
         self.stream, self._length, self._separator_id = stream, config.sequence_length, separator_id
         self._lengths = stream.row_lengths()
         self._starts = np.cumsum(self._lengths) - self._lengths
@@ -87,7 +87,7 @@ class RowReader:
         self.count = len(first) - 1
 
     def _sizes(self, together: int) -> np.ndarray:
-        """Tokens of each group of rows that share a sequence."""
+        """Return the tokens of each record's rows together."""
         return self._lengths.reshape(-1, together).sum(1)
 
     def _rows(self, index: int) -> np.ndarray:
@@ -102,7 +102,7 @@ class RowReader:
         return int(self._starts[self._rows(index)[0]])
 
     def _read_for(self, row: int) -> list[int]:
-        """The rows whose tokens a sequence with this row reads."""
+        """Return the rows whose tokens are read for this row."""
         return [row]
 
     def origins(self, index: int, known: Origins) -> Iterator[Origin]:
@@ -117,7 +117,7 @@ class RowReader:
 
     @cached_property
     def _places(self) -> np.ndarray:
-        """Start of each row's places in a teacher's column, and the end: int64 [rows + 1]."""
+        """Place of each row's first token in a teacher's column, and the column's end: int64 [rows + 1]."""
         ends = np.cumsum(self._lengths)
         counts, row = [np.zeros(1, dtype=np.int64)], 0
         while row < len(ends):
@@ -139,14 +139,14 @@ class RowReader:
         return np.concatenate([np.arange(self._places[row], self._places[row + 1]) for row in rows])
 
     def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, whether each is counted)"""
+        """Return the row's ids and which of them count."""
         start, length = int(self._starts[row]), int(self._lengths[row])
         counted = self.stream.counted(start, length)
         assert counted is not None
         return self.stream.read(start, length), counted
 
     def _packed(self, rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-        """Fields of a `Window` by name."""
+        """Return the fields of a `Window` with these rows, by name."""
         inputs = np.full(self._length, self._separator_id, dtype=np.int64)
         labels = np.full(self._length, IGNORED, dtype=np.int64)
         positions = np.arange(self._length)
@@ -161,15 +161,15 @@ class RowReader:
 
 
 class AnswerReader(RowReader):
-    """Sequences of answers that an objective compares: those of a record are in one sequence."""
+    """Sequences of answers that an objective compares. All answers of a record are in one sequence."""
 
     reference: np.ndarray | None = None
-    """fp32 [numbers of the split's column]."""
+    """The reference's column of the split, fp32."""
 
     def read(self, index: int) -> AnswerWindow:
         return self._answers(self._rows(index), map(self._row, self._rows(index)))
 
     def _answers(self, numbers: np.ndarray, rows: Iterable[tuple[np.ndarray, np.ndarray]], **more: Any) -> AnswerWindow:
-        """`numbers`: places of the rows in the reference's column."""
+        """Make a sequence of answers. `numbers`: where the rows are in the reference's column."""
         reference = None if self.reference is None else self.reference[numbers]
         return AnswerWindow(**self._packed(rows), rows=numbers, reference=reference, **more)

@@ -54,12 +54,12 @@ class Text(RowKind, format="text"):
 
 
 def windows_in(tokens: int, sequence_length: int) -> int:
-    """Number of sequences in `tokens`: a sequence's last label is the first input of the next one."""
+    """Return the number of sequences; each needs one more token for its last label, which the next one begins with."""
     return max(0, (tokens - 1) // sequence_length)
 
 
 class TextReader:
-    """Sequences of contiguous documents."""
+    """Reads sequences of texts that are joined end to end."""
 
     taught: Any = None
     """The teacher's column of the split (`Taught`), if the run has one."""
@@ -85,18 +85,18 @@ class TextReader:
         return index * self._config.sequence_length
 
     def origins(self, index: int, known: Origins) -> Iterator[Origin]:
-        """The documents in a sequence, the first and the last perhaps in parts."""
+        """Yield the documents in a sequence; of the first and the last it may hold only a part."""
         length = self._config.sequence_length
         return known.within(index * length, (index + 1) * length)
 
     def windows_with(self, origin: Origin) -> range:
-        """The sequences with parts of a document; its end may be in none."""
+        """Return the sequences with parts of a document. Tokens after the last sequence are in none."""
         length = self._config.sequence_length
         return range(origin.begin // length, min(self.count, (origin.end - 1) // length + 1))
 
     @property
     def context(self) -> list[Any] | None:
-        """Settings, apart from earlier tokens, that change a token's prediction."""
+        """Settings that change which tokens a prediction sees."""
         config = self._config
         return [config.sequence_length, config.isolate_documents, config.mask_document_starts]
 
@@ -106,5 +106,5 @@ class TextReader:
         return self.count * self._config.sequence_length
 
     def places(self, index: int, window: Window) -> np.ndarray:
-        """Places of this sequence's counted labels, int64 [labels]."""
+        """Return the places of the sequence's counted labels in a teacher's column, int64 [labels]."""
         return index * self._config.sequence_length + np.flatnonzero(window.labels != IGNORED)

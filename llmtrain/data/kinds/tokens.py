@@ -23,7 +23,7 @@ _MARKS = ("labels", "loss_mask")
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens(Text, format="tokens"):
-    """Token ids of documents: records with input_ids, or files in the layouts of Megatron, datatrove and OLMo."""
+    """Documents as token ids: records with input_ids, or files of Megatron, datatrove or OLMo."""
 
     title = "token ids"
     tokenizer = "the tokenizer of the token ids"
@@ -62,7 +62,10 @@ class TokenEncoder:
     unread: frozenset[str] = frozenset()
 
     def __init__(self, folder: Path, field: str, dtype: np.dtype, *, counted: bool) -> None:
-        """`field`: a record's ids. `counted`: records mark counted tokens. Raises DataError: no usable tokenizer."""
+        """`field`: field of a record with the ids. `counted`: records say which tokens count.
+
+        Raises DataError: the folder has no usable tokenizer.
+        """
         from llmtrain.data.tokenize import Encoder  # a run encodes nothing
 
         encoder = Encoder(folder)
@@ -70,7 +73,7 @@ class TokenEncoder:
         self._field, self._dtype, self._counted = field, dtype, counted
 
     def outside(self, ids: np.ndarray, first: int) -> str:
-        """A sentence on the first id outside the vocabulary, or empty. `first`: place of the first id."""
+        """Return a sentence on the first id outside the vocabulary, or "". `first`: number of the first id, for it."""
         if not len(ids) or (ids.min() >= 0 and ids.max() < self.vocab_size):
             return ""
         wrong = (ids < 0) | (ids >= self.vocab_size)
@@ -81,7 +84,7 @@ class TokenEncoder:
         )
 
     def row(self, ids: np.ndarray) -> Row:
-        """A document without its end token, if any: the shards' writer adds one."""
+        """Return a document as a row, without its end token, which the writer of shards adds."""
         ids = ids[:-1] if len(ids) and ids[-1] == self.separator_id and not self._counted else ids
         return Row(ids.astype(self._dtype), np.ones(len(ids) if self._counted else 0, bool))
 
@@ -90,7 +93,7 @@ class TokenEncoder:
         return record
 
     def ids(self, record: dict[str, Any]) -> tuple[np.ndarray, dict[str, Any]]:
-        """The ids of a record, int64 [tokens], and the record, both without padding. Raises RefusedError."""
+        """Return the record's ids, int64 [tokens], and the record, both without padding. Raises RefusedError."""
         if self._field not in record:
             raise RefusedError(f"no field {self._field!r} (its fields: {', '.join(sorted(record)[:8])}); see --field")
         ids = self._integers(record[self._field], self._field)
@@ -102,7 +105,7 @@ class TokenEncoder:
         return ids, record
 
     def row_of(self, given: dict[str, Any]) -> Row:
-        """The row of a record. Raises RefusedError."""
+        """Return the row of a record. Raises RefusedError."""
         ids, record = self.ids(given)
         if wrong := self.outside(ids, 0):
             raise RefusedError(wrong)
@@ -120,7 +123,7 @@ class TokenEncoder:
         return row
 
     def _marked(self, ids: np.ndarray, record: dict[str, Any], name: str) -> np.ndarray:
-        """Mark the counted tokens, bool [tokens]. Raises RefusedError."""
+        """Return which tokens count, bool [tokens], from the record's field `name`. Raises RefusedError."""
         if name == "loss_mask":
             return self._bits(ids, record, name)
         marks = self._beside(ids, record, name)

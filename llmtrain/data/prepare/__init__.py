@@ -1,1 +1,1 @@
-"""The work of `llmtrain prepare`: text files become shards of tokens, in several processes."""
+"""The work of `llmtrain prepare`: several processes turn text files into shards of tokens."""

@@ -14,7 +14,7 @@ _LINE = re.compile(r"\s*(.+?):(\d{1,15})(?:, \d+ tokens?: .*)?\s*")
 
 
 def listed(path: str, files: Iterable[SourceFile]) -> dict[tuple[str, int], str]:
-    """Return {(file, record): its place in LIST}. Raises DataError: a line is no such pair, or names no file."""
+    """Return (file, record) -> its line in LIST. Raises DataError: a line is not FILE:RECORD of a file that is read."""
     found, names = dict[tuple[str, int], str](), {file.origin or file.label for file in files}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -33,7 +33,10 @@ def listed(path: str, files: Iterable[SourceFile]) -> dict[tuple[str, int], str]
 
 
 def marked(work: list[Unit], wanted: Iterable[tuple[str, int]], before: Mapping[int, int]) -> list[Unit]:
-    """Return units whose pieces know their excluded records. `before`: unit -> earlier lines of its first file."""
+    """Return the units with the excluded records noted in their pieces.
+
+    `before`: number of a unit -> lines of its first file that earlier units have.
+    """
     each: dict[str, tuple[int, ...]] = {}
     for file, record in wanted:
         each[file] = (*each.get(file, ()), record)
@@ -49,7 +52,7 @@ def marked(work: list[Unit], wanted: Iterable[tuple[str, int]], before: Mapping[
 
 
 def refuse_unmatched(wanted: Mapping[tuple[str, int], str], gone: Collection[tuple[str, int]]) -> None:
-    """Raise DataError if a line of LIST has left out no document. `gone`: (file, record) of those left out."""
+    """Raise DataError if a line of LIST left out no document. `gone`: (file, record) of the documents left out."""
     for file, number in wanted.keys() - gone:
         raise DataError(
             f"{wanted[file, number]}: {file}:{number} is no document of --source; lines count from 1, rows "

@@ -1,6 +1,6 @@
-"""Bytes of input files: by path on this host, by URL in an object store.
+"""Read input files, by path on this host or by URL in an object store.
 
-A file of a store is read range by range, the next one while the last is used, without a copy on this host.
+A file in a store is read in ranges, the next one while the last is used, without a copy on this host.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from llmtrain.storage.addresses import is_url
 from llmtrain.storage.object_store import Store, StoreError
 
 AT_ONCE = 32
-"""Concurrent requests to a store: each takes a round trip, and no time of this host."""
+"""Concurrent requests to a store: each waits for a round trip and costs this host little."""
 _BLOCK = 8 << 20
-"""Bytes of a request: a round trip is short compared with its transfer, and two of them fit into a worker's memory."""
+"""Bytes of a request: large enough that the transfer outweighs the round trip; a worker holds two in memory."""
 _LEAST = 256 << 10
-"""Bytes of a first request, doubled for each further one in a row, and of a request after the piece."""
+"""Bytes of a first request, doubled for each further one in a row, and of requests beyond the piece's end."""
 
 
 def is_file(path: str) -> bool:
-    """Raises StoreError."""
+    """Return True if `path` is a file on this host or in a store. Raises StoreError."""
     if not is_url(path):
         return os.path.isfile(path)
     try:
@@ -37,12 +37,12 @@ def is_file(path: str) -> bool:
 
 
 def size(path: str) -> int:
-    """Bytes of a file. Raises OSError."""
+    """Return the size of a file in bytes. Raises OSError."""
     return Store(path).stat().bytes if is_url(path) else os.path.getsize(path)
 
 
 def read(path: str, start: int = 0, stop: int | None = None) -> bytes:
-    """Bytes [start, stop) of a file, fewer at its end. Raises OSError."""
+    """Return bytes [start, stop) of a file, fewer at its end. Raises OSError."""
     if is_url(path):
         stop = size(path) if stop is None else min(stop, size(path))
         return Store(path).read("", start, stop) if stop > start else b""
@@ -52,13 +52,13 @@ def read(path: str, start: int = 0, stop: int | None = None) -> bytes:
 
 
 def version(path: str) -> str:
-    """BYTES:VERSION of a store's file. Raises: StoreError, FileNotFoundError."""
+    """Return "BYTES:VERSION" of a file in a store. Raises StoreError, FileNotFoundError."""
     found = Store(path).stat()
     return f"{found.bytes}:{found.version}"
 
 
 def of_the_machine(error: Exception) -> bool:
-    """True for a fault in reading that the file's contents did not cause."""
+    """Return True if reading failed because of the machine or the store, not of the file's contents."""
     return isinstance(error, StoreError) or (isinstance(error, OSError) and error.errno is not None)
 
 
@@ -72,18 +72,18 @@ def cannot_be_read(path: str, error: Exception) -> DataError:
 
 
 def mapped(path: str) -> np.ndarray:
-    """A file's bytes, uint8, mapped into memory; for a store's file from an unnamed copy. Raises OSError."""
+    """Map a file's bytes into memory, uint8; a file in a store is first copied to an unnamed file. Raises OSError."""
     return StoredIds(path, np.dtype(np.uint8), 0, size(path))[:] if is_url(path) else np.memmap(path, np.uint8, "r")
 
 
 class StoredIds:
-    """Numbers in a store's file; a requested range is read into an unnamed file.
+    """An array of numbers in a file in a store. A requested range is first read into an unnamed file.
 
-    That file holds the last range and its continuation: two requests for one range read it once.
+    The unnamed file holds the last range and what follows it, so that two requests for a range read it once.
     """
 
     _HELD = 512 << 20
-    """Bytes above which the file is replaced by an empty one."""
+    """Size in bytes above which the unnamed file is replaced by an empty one."""
 
     def __init__(self, url: str, dtype: np.dtype, begin: int, count: int) -> None:
         """`begin`: bytes before the first number."""
@@ -119,11 +119,11 @@ class StoredIds:
 
 
 def open_file(path: str, *, stop: int | None = None, seeking: bool = False) -> BinaryIO:
-    """A stream of a file's bytes. Its reads raise OSError.
+    """Open a file for reading. Reads raise OSError.
 
     Args:
-        stop: for a URL: place after which little is read, if anything.
-        seeking: for a URL: read requested parts only, without reading ahead.
+        stop: for a URL: position after which little or nothing is read.
+        seeking: for a URL: read only the requested parts, and nothing ahead.
     """
     if not is_url(path):
         return open(path, "rb")
@@ -132,7 +132,7 @@ def open_file(path: str, *, stop: int | None = None, seeking: bool = False) -> B
 
 
 def arrow_file(path: str, *, seeking: bool) -> Any:
-    """A file for pyarrow: `seeking`, or read from its beginning (mapped on this host). Reads raise OSError."""
+    """Open a file for pyarrow, for `seeking` or for reading from the beginning. Reads raise OSError."""
     import pyarrow
 
     if is_url(path):
@@ -185,8 +185,8 @@ class _Ranges(io.RawIOBase):
         return len(data)
 
     def _end(self, start: int, count: int) -> int:
-        """Where a request ends. The first ones are short, as the reader may want no more, and so are those after the
-        piece."""
+        """Return the end of a request. First requests are short, because the reader may want no more, and so are those
+        beyond the piece's end."""
         if self._ahead is None:
             return min(start + count, self._size)
         if start >= self._stop:

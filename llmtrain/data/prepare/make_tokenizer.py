@@ -1,4 +1,4 @@
-"""The tokenizer of a prepared folder: copied, or trained on the sources; and compared with ids in the sources."""
+"""Make the tokenizer of a prepared folder: copy it, or train it on the sources; compare it with ids in the sources."""
 
 from __future__ import annotations
 
@@ -46,8 +46,11 @@ def make_tokenizer(settings: PrepareSettings, work: list[Unit], out: OutFolder) 
 def examine_ids(
     settings: PrepareSettings, files: list[SourceFile], work: list[Unit], encoder: tokenize.Encoder
 ) -> bool:
-    """Check the first ids of some files and records; True if they begin as the tokenizer's texts. Raises DataError:
-    they are from another tokenizer."""
+    """Check the first ids of some files and records against the tokenizer.
+
+    Returns True if they begin with the tokens that the tokenizer puts before a text. Raises DataError: they are from
+    another tokenizer.
+    """
     samples = token_corpora.beginnings([file.path for file in files if file.kind == "tokens"], encoder.separator_id)
     rows = settings.kind.encoder(Path(str(settings.tokenizer)), np.dtype(np.int64), bare=True)
     pieces = [piece for unit in work for piece in unit.pieces if piece.kind != "tokens"]
@@ -57,14 +60,14 @@ def examine_ids(
                 with suppress(RefusedError):  # a worker rejects it
                     samples += [(piece.label, ids)] if len(ids := rows.ids(rows.record(item.text))[0]) else []
     begins = bool(samples) and token_corpora.examine(samples, encoder)
-    # A token that also ends documents may be none's first.
+    # A token that also ends documents need not be the first one of any.
     return begins and not settings.kind.has_rows and encoder.separator_id not in encoder.begin[:1]
 
 
 def _sample(settings: PrepareSettings, work: list[Unit], out: OutFolder) -> Iterator[str]:
-    """Text to train the BPE on: an equal amount from the beginning of every unit, 128 MiB in all.
+    """Yield the texts to train the BPE on: an equal amount from the beginning of every unit, 128 MiB in all.
 
-    Raises DataError at its end for too many bad records: better now than after the training.
+    Raises DataError at the end for too many bad records, so that the training is not in vain.
     """
     share = _BPE_SAMPLE_BYTES // len(work)
     records = {unit.index: UnitRecord(unit=unit.index) for unit in work}

@@ -1,7 +1,7 @@
 """The output folder of `llmtrain prepare`: on this host (and on hosts that share it), or in an object store.
 
-Each host that works for a folder in a store has a copy of all files but the shards in a scratch folder, among its
-temporary files. A shard is written there, uploaded when complete, and removed.
+Each host that works on a folder in a store keeps a copy of all files except shards in a scratch folder, among its
+temporary files. A shard is written there, uploaded when it is complete, and removed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HELD_OUT = f"{UNFINISHED}/held_out.npy"
 REJECTED = "rejected.jsonl"
 _OWNER = f"{UNFINISHED}/owner"
 _HOSTS = 64
-"""Scratch folders of a preparation on one host, for workers that seemed lost, and of their successors."""
+"""Most scratch folders of one preparation on a host. (A worker that seems lost keeps its own.)"""
 
 
 class OutFolder:
@@ -56,7 +56,7 @@ class OutFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Allow only one `prepare` in a folder. The lock is on the folder itself, so a killed process leaves none.
+        """Allow only one `prepare` in a folder. The lock is on the folder itself and ends with its process.
 
         Raises DataError: another one holds the folder, or the folder cannot be written.
         """
@@ -69,7 +69,7 @@ class OutFolder:
             raise DataError(f"--out {out}: another `llmtrain prepare` is at work in it; wait for it") from error
         except OSError as error:
             raise DataError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another") from error
-        try:  # from here on, unfinished files in it are ours
+        try:  # from here on no other process writes into the folder
             yield
         except OSError as error:
             raise DataError(
@@ -88,23 +88,23 @@ class OutFolder:
             os.close(lock)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of all files by name; a link counts as its target. May hold folders."""
+        """Return the bytes of all files by name, for a link those of its target. Folders may be among the names."""
         return {entry.name: entry.stat().st_size if entry.exists() else 0 for entry in self.here.iterdir()}
 
     def claim(self) -> None:
-        """Make all earlier commands on the folder end."""
+        """Claim the folder, so that all earlier commands on it end."""
 
     def refuse_taken(self, sizes: Mapping[str, int] = MappingProxyType({})) -> None:
         """Raise DataError if a later command has claimed the folder, or a written file has another size."""
 
     def show(self, *names: str) -> None:
-        """Publish files, or folders, of `here` for other hosts and later commands."""
+        """Publish files or folders of `here`, so that other hosts and later commands see them."""
 
     def bring(self, names: Iterable[str]) -> None:
         """Copy missing files to `here`."""
 
     def take(self, own: Path) -> None:
-        """Move a unit's files from the worker's folder; the record, which marks the unit done, is last."""
+        """Move a unit's files from the worker's folder `own`, the record last, because it marks the unit as done."""
         for name in _of_unit(own):
             (own / name).replace(self.here / name)
 
@@ -131,7 +131,7 @@ class StoredFolder(OutFolder):
     """
 
     def __init__(self, url: str, here: Path = Path(), owner: str = "") -> None:
-        """`here`, `owner`: of the command that holds the folder, for its workers. Raises StoreError."""
+        """`here`, `owner`: scratch folder and claim of the command, for its workers. Raises StoreError."""
         self.name = url.rstrip("/")
         self.here = here
         self.owner = owner or secrets.token_hex(8)
@@ -203,7 +203,7 @@ class StoredFolder(OutFolder):
         gone = list(names)
         super().remove(gone)
         below = [name for name in self._store.files() if any(name == n or name.startswith(f"{n}/") for n in gone)]
-        # Without its plan, the rest of a preparation would be taken for foreign files.
+        # The plan goes last: without it the files of a preparation would be taken for somebody else's.
         self._store.remove([name for name in below if name != PLAN])
         self._store.remove([name for name in below if name == PLAN])
 
@@ -213,7 +213,7 @@ def _below(root: Path, folder: Path) -> list[Path]:
 
 
 def _tokenizer(names: Iterable[str]) -> list[str]:
-    """The tokenizer's files, with tokenizer.json last, since it marks them complete; none without it."""
+    """Return the tokenizer's files with tokenizer.json last, which marks them as complete; empty if it is missing."""
     last = "tokenizer/tokenizer.json"
     found = [name for name in names if name.startswith("tokenizer/")]
     return [*(name for name in found if name != last), last] if last in found else []
@@ -233,8 +233,10 @@ def opened(out: str, here: str = "", owner: str = "") -> OutFolder:
 
 @contextmanager
 def seen(out: str) -> Iterator[Path]:
-    """Open the folder for workers on another host, with plan, tokenizer and held-out documents. Raises: OSError,
-    DataError."""
+    """Open the folder for workers on another host, with plan, tokenizer and held-out documents.
+
+    Raises OSError, DataError.
+    """
     folder = opened(out)
     if not isinstance(folder, StoredFolder):
         yield folder.here
@@ -247,7 +249,7 @@ def seen(out: str) -> Iterator[Path]:
 
 @contextmanager
 def _scratch(url: str, role: str, places: int) -> Iterator[Path]:
-    """An empty folder of this host for the block. Raises: OSError; BlockingIOError: all places are held."""
+    """Yield an empty scratch folder on this host. Raises OSError; BlockingIOError: all `places` are in use."""
     name = f"llmtrain-prepare-{os.getuid()}-{socket.gethostname()}-{xxhash.xxh3_64_hexdigest(url.encode())}-{role}"
     for place in range(places):
         path = Path(tempfile.gettempdir(), f"{name}-{place}")
@@ -273,13 +275,13 @@ def _scratch(url: str, role: str, places: int) -> Iterator[Path]:
 # --- new, unfinished, or complete ---
 
 _SHOWN = 3
-"""Paths of a glob that a message names."""
+"""Most paths of a glob that a message names."""
 _SOON_DONE_AGAIN_BYTES = 64 << 20
 """Up to this size, about a minute's work, shards of an attempt with different settings are deleted without asking."""
 
 
 def already_complete(out: OutFolder, plan: dict[str, Any]) -> Manifest:
-    """The manifest of a complete folder. Raises DataError if it was prepared differently from `plan`."""
+    """Return the manifest of a complete folder. Raises DataError if it was prepared differently from `plan`."""
     manifest = manifests.read_manifest(out.here)
     sizes = out.sizes()
     for name, size in bytes_of_shards(manifest).items():
@@ -310,15 +312,17 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    """Format a setting for an error: a glob's source has a path for each of its files."""
+    """Format a setting for a message; of a glob with many paths only some are named."""
     if not isinstance(value, list) or len(value) <= _SHOWN:
         return repr(value)
     return f"[{', '.join(map(repr, value[:_SHOWN]))} and {units.counted(len(value) - _SHOWN, 'other')}]"
 
 
 def start_or_continue(out: OutFolder, plan: dict[str, Any]) -> dict[str, Any]:
-    """Leave `out` with `unfinished/plan.json` and no file of another plan. Returns the plan of the run that this one
-    continues, with its `moment`, or `plan`."""
+    """Write `unfinished/plan.json` and remove files of another plan. Returns `plan`.
+
+    If an earlier run with the same settings did not finish, its plan is returned, with its `moment`.
+    """
     path, sizes = out.here / PLAN, out.sizes()
     if path.exists():
         before = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What `llmtrain prepare` reads: the files of its sources, cut into units."""
+"""Find the files that `llmtrain prepare` reads, and cut them into units."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from llmtrain.data.prepare.settings import PrepareSettings
 from llmtrain.data.prepare.sources import Piece, SourceFile, Unit, find_files, place_of, plan_units, unit_bytes_for
 
 _KINDS = 12
-"""Kinds of file that are named in the first line."""
+"""Most file endings that the first line of output names."""
 
 
 def listed_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[SourceFile]]:
-    """The files of --source and of --validation-source; a file in both is for validation only."""
+    """Return the files of --source and of --validation-source; a file in both is for validation only."""
     inside = place_of(settings.out).rstrip("/") + "/"  # `--source . --out data/x`: our own output is no input
     validation: list[SourceFile] = []
     if settings.validation_sources:
@@ -54,8 +54,9 @@ def planned(settings: PrepareSettings, files: list[SourceFile], validation: list
 
 
 def lines_before(work: list[Unit], read: Mapping[int, int | None], wanted: set[int]) -> dict[int, int]:
-    """Map each wanted unit whose first file continues from an earlier unit to that file's number of earlier lines.
-    `read`: unit -> lines that begin in its last piece, as far as they are known."""
+    """Return for each wanted unit that continues a file of an earlier unit how many lines of the file come before it.
+
+    `read`: number of a unit -> lines that begin in its last piece, if known."""
     before: dict[int, int] = {}
     lines, unread = 0, list[Piece]()
     for unit in work:

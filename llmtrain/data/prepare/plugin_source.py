@@ -15,20 +15,21 @@ from llmtrain.config.problems import Problems
 from llmtrain.config.reader import read
 
 _UNKNOWN_BYTES = 1 << 20
-"""Assumed size of a part that is no file, for the progress and the number of shards."""
+"""Assumed bytes of a part that is no file, for the progress and the number of shards."""
 
 
 class Source(Entry, section="sources"):
-    """Records of a kind that `llmtrain prepare` does not read itself.
+    """A source of records that `llmtrain prepare` cannot read itself, such as a table of a database.
 
     A plugin's source is a dataclass with a name (`class Table(Source, entry="table")`). `--source table:WORDS` reads
-    from it, and `--table.FIELD VALUE` sets its fields. Both methods must give the same each time: shards are made by
-    several processes, and by further ones after a kill.
+    from it, and `--table.FIELD VALUE` sets its fields. `parts` and `records` must return the same at every call:
+    several processes make the shards, and after a kill new processes make the rest.
     """
 
     def parts(self, words: str) -> Sequence[str]:
-        """Names of parts that are read separately, each by one process: files, or ranges of a table. A file's path
-        gives its size, and its modification time to the check for changed sources.
+        """Return the names of parts, such as files or ranges of a table; each is read by one process.
+
+        If a name is the path of a file, its size and modification time are used for progress and to find changes.
 
         Args:
             words: text after the colon.
@@ -37,12 +38,12 @@ class Source(Entry, section="sources"):
 
     @abstractmethod
     def records(self, part: str) -> Iterator[str | dict[str, Any]]:
-        """Give the records of a part, in order: texts, or maps with the fields of --field or --format."""
+        """Yield the records of a part in order: texts, or dicts with the fields that --field or --format need."""
         raise NotImplementedError
 
 
 _open: dict[str, Source] = {}
-"""The sources of this process's latest preparation."""
+"""Name -> source of the preparation that this process began last."""
 
 
 def classes() -> Mapping[str, type[Source]]:
@@ -65,7 +66,7 @@ def named_in(source: str) -> str | None:
 
 
 def parts_of(source: str, option: str) -> list[tuple[str, int, int]]:
-    """(NAME:PART, bytes, modification time in ns) of each part of NAME:WORDS. Raises DataError."""
+    """Return (NAME:PART, bytes, modification time in ns) for each part of NAME:WORDS. Raises DataError."""
     name, _, words = source.partition(":")
     try:
         found = list(_open[name].parts(words))
@@ -85,7 +86,7 @@ def parts_of(source: str, option: str) -> list[tuple[str, int, int]]:
 
 
 def records_of(label: str) -> Iterator[object]:
-    """The records of NAME:PART. Raises DataError."""
+    """Yield the records of NAME:PART. Raises DataError."""
     name, _, part = label.partition(":")
     try:
         records = iter(_open[name].records(part))
@@ -102,7 +103,7 @@ def records_of(label: str) -> Iterator[object]:
 
 
 def _told(error: BaseException, label: str, method: str) -> BaseException:
-    """The error for an error in a plugin's method; Ctrl-C is unchanged."""
+    """Return the DataError for an exception of a plugin's method; KeyboardInterrupt is returned unchanged."""
     if isinstance(error, KeyboardInterrupt):
         return error
     what = f"{type(error).__name__}: {error}".removesuffix(": ")

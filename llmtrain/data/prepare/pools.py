@@ -1,4 +1,4 @@
-"""Workers of `llmtrain prepare`, and their units. A worker is a process with a pipe."""
+"""Give the units of `llmtrain prepare` to workers. A worker is a process that reads and writes lines of JSON."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from llmtrain.data.prepare.sources import Unit
 from llmtrain.data.prepare.worker import UnitRecord, WorkerSettings
 
 _TRIES = 3
-"""Lost workers after which their common unit counts as the cause."""
+"""If this many workers were lost with the same unit, the unit counts as the cause."""
 _ENDED_S = 3.0
 BEAT_S = 5.0
-"""Interval at which an idle link that passes on says that it is alive."""
+"""Interval in seconds at which an idle link to several workers says that it is alive."""
 _SILENT_S = 60.0
-"""Silence after which such a link is lost: its process is frozen, or its host has no power and the connection no
-keepalive."""
+"""Seconds without a message after which such a link counts as lost: its process or its host is frozen or gone."""
 
 
 class Lost(Exception):
-    """The workers of a link are gone."""
+    """The workers behind a link are gone."""
 
 
 class Link(Child):
-    """A process of ours: a worker, or one that passes units on to several elsewhere."""
+    """A child process: a worker, or a process that passes units on to several workers elsewhere."""
 
     def __init__(self, name: str, words: Sequence[str]) -> None:
         super().__init__(words)
         self.name = name
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived. Raises Lost."""
+        """Return the messages that have arrived. Raises Lost."""
         found = self.received()
         if found or not self.is_closed:
             return found
@@ -52,19 +51,19 @@ class Link(Child):
         raise Lost(f"{self.name} (process {self._process.pid}) {how} ({hint})")
 
     def end(self, within_s: float = _ENDED_S) -> None:
-        """End the workers, which then leave no temporary files."""
+        """End the workers; they remove their temporary files first."""
         super().end(within_s)
 
 
 @dataclass(frozen=True)
 class Place:
     open: Callable[[], Link]
-    """Raises Lost."""
+    """Starts the process. Raises Lost."""
     workers: int | None = 1
-    """Units in parallel. None: the link passes them on to several workers, whose number it tells as `{"hello": N}` once
-    it has the settings, with the text of the preparation's plan, and `{"alive": true}` when idle."""
+    """Number of units in parallel. None: the link passes units on to several workers. It gets the settings and the text
+    of the preparation's plan, answers with `{"hello": NUMBER}`, and sends `{"alive": true}` when idle."""
     starts: int = 1
-    """Number of starts, if the place is lost; 1: a loss ends the preparation."""
+    """How often the place is started, if it is lost; 1: the first loss ends the preparation."""
 
 
 def local(processes: int | None) -> list[Place]:
@@ -74,7 +73,7 @@ def local(processes: int | None) -> list[Place]:
 
 
 class _Running:
-    """An open place."""
+    """A place whose process is running."""
 
     def __init__(self, place: Place, starts: int, greeting: Mapping[str, Any]) -> None:
         self.place, self.starts = place, starts
@@ -85,7 +84,7 @@ class _Running:
         self.link.send(greeting)
 
     def is_silent(self, now: float) -> bool:
-        """True for a host that should have sent a message; a local worker sends one only when it has news."""
+        """Return True if a link to another host has been silent for too long; local workers may be silent."""
         return self.place.workers is None and now - self.heard > _SILENT_S
 
     def give(self, waiting: list[Unit]) -> None:
@@ -102,9 +101,9 @@ def run_units(
     on_progress: Callable[[Unit, int], None],
     on_done: Callable[[Unit, UnitRecord], None],
 ) -> None:
-    """Process the units at these places. An exception, Ctrl-C included, leaves no worker running.
+    """Process the units at these places. After an exception, also KeyboardInterrupt, no worker is left running.
 
-    Raises DataError: a unit's, no place is left, or several workers were lost with one unit.
+    Raises DataError: from a unit; no place is left; several workers were lost with the same unit.
     """
     waiting = list(reversed(list(given)))
     greeting = asdict(settings)

@@ -1,7 +1,7 @@
 """Reads the documents in a piece of a file, one at a time; an unusable record becomes a `Rejection`.
 
-Memory stays flat: compressed files are streamed, jsonl is read line by line with a limit, parquet and Arrow in small
-batches. A file that breaks in the middle gives its earlier documents and one rejection.
+Memory use is constant: compressed files are streamed, jsonl is read line by line with a limit, parquet and Arrow in
+small batches. A file that is damaged in the middle gives the documents before the damage and one rejection.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROWS = 64  # rows decoded at a time: 64 documents of the largest allowed size s
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """An accepted record. `data` is `text` in UTF-8; `number` is its line or row, as in a Rejection."""
+    """An accepted record. `data` is `text` in UTF-8; `number` is the record's line or row, as in a `Rejection`."""
 
     text: str
     data: bytes
@@ -66,19 +66,19 @@ class Rejection:
 
 @dataclass(slots=True)
 class Lines:
-    """Number of lines that begin in a piece and have been read."""
+    """How many lines that begin in a piece have been read."""
 
     count: int = 0
     excluded: list[tuple[str, int]] = of_dataclass(default_factory=list)
-    """(file, record) of each document that was left out."""
+    """(file, record) of each document that --exclude has left out."""
 
 
 def read_piece(
     piece: Piece, field: str | None, max_bytes: int, lines: Lines | None = None
 ) -> Iterator[Document | Rejection]:
-    """The documents of `piece`: values of `field`, or with None complete records, as JSON objects.
+    """Yield the documents of a piece: the values of `field`, or, if it is None, complete records as JSON objects.
 
-    `lines` counts lines of jsonl. Raises: DataError, when the file cannot be opened at all (gone, no permission).
+    `lines` counts lines of jsonl. Raises DataError: the file cannot be opened (gone, no permission).
     """
     lines = lines or Lines()
     readers: dict[str, Callable[[Piece, str | None, int], Iterator[Document | Rejection]]] = {
@@ -143,9 +143,9 @@ class _GzipStream(gzip.GzipFile):
 
 
 class _ZstdStream(io.RawIOBase):
-    """Decompressed bytes of a .zst file with any number of frames; EOFError if the last frame is incomplete.
+    """Decompressed bytes of a .zst file with any number of frames. Raises EOFError if the last frame is incomplete.
 
-    zstandard's own `stream_reader` ends quietly at a truncated frame: half a corpus would pass for a complete one.
+    The `stream_reader` of zstandard ends without an error at a truncated frame, so half a corpus would look complete.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
@@ -193,7 +193,7 @@ def _open(piece: Piece) -> BinaryIO:
 
 
 def _broken(error: Exception) -> str | None:
-    """Reason for which a compressed stream is unreadable; None if the machine, not the file, is at fault."""
+    """Return why a compressed stream is unreadable; None if the machine is at fault and not the file."""
     if isinstance(error, EOFError):
         return "truncated: the compressed data ends before its end marker"
     if isinstance(error, (zlib.error, gzip.BadGzipFile)):
@@ -232,7 +232,7 @@ def _read_text(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
 
 
 def _read_jsonl(count: Lines, piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
-    # JSON may spell a character in six bytes (\u00e9), and a record has other fields: its line still fits.
+    # JSON may write a character in six bytes (\u00e9), and a record has other fields, for which the limit leaves room.
     limit = 6 * max_bytes + _CHUNK
     number = 0
     with _open(piece) as stream:
@@ -260,7 +260,7 @@ def _read_jsonl(count: Lines, piece: Piece, field: str | None, max_bytes: int) -
 
 
 def _form_of(names: Iterable[str]) -> str:
-    """Name the option that reads a record without the text field: --format, or --field."""
+    """Return the option that reads a record without the text field: --format or --field with its value."""
     given = set(names)
     columns_of = [(columns, kind) for kind in reversed([*RowKind.CHOICES.values()]) for columns in kind.columns]
     fitting = [(len(columns), kind) for columns, kind in columns_of if given.issuperset(columns)]
@@ -324,7 +324,7 @@ def lines_in(piece: Piece) -> int:
 
 
 def _lines(stream: BinaryIO, piece: Piece, limit: int) -> Iterator[bytes]:
-    """Lines whose first byte is in [start, stop); a line longer than `limit` is cut to limit + 1 bytes."""
+    """Yield the lines whose first byte is in [start, stop); one longer than `limit` is cut to limit + 1 bytes."""
     position = 0
     if piece.start:
         stream.seek(piece.start - 1)
@@ -353,7 +353,7 @@ def _skip_line(stream: BinaryIO) -> int:
 
 
 def _read_array(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
-    """The objects of one list, decoded one by one: the file is never completely in memory."""
+    """Yield the objects of a JSON list, decoded one by one, so that the file is never completely in memory."""
     limit, number = 6 * max_bytes + _CHUNK, 0
     with inputs.open_file(piece.path) as raw, io.TextIOWrapper(raw, "utf-8-sig") as stream:
         text, at, ended = "", 0, False  # the text in memory, and the place of the next record in it
@@ -390,7 +390,7 @@ def _goes_on(stream: TextIO) -> bool:
 
 
 def _next_record(text: str, at: int, *, first: bool) -> tuple[int, int] | str:
-    """(begin, end) of the next value of a list, equal at the list's end; or a reason, which more text may remove."""
+    """Return (begin, end) of a list's next value, equal at the list's end; or why there is none in `text` yet."""
     at = _WHITE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
     if text.startswith("]", at):
         return at, at
@@ -412,7 +412,7 @@ def _next_record(text: str, at: int, *, first: bool) -> tuple[int, int] | str:
 
 
 def _read_csv(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
-    """Rows of a table whose first line names its columns; a value may hold line breaks, in quotes."""
+    """Yield the rows of a table whose first line names the columns; quoted values may have line breaks."""
     bare = piece.path.removesuffix(".gz").removesuffix(".zst").lower()
     csv.field_size_limit(max_bytes + _CHUNK)
     number = 0
@@ -518,7 +518,7 @@ def _read_arrow(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
 
 
 def _values(batch: Any, field: str | None) -> Iterator[object]:
-    """The column's values, or complete rows; one string that is not UTF-8 loses no other row."""
+    """Return the column's values, or complete rows. A string that is not UTF-8 does not affect other rows."""
     for scalar in batch.to_struct_array() if field is None else batch.column(field):
         try:
             value = scalar.as_py()
@@ -528,12 +528,12 @@ def _values(batch: Any, field: str | None) -> Iterator[object]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove keys with null values, at any depth: Arrow gives every record the keys of all."""
+    """Remove keys with null values at any depth, because Arrow gives every record the keys of all records."""
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _named(value: object) -> dict[str, str]:
-    """Placeholder for a value without a JSON form (bytes, a date)."""
+    """Return a placeholder for a value that JSON cannot express (bytes, a date)."""
     return {type(value).__name__: repr(value)}

@@ -1,4 +1,4 @@
-"""The shards of a preparation: units that are not done go to workers, and rejected records are listed."""
+"""Let workers process the units that are not done, and list the rejected records."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from llmtrain.data.prepare.worker import UnitRecord, WorkerSettings, hashes_name
 from llmtrain.data.token_stream import rows_path
 
 LISTED = 1000
-"""Rejections beyond the allowed number that are still listed before the run stops."""
+"""How many rejections beyond the allowed number are listed before the preparation stops."""
 
 
 class Progress(log.Progress):
-    """Counts input bytes. Workers report bytes of text, which may exceed a compressed file's: so they are capped."""
+    """Counts input bytes. Workers report bytes of text, which are capped, since a compressed file has fewer."""
 
     def __init__(self, total_bytes: int, done_bytes: int) -> None:
         super().__init__("tokenizing", total_bytes, done_bytes)
@@ -49,7 +49,7 @@ class Progress(log.Progress):
 
 
 def run_units(settings: PrepareSettings, work: list[Unit], out: OutFolder, moment: str) -> list[UnitRecord]:
-    """Process unfinished units; returns the records of all units, in order."""
+    """Process the unfinished units, and return the records of all units in order."""
     encoder = tokenize.Encoder(out.here / "tokenizer")
     dtype = dtype_of(work, encoder)
     sizes = out.sizes()
@@ -106,8 +106,11 @@ def run_units(settings: PrepareSettings, work: list[Unit], out: OutFolder, momen
 
 
 def dtype_of(work: list[Unit], encoder: tokenize.Encoder) -> np.dtype:
-    """Type of the ids in the shards: that of all sources if they are ids and it holds the vocabulary, so that they can
-    be used in place; else the tokenizer's."""
+    """Return the dtype of the ids in the shards.
+
+    If all sources are files of ids with a dtype that holds the vocabulary, it is theirs, so that they can be used in
+    place; otherwise it follows from the tokenizer.
+    """
     paths = {piece.path for unit in work for piece in unit.pieces if piece.kind == "tokens"}
     widths = {file.ids.dtype.itemsize for path in paths if (file := token_corpora.read(path)).begin is not None}
     if widths == {4} or (widths == {2} and encoder.dtype.itemsize == 2):
@@ -121,7 +124,7 @@ def _record(out: OutFolder, unit: Unit) -> UnitRecord | None:
 
 
 def _is_there(record: UnitRecord, sizes: dict[str, int], item_size: int) -> bool:
-    """True if all shards of a unit exist with their full size. `sizes`: of existing files."""
+    """Return True if all shards of a unit exist with their full size. `sizes`: bytes of the existing files by name."""
     for shard in filter(None, record.shards.values()):
         path = Path(shard.file)
         if sizes.get(path.name) != (shard.tokens * item_size if shard.bytes is None else shard.bytes):
@@ -132,7 +135,7 @@ def _is_there(record: UnitRecord, sizes: dict[str, int], item_size: int) -> bool
 
 
 def too_many(settings: PrepareSettings, out: OutFolder, work: list[Unit], records: dict[int, UnitRecord]) -> DataError:
-    """List the rejected records of finished units; returns the error that names the first."""
+    """Write the list of rejected records, and return the error that names the first of them."""
     rejected = rejections(work, records)
     write_rejected(out, rejected)
     reasons: dict[str, list[str]] = {}
@@ -151,7 +154,7 @@ def too_many(settings: PrepareSettings, out: OutFolder, work: list[Unit], record
 
 
 def rejections(work: list[Unit], records: dict[int, UnitRecord]) -> list[Rejection]:
-    """The rejected records of finished units, with their lines in their files."""
+    """Return the rejected records of finished units, with line numbers counted from the beginning of their files."""
     some = [unit for unit in work if unit.index in records and records[unit.index].rejected]
     read = {index: record.lines for index, record in records.items()}
     before = lines_before(work, read, {unit.index for unit in some})

@@ -1,8 +1,8 @@
-"""Settings of `llmtrain prepare`, checked, and the split of its documents into training and validation.
+"""Settings of `llmtrain prepare`, their checks, and the split of documents into training and validation.
 
-A document's side depends on its content (a conversation's on its training rows, since it may appear under two ids), the
-fraction and the size of the complete input, but not on the number of processes, a kill, or the contents of other
-documents.
+Which split a document goes to depends on its content (for a conversation on its training rows, since it may appear
+under two ids), on the fraction and on the size of the complete input. It does not depend on the number of processes, a
+kill or the contents of other documents.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class PrepareSettings:
     validation_sources: tuple[str, ...] = ()
     """Sources of the validation split; with them no document of `sources` is held out."""
     validation_fraction: float | None = None
-    """Held-out share of `sources`; default: 0.05, or 0 with `validation_sources`."""
+    """Share of `sources` that is held out for validation; default: 0.05, or 0 with `validation_sources`."""
     exclude: str | None = None
     """File that lists documents to leave out (prepare/excluded.py)."""
     special_tokens: bool = True
-    """A text gets the tokens of the tokenizer's own encoding, such as <bos> before it."""
+    """Put the special tokens around a text that the tokenizer adds, such as <bos>."""
     max_document_bytes: int = 16 << 20
     shard_bytes: int | None = None
     max_rejected: int = 0
     processes: int | None = None
     places: Callable[[int | None], list[Any]] | None = None
-    """Finds the Places of prepare/pools.py that do the work, by `processes`; None: those of this host."""
+    """Returns the places (prepare/pools.py) that do the work, for a value of `processes`; None: use this host."""
     chat_template: str | None = None
-    """With the format chat: a file instead of the tokenizer's own template."""
+    """File with the chat template to use instead of the tokenizer's."""
     chat_template_kwargs: str | None = None
-    """JSON: variables of the template for all records; a record's own override them."""
+    """Variables of the template for all records, as JSON; those of a record override them."""
     count: str = "assistant"
     max_tokens: int | None = None
     too_long: str = "reject"
@@ -64,7 +64,7 @@ class PrepareSettings:
 
     @property
     def kind(self) -> RowKind:
-        """The kind of row, with its options. Raises DataError when the tokenizer is unreadable."""
+        """The kind of row with its options. Raises DataError: the tokenizer is unreadable."""
         cls = RowKind.named(self.format)
         options: dict[str, Any] = {} if self.field == "text" else {"field": self.field}
         if cls.templated:
@@ -95,7 +95,7 @@ class PrepareSettings:
 
     @property
     def fraction(self) -> float:
-        """The held-out share of `sources`: all, if no run trains on them."""
+        """Share of `sources` that is held out; 1 if no run can train on them."""
         if RowKind.named(self.format).measures:
             return 1.0
         if self.validation_fraction is not None:
@@ -103,7 +103,7 @@ class PrepareSettings:
         return 0.0 if self.validation_sources else 0.05
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide the result; max_rejected and processes do not."""
+        """Return the settings that decide the result, so not max_rejected and processes."""
         values: dict[str, Any] = {
             "source": list(self.sources),
             **({"validation_source": list(self.validation_sources)} if self.validation_sources else {}),
@@ -126,7 +126,7 @@ class PrepareSettings:
         return {**values, "vocab_size": self.vocab_size}
 
     def check(self) -> None:
-        """Raises DataError for an invalid value or combination."""
+        """Raise DataError for an invalid value or combination."""
         if (self.tokenizer is None) == (self.vocab_size is None):
             raise DataError(
                 "give exactly one of --tokenizer FOLDER (a Hugging Face tokenizer) and --vocab-size N (train one here)"
@@ -183,23 +183,25 @@ _SMALLEST_CUT_BYTES = 4 << 10  # the end of anything shorter would be a meaningl
 
 
 def cut_above(fraction: float, total_bytes: int) -> int:
-    """Bytes above which a document is cut, so that chance cannot leave a split empty, or make it much too large.
+    """Return the bytes above which a document is cut in two, so that no split is empty or much too large by chance.
 
-    A tenth of the smaller split's share: the chance that none of the many smaller documents falls into it is e^-10.
+    This is a tenth of the smaller split's share: the probability that it gets none of the smaller documents is e^-10.
     """
     return max(_SMALLEST_CUT_BYTES, int(min(fraction, 1 - fraction) * total_bytes / 10))
 
 
 def draw(data: bytes) -> float:
-    """A number from 0 to 1 by the bytes alone; below the fraction, a document is for validation. So equal documents are
-    never in both splits, and a larger fraction keeps the documents of a smaller one."""
+    """Return a number from 0 to 1 that depends on the bytes alone; a document below the fraction is for validation.
+
+    So equal documents are always in the same split, and a larger fraction holds out a superset of a smaller one.
+    """
     return xxhash.xxh3_64_intdigest(data) / 2.0**64
 
 
 def parts(text: str, data: bytes, fraction: float, cut_bytes: int) -> list[tuple[Split, str]]:
-    """The document's text by split: on one side, or, if longer than `cut_bytes`, with its end for validation.
+    """Return the document's text by split: all in one split, or, above `cut_bytes`, the end of it for validation.
 
-    Every character is on exactly one side, and neither side is blank.
+    Every character is in exactly one split, and neither part is blank.
     """
     if fraction and len(data) > cut_bytes and (at := _boundary(text, fraction)):
         return [("train", text[:at]), ("validation", text[at:])]
@@ -207,9 +209,9 @@ def parts(text: str, data: bytes, fraction: float, cut_bytes: int) -> list[tuple
 
 
 def _boundary(text: str, share: float) -> int | None:
-    """Position with about `share` of the characters after it: a paragraph's end, else a line's or a word's.
+    """Return a position with about `share` of the characters after it: the end of a paragraph, else of a line or word.
 
-    It is off the target by at most a tenth of the smaller part; without such an end in reach, it is the target itself.
+    It is off the exact position by at most a tenth of the smaller part; without such an end in reach it is exact.
     """
     begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
     mark = end - round((end - begin) * share)

@@ -1,7 +1,7 @@
-"""Cuts a user's sources (files, folders, globs, `stdlib`, `hf:ORG/NAME`) into work units, by the input alone.
+"""Find the files of a user's sources (files, folders, globs, `stdlib`, `hf:ORG/NAME`), and cut them into units.
 
-A worker turns a unit into one pair of shards (train and validation). The cut into units never depends on the number of
-processes.
+A worker turns a unit into one pair of shards (train and validation). The units depend on the input alone, not on the
+number of processes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OnHub:
 
 
 def parts_of(source: str) -> OnHub | None:
-    """Parse the name of a source on the Hub; None: it is no such name, or a file has this name."""
+    """Parse the name of a source on the Hub; None: it has another form, or a file has this name."""
     found = None if Path(source).exists() else _SOURCE.fullmatch(source)
     if found is None or not is_name(found[1]):
         return None
@@ -64,7 +64,7 @@ def parts_of(source: str) -> OnHub | None:
 
 
 def chosen(names: Sequence[str], source: OnHub) -> list[str]:
-    """The files of a dataset that a source names. Raises DataError: none, or files of several splits."""
+    """Return the files of a dataset that a source names. Raises DataError: there are none, or of several splits."""
     what, files = f"{PREFIX}{source.repository.name}", source.files
     if files is not None:
         folder = f"{files.rstrip('/')}/"
@@ -87,7 +87,7 @@ def chosen(names: Sequence[str], source: OnHub) -> list[str]:
 
 
 def fetched(settings: PrepareSettings) -> PrepareSettings:
-    """Download sources and tokenizer from the Hub; returns the settings with the folder and the commits.
+    """Download sources and tokenizer from the Hub, and return the settings with the tokenizer's folder and the commits.
 
     Raises: DataError.
     """
@@ -100,7 +100,7 @@ def fetched(settings: PrepareSettings) -> PrepareSettings:
 
 
 def _tokenizer(given: str | None) -> str | None:
-    """The folder of `--tokenizer ORG/NAME[@REVISION]` or of a URL; any other value unchanged."""
+    """Fetch `--tokenizer ORG/NAME[@REVISION]` or a URL, and return its folder; any other value is returned as it is."""
     if given is not None and is_url(given):
         return str(fetch_model(given, None, [tokenizer_files], _wrong(f"--tokenizer {given}", None)).folder)
     name, _, revision = (given or "").partition("@")
@@ -111,7 +111,7 @@ def _tokenizer(given: str | None) -> str | None:
 
 
 def _source(given: str, option: str) -> str:
-    """Download a source on the Hub; returns its name with the commit. Any other source is unchanged."""
+    """Download a source on the Hub, and return its name with the commit; any other source is returned as it is."""
     if (source := parts_of(given)) is None:
         return given
     wrong = _wrong(f"{option} {given}", source.revision)
@@ -159,15 +159,15 @@ class SourceFile:
     kind: Kind
     bytes: int
     version: int | str
-    """Changes with its content: the modification time in ns; for a URL the store's version."""
+    """Modification time in ns, or for a URL the store's version: it changes with the content."""
     origin: str = ""
-    """Its name in `data where`, if different from `label`."""
+    """Name in `data where`, if different from `label`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A range of one file: bytes (text, jsonl, array, csv), row groups (parquet), record batches (arrow) or tokens,
-    [start, stop). The path of records of plugins is the source's name."""
+    """Range [start, stop) of one file, in bytes (text, jsonl, array, csv), row groups (parquet), record batches (arrow)
+    or tokens. For records of a plugin the path is NAME:PART."""
 
     path: str
     label: str
@@ -180,9 +180,9 @@ class Piece:
     version: str = ""
     """Size and version in the store when the file was listed; empty: it is no URL."""
     excluded: tuple[int, ...] = ()
-    """Records of the file that are left out."""
+    """Numbers of the records of the file that --exclude leaves out."""
     before: int = 0
-    """With `excluded`: lines of jsonl in the file before the piece."""
+    """Lines of a jsonl file before the piece; only set with `excluded`."""
 
     @property
     def compressed(self) -> bool:
@@ -191,12 +191,12 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Input of one pair of shards, for one worker; `index` names the shards."""
+    """Input of one pair of shards, processed by one worker; `index` is in the shards' names."""
 
     index: int
     pieces: tuple[Piece, ...]
     validation: bool = False
-    """All documents are for validation: they are from --validation-source."""
+    """True if all documents are for validation, because they are from --validation-source."""
 
     @property
     def bytes(self) -> int:
@@ -211,7 +211,7 @@ class Unit:
 
 
 def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--source") -> list[SourceFile]:
-    """All input files of `sources`, each once, in an order that only their names decide.
+    """Return all input files of `sources`, each once, in an order that depends only on their names.
 
     `form`: the value of --format. Raises DataError, which names `option`, for a missing source.
     """
@@ -269,7 +269,7 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
 
 
 def _with_ids(source: str, paths: list[str], option: str) -> list[str]:
-    """The files that can hold token ids, without indexes and notes."""
+    """Return the files that can hold token ids, without their indexes and other files."""
     paths = [path for path in paths if not token_corpora.is_index(path)]
     found = [path for path in paths if path.endswith(_RECORDS) or token_corpora.layout_of(path) is not None]
     notes = [path for path in paths if path not in set(found)]
@@ -279,7 +279,7 @@ def _with_ids(source: str, paths: list[str], option: str) -> list[str]:
 
 
 def _matching(pattern: str, option: str) -> list[str]:
-    """Paths that a glob matches; below `**` each folder counts once, by `_folders`."""
+    """Return the paths that a glob matches; below `**` each folder is visited once, as in `_folders`."""
     parts = Path(pattern).parts
     if "**" not in parts:
         return glob.glob(pattern)
@@ -294,7 +294,7 @@ def _matching(pattern: str, option: str) -> list[str]:
 
 
 def _below(root: str, option: str) -> list[str]:
-    """Visible files below a folder, without links out of it: they could make a secret file training data."""
+    """Return the visible files below a folder. Links out of it are not followed: a secret file could become data."""
     out: list[str] = []
     paths = [path for folder in _folders(root, out) for path in glob.glob(os.path.join(glob.escape(folder), "*"))]
     files = [path for path in paths if os.path.isfile(path)]
@@ -304,8 +304,10 @@ def _below(root: str, option: str) -> list[str]:
 
 
 def _folders(root: str, out: list[str]) -> list[str]:
-    """A folder and its visible subfolders, each once, even if links form a circle. `out` receives links out of the
-    folder."""
+    """Return a folder and its visible subfolders, each once, even if links form a circle.
+
+    Links out of the folder are added to `out`.
+    """
     found: dict[tuple[int, int], str] = {}
     waiting = deque([root])
     while waiting:
@@ -333,7 +335,7 @@ def _say_out(out: list[str], root: str, option: str) -> None:
 
 
 def _hub_files(found: OnHub, form: str) -> list[SourceFile]:
-    """Files of the commit that `fetched` has chosen. Time 0 on every host."""
+    """Return the files of a commit on the Hub. Their modification time counts as 0, so that all hosts agree."""
     assert found.revision is not None
     root = found.repository.snapshot(found.revision)
     names = chosen(known_files(found.repository, found.revision), found)
@@ -343,7 +345,7 @@ def _hub_files(found: OnHub, form: str) -> list[SourceFile]:
 
 
 def _store_files(source: str, form: str, option: str) -> list[SourceFile]:
-    """Files of an object store, with the names and the order of a local copy; labels are URLs."""
+    """Return the files of an object store, in the order of a local copy; their labels are URLs."""
     shown = redact_text(source)
     if (problem := problem_of(source)) is not None:
         raise DataError(f"{option} {shown}: {problem[0]}; {problem[1]}")
@@ -384,14 +386,14 @@ def _store_files(source: str, form: str, option: str) -> list[SourceFile]:
 
 
 def _hidden(name: str, pattern: str) -> bool:
-    """True for a name that `glob.glob` omits: a wildcard matches no leading dot."""
+    """Return True for a name that `glob.glob` omits, because a wildcard matches no leading dot."""
     spelled = [part for part in pattern.split("/") if part.startswith(".")]
     points = [part for part in name.split("/") if part.startswith(".")]
     return not all(any(fnmatch.fnmatchcase(part, each) for each in spelled) for part in points)
 
 
 def _store_version(url: str, kind: Kind, stored: Stored) -> str:
-    """Sizes and versions of a file and, for token ids, of its indexes, for `refuse_changed`."""
+    """Return sizes and versions of a file and, for token ids, of its indexes, which `refuse_changed` compares."""
     beside = token_corpora.indexes(url) if kind == "tokens" else []
     return "+".join([f"{stored.bytes}:{stored.version}", *map(inputs.version, beside)])
 
@@ -429,7 +431,7 @@ def _file(path: str, label: str, kind: Kind) -> SourceFile:
 
 
 def _kind(path: str, form: str, option: str = "--source") -> Kind:
-    """The reader for a file. Raises DataError: token ids whose format the user has not given."""
+    """Return the kind of reader for a file. Raises DataError: it has token ids, and --format does not say so."""
     name = os.path.basename(path).lower()
     bare = name.removesuffix(".gz").removesuffix(".zst")
     kind = RowKind.named(form)
@@ -461,7 +463,7 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
 
 
 def _is_lines(path: str) -> bool:
-    """Return True if a file begins with a line that is a JSON object, followed by another one."""
+    """Return True if the first two lines of a file are JSON objects."""
     try:
         first, _, rest = inputs.read(path, 0, 1 << 20).removeprefix(BOM).partition(b"\n")
         return rest.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
@@ -472,7 +474,7 @@ def _is_lines(path: str) -> bool:
 
 
 def _begins(path: str, *signs: bytes) -> bool:
-    """Return True if an uncompressed file, without white space, begins with `signs`."""
+    """Return True if an uncompressed file begins with one of `signs` after white space."""
     if path.endswith((".gz", ".zst")):
         return False
     try:
@@ -483,7 +485,7 @@ def _begins(path: str, *signs: bytes) -> bool:
 
 
 def _stdlib_files() -> list[SourceFile]:
-    """The running Python's library code without tests, site-packages and empty files."""
+    """Return the source files of the running Python's standard library, without tests and empty files."""
     root = sysconfig.get_paths()["stdlib"]
     files: list[SourceFile] = []
     for folder, subfolders, names in os.walk(root):
@@ -499,8 +501,10 @@ def _stdlib_files() -> list[SourceFile]:
 
 
 def _saved(root: str, is_there: Callable[[str], bool], option: str) -> list[str] | None:
-    """Names of the Arrow files by `Dataset.save_to_disk`, in row order (with any selection applied); None: no saved
-    dataset. `root`: a folder, or its URL."""
+    """Return the Arrow files of a folder by `Dataset.save_to_disk`, in row order; None: it is no saved dataset.
+
+    `root`: path or URL of the folder.
+    """
     every, state, info = (os.path.join(root, name) for name in ("dataset_dict.json", "state.json", "dataset_info.json"))
     if is_there(every):
         named = " or ".join(os.path.join(root, str(split)) for split in _read_json(every).get("splits", []))
@@ -540,7 +544,7 @@ def _read_json(path: str) -> dict[str, Any]:
 
 
 def unit_bytes_for(total_bytes: int) -> int:
-    """Input bytes of a unit: a 64th of the input, between 1 MiB and 256 MiB."""
+    """Return the input bytes of a unit: a 64th of the input, between 1 MiB and 256 MiB."""
     return min(_MAX_UNIT_BYTES, max(_MIN_UNIT_BYTES, total_bytes // _UNITS_WANTED))
 
 
@@ -612,7 +616,7 @@ def _piece(file: SourceFile, start: int, stop: int, size: int) -> Piece:
 
 
 def _sizes(file: SourceFile) -> list[int]:
-    """Bytes of the row groups of a parquet file, or of the batches of an Arrow file; empty: of a damaged file."""
+    """Return the bytes of each row group of a parquet file or batch of an Arrow file; empty if the file is damaged."""
     import pyarrow
     import pyarrow.parquet
 
@@ -629,7 +633,7 @@ def _sizes(file: SourceFile) -> list[int]:
 
 
 def stat_fingerprint(files: list[SourceFile]) -> str:
-    """Hash of names, sizes and versions: shows a changed input without reading it."""
+    """Return a hash of names, sizes and versions, which shows a changed input without reading it."""
     digest = xxhash.xxh3_128()
     for file in files:
         digest.update(json.dumps([file.label, file.kind, file.bytes, file.version]).encode())

@@ -1,7 +1,7 @@
-"""Corpora of token ids: the layouts of Megatron, datatrove and OLMo.
+"""Read corpora of token ids in the layouts of Megatron, datatrove and OLMo.
 
-A layout is a class with `names` and `read`, which locates a file's ids and the ends of its documents. Ids that a file
-stores unchanged can be used in place; others are copied (prepare/worker.py).
+A layout is a class with `names` and `read`, which finds the ids in a file and the ends of its documents. Ids that a
+file stores as shards do can be used in place; others are copied (prepare/worker.py).
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Token ids of a file, and the ends of its documents."""
+    """Token ids of a file, and where its documents end."""
 
     path: str
     ids: np.ndarray | inputs.StoredIds
     """Integers [tokens], mapped into memory if the file stores them unchanged."""
     ends: np.ndarray | None
-    """Tokens before each document's end, int64 [documents]; None: end tokens mark the ends."""
+    """Number of tokens up to each document's end, int64 [documents]; None: an end token follows each document."""
     begin: int | None
     """Bytes of the file before the first id; None: the ids are not stored contiguously and unchanged."""
 
     def documents(self, start: int, stop: int, separator_id: int) -> np.ndarray:
-        """Borders of the documents that begin in tokens [start, stop), int64 [documents + 1]: the first one's begin,
-        then each one's end. Empty: none begins there."""
+        """Return the borders of the documents that begin in tokens [start, stop), int64 [documents + 1].
+
+        They are the beginning of the first document and the end of each. Empty: no document begins there.
+        """
         if self.ends is not None:
             begins = np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
             first, last = np.searchsorted(begins, [start, stop])
@@ -65,9 +67,9 @@ class Layout(ABC):
 
     title: ClassVar[str]
     names: ClassVar[tuple[str, ...]]
-    """File endings of the files with the ids."""
+    """Name endings of files with ids."""
     index: ClassVar[str] = ""
-    """Ending of the index, which replaces its file's ending; empty: the format has no index."""
+    """Name ending of the index, in place of the one of the ids' file; empty: the layout has no index."""
 
     @classmethod
     def index_of(cls, path: str) -> str:
@@ -80,7 +82,7 @@ class Layout(ABC):
     @classmethod
     @abstractmethod
     def read(cls, path: str) -> TokenFile:
-        """Map (or decode) a file. Raises ValueError or OSError: it has another layout, or is damaged."""
+        """Map a file into memory, or decode it. Raises ValueError, OSError: it has another layout, or is damaged."""
 
 
 def _mapped(path: str, dtype: np.dtype, begin: int = 0, tokens: int | None = None) -> np.ndarray | inputs.StoredIds:
@@ -200,7 +202,7 @@ def layout_of(path: str) -> type[Layout] | None:
 
 
 def is_index(path: str) -> bool:
-    """True for a file next to the ids that is no corpus."""
+    """Return True for a file that lies next to ids but has none, such as an index."""
     return path.endswith((".idx", ".ds.index", ".ds.metadata"))
 
 
@@ -212,7 +214,7 @@ def indexes(path: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1)  # a worker gets the pieces of a file one after the other
 def read(path: str) -> TokenFile:
-    """Raises DataError: the file's layout is unknown, or it is damaged."""
+    """Read a file of ids in any layout. Raises DataError: the layout is unknown, or the file is damaged."""
     layout = layout_of(path)
     if layout is None:
         known = "; ".join(f"{each.title}: {' or '.join(each.names)}" for each in LAYOUTS)
@@ -234,11 +236,11 @@ _AS_IT_SHOULD = 0.9
 
 
 _UPPER_HALVES = 16
-"""Bound of 4-byte ids' upper halves, for vocabularies up to a million."""
+"""Upper halves of 4-byte ids are below this for vocabularies up to a million."""
 
 
 def beginnings(paths: list[str], separator_id: int) -> list[tuple[str, np.ndarray]]:
-    """(path, first ids) of some of the files. Raises DataError: no end token marks the ends of documents."""
+    """Return (path, first ids) of some of the files. Raises DataError: no end token marks the ends of documents."""
     found = []
     for path in paths[:: 1 + len(paths) // _LOOKED_AT]:
         file = read(path)
@@ -264,9 +266,10 @@ def beginnings(paths: list[str], separator_id: int) -> list[tuple[str, np.ndarra
 
 
 def examine(samples: list[tuple[str, np.ndarray]], encoder: Encoder) -> bool:
-    """Report how well the tokenizer fits some ids, int64 [tokens] each with its place; warn if it seems another one, or
-    if not all begin with its first tokens (then False). With the right tokenizer, ids decoded and encoded again are
-    unchanged.
+    """Compare the tokenizer with samples of ids, (where they are from, int64 [tokens]) each, and log how well it fits.
+
+    With the right tokenizer, ids do not change when they are decoded and encoded again. Warns if the tokenizer seems to
+    be another one. Returns False, with a warning, if a sample does not begin with the tokens it puts before a text.
 
     Raises DataError: an id is outside the vocabulary.
     """

@@ -1,7 +1,8 @@
-"""Worker processes of `llmtrain prepare`: units arrive as JSON lines, shards go to the folder, results are returned.
+"""Worker processes of `llmtrain prepare`: they get units as JSON lines, write shards, and answer with records.
 
-A unit leaves `train-NNNNN.bin`, `validation-NNNNN.bin` and, last, its record `unfinished/unit-NNNNN.json`; without the
-record the unit does not count as done. It is written in the worker's own folder: a host that seemed lost may continue.
+A unit leaves `train-NNNNN.bin`, `validation-NNNNN.bin` and, last, the record `unfinished/unit-NNNNN.json`, without
+which it does not count as done. A worker writes in a folder of its own, because a worker that seemed lost may go on
+writing.
 """
 
 from __future__ import annotations
@@ -46,27 +47,27 @@ _BATCH_DOCUMENTS = 256
 class WorkerSettings:
     out: str
     here: str
-    """Folder on this host with the plan and the tokenizer: `out`, or a copy of a store's files (out_folder.py)."""
+    """Folder on this host with plan and tokenizer: `out`, or a copy of files of the store (out_folder.py)."""
     owner: str = ""
-    """Claim on a folder in a store."""
+    """The command's claim on a folder in a store."""
     kind: RowKind
     max_document_bytes: int
     validation_fraction: float
     cut_bytes: int
     """A document above this size is cut for the split (prepare/settings.py)."""
     held_out: str | None = None
-    """File in `here` by `write_held_out`: the documents of --validation-source, which no unit for training may hold."""
+    """File of `write_held_out` in `here`: the documents of --validation-source, which training units leave out."""
     reject_limit: int
-    """Rejections after which a unit is given up: the run will stop anyway, and the list must not fill the memory."""
+    """Rejections after which a unit is given up: `prepare` will stop anyway, and the list must not fill memory."""
     bare: bool = False
-    """Texts get no special tokens."""
+    """Add no special tokens to texts."""
     dtype: str
     """Type of the ids in the shards, in numpy's notation."""
     plugins: tuple[str, ...] = ()
     fields: Mapping[str, Mapping[str, Any]] = of_dataclass(default_factory=dict)
     """Values of the fields of plugins' sources, by source."""
     sample: int = 0
-    """Number of each unit's conversations to keep with the places of their rows."""
+    """How many conversations of each unit are kept as a sample, with the numbers of their rows."""
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> WorkerSettings:
@@ -76,7 +77,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RowFigures:
-    """Figures of a shard's rows."""
+    """Figures of the rows in a shard."""
 
     counted: int
     """Counted tokens."""
@@ -86,20 +87,20 @@ class RowFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRecord:
-    """What a finished unit leaves for the manifest: its file in `unfinished/`."""
+    """What the manifest needs of a finished unit; saved as a file in `unfinished/`."""
 
     unit: int
     shards: dict[Split, Shard | None] = field(default_factory=dict)
-    """By split; None: no document is in the split."""
+    """Entry of the shard of each split; None: the split has no document."""
     lines: int | None = None
-    """Lines that begin in the unit's last piece; None: they were not all read."""
+    """Number of lines that begin in the unit's last piece; None: not all of it was read."""
     rejected: list[Rejection] = field(default_factory=list)
     cut: int = 0
     left_out: int = 0
     excluded: list[tuple[str, int]] = field(default_factory=list)
     lowest_draw: float = 1.0
     chat: dict[Split, RowFigures] | None = None
-    """None: the documents are texts, to which the entries below do not apply."""
+    """Figures of conversations by split; None: the documents are texts, and the fields below are empty."""
     too_long: int = 0
     dated: bool = False
     unread: list[str] = field(default_factory=list)
@@ -137,7 +138,7 @@ def hashes_name(index: int) -> str:
 
 
 def write_held_out(here: Path, units: Iterable[int]) -> str:
-    """Gather these units' hashes for validation in one file, [2, documents] uint64; returns its name."""
+    """Write the hashes of these units' validation documents into one file, uint64 [2, documents]. Returns its name."""
     hashes = b"".join((here / hashes_name(index)).read_bytes() for index in units)
     high, low = np.frombuffer(hashes, dtype=">u8").reshape(-1, 2).T.astype(np.uint64)
     order = np.argsort(high)
@@ -146,7 +147,7 @@ def write_held_out(here: Path, units: Iterable[int]) -> str:
 
 
 class _HeldOut:
-    """Hashes of 128 bits, in a file that all workers map."""
+    """Hashes of the held-out documents, 128 bits each, in a file that all workers map."""
 
     def __init__(self, path: Path | None) -> None:
         table: np.ndarray = np.empty((2, 0), np.uint64) if path is None else np.load(path, mmap_mode="r")
@@ -160,7 +161,7 @@ class _HeldOut:
 
 
 class _ShardWriter:
-    """A shard under its temporary name until `commit`, and its file of rows, if its kind has one."""
+    """Writes a shard, and its file of rows if the kind has one, under temporary names until `commit`."""
 
     def __init__(self, path: Path, kind: RowKind) -> None:
         self.path = path
@@ -176,13 +177,13 @@ class _ShardWriter:
         self.tokens = self.documents = 0
 
     def add(self, rows: list[Row], origin: tuple[int, int]) -> None:
-        """Add the rows of a document, for the next `write`. `origin`: (piece of the unit, record)."""
+        """Add the rows of a document for the next `write`. `origin`: (number of the piece, number of the record)."""
         self._rows += rows
         self._origins += [origin] * len(rows)
         self.documents += len(rows)
 
     def write(self, separator_id: int | None) -> None:
-        """Write the added rows, each with the separator, if there is one."""
+        """Write the added rows, each followed by the separator unless it is None."""
         rows, self._rows = self._rows, []
         if not rows:
             return
@@ -204,7 +205,10 @@ class _ShardWriter:
         return RowFigures(counted=counted, longest=int(lengths.max(initial=0)))
 
     def commit(self, files: list[str]) -> Shard | None:
-        """The shard's manifest entry; None (and no file) without documents. `files`: of the unit's pieces."""
+        """Rename the files, and return the shard's entry for the manifest; without documents remove them, return None.
+
+        `files`: the file of each piece of the unit.
+        """
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
@@ -230,14 +234,14 @@ class _ShardWriter:
         )
 
     def discard(self) -> None:
-        with contextlib.suppress(OSError):  # the disk is full: buffered data cannot be written, and is not needed
+        with contextlib.suppress(OSError):  # the disk is full: the buffered data is not needed
             self._stream.close()
         self._partial.unlink(missing_ok=True)
 
 
 @dataclass
 class _Written:
-    """A unit's shards, and the counts and hashes of its documents, for its record."""
+    """Collects the shards of a unit, and the counts and hashes of its documents, for its record."""
 
     unit: Unit
     settings: WorkerSettings
@@ -252,17 +256,19 @@ class _Written:
     left_out: int = 0
     """Documents for training that are also in --validation-source."""
     hashes: bytearray = field(default_factory=bytearray)
-    """Hashes of a validation unit's documents, 16 bytes each."""
+    """Hashes of the documents in a validation unit, 16 bytes each."""
     sample: list[Kept] = field(default_factory=list)
-    """`kept` for the first conversations."""
+    """The first conversations, kept as a sample."""
     lowest_draw: float = 1.0
-    """The smallest validation fraction that would hold out one complete document."""
+    """Smallest validation fraction that would hold out a complete document."""
     in_place: dict[Split, Shard | None] | None = None
-    """Manifest entries of shards that are parts of the source itself; None: the writers have the shards."""
+    """Entries of shards that are parts of the source itself; None: the shards were written."""
 
     def sides(self, text: str, data: bytes) -> list[tuple[Split, str]]:
-        """A text by split; empty if --validation-source has it. `data`: the text's bytes, or a conversation's training
-        rows."""
+        """Return the document's text by split; empty if --validation-source has the document.
+
+        `data`: what identifies it: the bytes of a text, or of a conversation's training rows.
+        """
         hashed = xxhash.xxh3_128_intdigest(data)
         if self.unit.validation:
             self.hashes += hashed.to_bytes(16, "big")
@@ -282,10 +288,10 @@ def process_unit(
     encoder: Any,
     progress: Callable[[int], None],
 ) -> UnitRecord:
-    """Write the shards and the record of `unit`; return the record. A unit with too many rejected records is not read
-    to its end and leaves no file. `encoder`: of the kind of row. `progress` gets bytes of text done.
+    """Write the shards and the record of a unit, and return the record.
 
-    Raises DataError, without leaving a file, when the output cannot be written.
+    A unit with too many rejected records is not read to its end and leaves no file. `encoder`: from `RowKind.encoder`.
+    `progress` is called with bytes of text. Raises DataError, and leaves no file, if the output cannot be written.
     """
     folder = out_folder.opened(settings.out, settings.here, settings.owner)
     own = folder.here / UNFINISHED / f"{socket.gethostname()}-{os.getpid()}"
@@ -299,7 +305,7 @@ def process_unit(
         written = _Written(unit, settings, writers, held_out)
         _write_documents(written, encoder, progress)
         refuse_changed(unit.pieces)
-        whole = len(written.rejected) <= settings.reject_limit  # else the caller ends, and the rest was not read
+        whole = len(written.rejected) <= settings.reject_limit  # otherwise the rest was not read, and the caller ends
         files = [piece.origin for piece in unit.pieces]
         order = {piece.label: place for place, piece in enumerate(unit.pieces)}
         written.rejected.sort(key=lambda rejection: (order[rejection.file], rejection.number))
@@ -346,7 +352,7 @@ def process_unit(
 
 def _write_documents(written: _Written, encoder: Any, progress: Callable[[int], None]) -> None:
     unit, settings, writers, kind = written.unit, written.settings, written.writers, written.settings.kind
-    whole = kind.reads_records  # and the training rows decide the side of a record
+    whole = kind.reads_records  # the training rows decide the split of a record
     separator = None if kind.has_rows else encoder.separator_id
     batch: list[tuple[int, Document, Split, str]] = []
     filled = 0
@@ -398,8 +404,10 @@ def _write_documents(written: _Written, encoder: Any, progress: Callable[[int], 
 
 
 def _write_tokens(written: _Written, place: int, encoder: Any) -> None:
-    """Write the documents that begin in a range of a file of ids: in place if the file stores them as a shard does and
-    the unit is only this range; else one by one. Raises DataError: an id is outside the vocabulary."""
+    """Write the documents that begin in a range of a file of ids. Raises DataError: an id is outside the vocabulary.
+
+    If the file stores ids as a shard does and the unit is only this range, the shard is a link to the file.
+    """
     unit, settings, writers = written.unit, written.settings, written.writers
     piece = unit.pieces[place]
     file = token_corpora.read(piece.path)
@@ -444,12 +452,12 @@ def _write_tokens(written: _Written, place: int, encoder: Any) -> None:
 def _as_they_lie(
     unit: Unit, ids: np.ndarray, borders: np.ndarray, held: int, begin: int | None, out: Path
 ) -> dict[Split, Shard | None]:
-    """Write a unit of one piece without tokenizing it, and return the entries of its shards in the manifest.
+    """Write a unit of one piece of ids as shards, and return their entries for the manifest.
 
     Args:
-        borders: of the documents, in tokens of the file; `ids` begin at the first.
-        held: number of documents for validation; they are the last ones.
-        begin: bytes of the file before the first id: the shards are links to the file. None: they are copies.
+        borders: borders of the documents in tokens of the file; `ids` begin at the first one.
+        held: number of documents for validation, which are the last ones.
+        begin: bytes of the file before the first id, and the shards become links to the file; None: copies.
     """
     piece, documents = unit.pieces[0], len(borders) - 1
     parts: dict[Split, tuple[int, int]] = {"train": (0, documents - held), "validation": (documents - held, documents)}
@@ -483,12 +491,12 @@ def _as_they_lie(
 
 
 def encoder_of(folder: Path, settings: WorkerSettings) -> Any:
-    """Raises DataError: the encoder cannot be loaded."""
+    """Make the encoder of the kind of row. Raises DataError: it cannot be loaded."""
     return settings.kind.encoder(folder, np.dtype(settings.dtype), settings.bare)
 
 
 def main() -> None:
-    """The worker's loop. Its first line is the settings, each further line a unit."""
+    """Run a worker: the first line on stdin is the settings, each further line a unit."""
     parent = Parent()
     parent.listen()
     values = parent.asked()

@@ -1,1 +1,1 @@
-"""A run's data: shards become sequences, in a computed order, and batches for each rank."""
+"""A run's data: makes sequences from shards, in an order that is computed, and batches for each rank."""

@@ -1,8 +1,8 @@
 """Prepared multiple-choice questions as batches, and their figures from the log-probability of each choice.
 
-A row is a question with one of its choices, alone in its row of a batch and padded on the right: so any causal model
-can be measured, however its run packs documents. A row that is longer than `data.sequence_length` loses its beginning,
-as in lm-eval (0.4.13, `HFLM._loglikelihood_tokens`).
+A row is a question with one of its choices. It has a row of the batch for itself and is padded on the right, so that
+any causal model can be measured, whatever the run does with documents. A row longer than `data.sequence_length` loses
+its beginning, as in lm-eval (0.4.13, `HFLM._loglikelihood_tokens`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.data.windows import IGNORED
 
 _NARROWEST = 32
-"""Tokens of the narrowest batches; each wider kind has twice as many, since a pipeline takes one shape at a time."""
+"""Row length of the shortest batches in tokens. Others have a power of 2 times as many, so that shapes are few: a
+pipeline takes one shape at a time."""
 
 
 class ChoiceSet:
@@ -35,9 +36,9 @@ class ChoiceSet:
         shared: int = 1,
         cache: str | None = None,
     ) -> None:
-        """`sequence_length`: tokens that the model may see at once. `shared`: ranks that share a row.
+        """`sequence_length`: most tokens that the model may see at once. `shared`: number of ranks that share a row.
 
-        Raises DataError when the folder holds other data, or a choice alone is too long.
+        Raises DataError when the folder holds other data, or a choice without its question is too long.
         """
         self.prepared = PreparedSet(folder, cache)
         kind = self.prepared.kind
@@ -63,10 +64,10 @@ class ChoiceSet:
         self._fed = np.minimum(self._lengths - 1, sequence_length)
         self._shared, self._length = shared, sequence_length
         self.cut = int((self._lengths - 1 > sequence_length).sum())
-        """Rows that lose their beginning."""
+        """Number of rows that lose their beginning."""
 
     def _check(self) -> None:
-        """Raises DataError: the rows are damaged."""
+        """Check the rows' entries. Raises DataError: they are damaged."""
         right = self._entries["right"]
         whole = len(self._first) > 0 and self._first[0] == 0 and bool(self._entries["characters"].all())
         if not whole or (np.add.reduceat(right, self._first, dtype=np.int64) != 1).any():
@@ -86,9 +87,9 @@ class ChoiceSet:
     def batches(
         self, tokens: int, rank: int, data_parallel: int, *, pin_memory: bool = False
     ) -> Iterator[list[AnswerBatch]]:
-        """This rank's micro-batches; those of a list have one shape, and all ranks get equally many of each shape.
+        """Yield lists of this rank's micro-batches. A list has one shape, and all ranks get equally many of each shape.
 
-        `tokens`: largest size of a micro-batch, padding included.
+        `tokens`: largest number of tokens in a micro-batch, padding included.
         """
         widths = np.array([self._width(int(fed)) for fed in self._fed])
         for width in np.unique(widths)[::-1].tolist():  # the largest first: too little memory shows at once
@@ -104,7 +105,7 @@ class ChoiceSet:
         return min(self._length, -(-width // self._shared) * self._shared)
 
     def _batch(self, rows: np.ndarray, height: int, width: int, pin_memory: bool) -> AnswerBatch:
-        """`rows` as a micro-batch of `height` rows; padding rows do not count."""
+        """Make a micro-batch of shape [height, width]; rows that only fill it up do not count."""
         inputs = np.full((height, width), self.prepared.manifest.separator_id, dtype=np.int64)
         labels = np.full((height, width), IGNORED, dtype=np.int64)
         answers = np.full((height, width), len(rows), dtype=np.int64)
@@ -126,10 +127,9 @@ class ChoiceSet:
         return batch.pinned() if pin_memory else batch
 
     def chosen(self, log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each question's likeliest choice, and its likeliest by characters: places, int64 [questions]; -1 if a
-        log-probability is not finite.
+        """Return the number of each question's likeliest choice, without and with division by its characters.
 
-        log_probs: nats [rows].
+        Both are int64 [questions], -1 where a log-probability is not finite. `log_probs`: nats [rows].
         """
         by_character = log_probs / self._entries["characters"]
         bounds = zip(self._first, [*self._first[1:], self.rows], strict=True)
@@ -144,10 +144,9 @@ class ChoiceSet:
         return best, normalised
 
     def figures(self, log_probs: np.ndarray) -> dict[str, float]:
-        """accuracy; accuracy_norm, with log-probabilities divided by the choice's characters (lm-eval's acc and
-        acc_norm); bits_per_byte of the right choices.
+        """Return accuracy, accuracy_norm (log-probabilities divided by the choice's characters) and bits_per_byte.
 
-        log_probs: nats [rows].
+        The first two are lm-eval's acc and acc_norm; the last is of the right choices. `log_probs`: nats [rows].
         """
         right = np.flatnonzero(self._entries["right"])
         places = right - self._first

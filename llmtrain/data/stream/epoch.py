@@ -1,4 +1,4 @@
-"""Sequences of an epoch, for the length of a run; the data is opened only when a run asks for epochs."""
+"""Count the sequences of an epoch, from which the length of a run with train.epochs follows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmtrain.config.run import DataConfig
 
 
 def sequences_of_epoch(data: DataConfig) -> int:
-    """Training sequences until the first set of the data has been read once. Raises DataError."""
+    """Return how many training sequences pass until one set of the data has been read once. Raises DataError."""
     return _count(json.dumps(asdict(data)))
 
 

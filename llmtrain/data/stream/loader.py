@@ -1,8 +1,9 @@
-"""The course of a run, and its batches for one rank: TrainLoader reads ahead in a thread, validation_batches iterates
-over a fixed set once.
+"""Which data each step of a run reads (Course), and its batches for one rank.
 
-Every rank computes its rows from the same integers, so all ranks see the same number of steps and micro-batches by
-construction, and a global batch has the same sequences for any number of ranks.
+TrainLoader reads ahead in a thread; validation_batches iterates once over a fixed set of sequences.
+
+Every rank computes its sequences from the same integers. So all ranks have the same number of steps and micro-batches
+by construction, and a global batch has the same sequences for any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,31 +34,31 @@ _FETCHED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The data and the batch of a step."""
+    """Which data a step reads, and its batch."""
 
     stage: int
     data: TrainData
     index: int
-    """Its first sequence, in the order of the data."""
+    """Number of the step's first sequence in the order of the data."""
     batch: Batch
 
 
 class Course:
-    """The stages of a run with their data. A step is named by the number of earlier steps.
+    """Which data and sequences each step of a run reads. A step is named by the number of steps before it.
 
-    Each data set continues where an earlier stage or the checkpoint stopped. The future is a function of the step; the
-    past is in `record`, which a checkpoint holds.
+    A stage continues its data where an earlier stage or the checkpoint stopped. Later steps follow from the stages;
+    earlier ones are in `record`, which a checkpoint holds.
     """
 
     def __init__(self, stages: Stages, data: Sequence[TrainData]) -> None:
-        """`data`: per stage, the same object for the same data."""
+        """`data`: the data of each stage; stages with the same data share one object."""
         assert len(stages) == len(data)
         self.stages, self.data = stages, tuple(data)
         self._sharing = [[other for other, each in enumerate(data) if each is own] for own in data]
         self._ahead = [0] * len(data)
-        """Sequences of a data set beyond the plan, by the first stage with the data set."""
+        """Sequences by which a data set is ahead of what the stages say, by the number of its first stage."""
         self._since, self._before = 0, list[dict[str, Any]]()
-        """The first step of this launch, and the record of earlier steps."""
+        """The first step of this launch, and the record of the steps before it."""
         self.first_number = 0
         """Number of the first stage: above 0 in a run that continues another one with other data."""
 
@@ -68,16 +69,16 @@ class Course:
         )
 
     def done(self, step: int) -> Reading:
-        """The data and batch of the last step before `step`; for step 0 those of the first one."""
+        """Return data and batch of the step before `step`; for step 0 those of step 0."""
         return self.at(max(0, step - 1))
 
     def seek(self, step: int, index: int) -> None:
-        """Continue the data of a step's stage at sequence `index`."""
+        """Let `step` begin at sequence `index` of its stage's data."""
         stage = self.stages.number(step)
         self._ahead[self._sharing[stage][0]] += index - self._index(stage, step)
 
     def go_on(self, step: int, record: list[dict[str, Any]]) -> None:
-        """Continue from a checkpoint, which holds the `record` of its step."""
+        """Continue at `step` of a checkpoint, which holds `record`."""
         left = {entry["fingerprint"]: entry["next"] for entry in record}
         for first in {sharing[0] for sharing in self._sharing}:
             planned = self.stages.sequences(step, self._sharing[first])
@@ -103,7 +104,7 @@ class Course:
         }
 
     def record(self, step: int, index: int) -> list[dict[str, Any]]:
-        """The stages before a step, for a checkpoint. `index`: the first sequence of the step."""
+        """Return what was read before a step, for a checkpoint. `index`: the first sequence of the step."""
         found = [dict(entry) for entry in self._before]
         if step <= self._since:
             return found
@@ -126,17 +127,17 @@ class Course:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step of one rank."""
+    """The micro-batches of one rank in one optimizer step."""
 
     micro_batches: list[MicroBatch]
     first_index: int
     """Number of the step's first sequence, over all ranks."""
     sequences: int
-    """Sequences of the step, over all ranks."""
+    """Number of sequences of the step, over all ranks."""
     stage: int = 0
-    """Stage of the run that the step belongs to."""
+    """Number of the step's stage."""
     excluded: int = 0
-    """Sequences that count no token (data.exclude, data.skip_steps), over all ranks."""
+    """Number of sequences in which no token counts (data.exclude, data.skip_steps), over all ranks."""
 
     @property
     def tokens(self) -> int:
@@ -146,7 +147,7 @@ class StepBatch:
 def _micro_batch(
     kind: RowKind, read: Callable[[int], Window], indices: list[int], rows: int, pin_memory: bool
 ) -> MicroBatch:
-    """Sequences `indices` as `rows` rows of a tensor; padding rows repeat another one and do not count."""
+    """Make a micro-batch with `rows` rows of the sequences `indices`; rows beyond them repeat one and do not count."""
     windows = [read(index) for index in indices or [0]]
     windows += windows[-1:] * (rows - len(windows))
     micro = kind.batch(windows, indices)
@@ -156,9 +157,9 @@ def _micro_batch(
 class TrainLoader:
     """Endless iterator over optimizer steps. Its state is `next_index`, the sequence where the next step begins.
 
-    A step at sequence i covers [i, i + global_batch). Micro-batch m of rank r takes rows (m * data_parallel + r) *
-    micro_batch and the micro_batch - 1 after it; with unequal shares the rows of `order.rows_of`. In a run with stages,
-    data and batch are the stage's. A daemon thread builds steps a few ahead; `next` raises its errors.
+    A step at sequence i covers [i, i + global_batch). Micro-batch m of rank r takes micro_batch sequences of the step
+    from number (m * data_parallel + r) * micro_batch on; if ranks have unequal shares, those of `order.rows_of`. Data
+    and batch are those of the step's stage. A daemon thread builds a few steps ahead; `next` raises its errors.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class TrainLoader:
         sequences: Sequence[int] | None = None,
         step: int = 0,
     ) -> None:
-        """`sequences`: of a step, by rank; None: equally many. `step`: earlier steps of the run."""
+        """`sequences`: each rank's number of sequences in a step; None: equal numbers. `step`: steps done before."""
         batch = course.at(step).batch
         assert batch.global_batch == batch.micro_batch * batch.accumulation * batch.data_parallel, batch
         assert 0 <= rank < batch.data_parallel and start_index >= 0, (rank, batch, start_index)
@@ -209,7 +210,7 @@ class TrainLoader:
         return item
 
     def _ready_item(self) -> StepBatch | BaseException:
-        """The next item. While a store does not answer, the rank keeps its heartbeat."""
+        """Wait for the next step. While a store does not answer, the rank continues to send heartbeats."""
         warned = False
         while True:
             try:
@@ -233,12 +234,12 @@ class TrainLoader:
         self.close()
 
     def close(self) -> None:
-        """End the thread. Further calls do nothing; `next` then stops the iteration."""
+        """End the thread; later calls do nothing. `next` then raises StopIteration."""
         self._closed.set()
         self._thread.join()
 
     def seek(self, index: int, step: int | None = None) -> None:
-        """Continue with the step that begins at sequence `index`. `step`: its number; None: the next one."""
+        """Continue at sequence `index` with step number `step`; None: the next step's number."""
         step = self._step if step is None else step
         if (step, index) != (self._step, self.next_index):
             self.close()
@@ -251,7 +252,7 @@ class TrainLoader:
         return None if self._sequences is None else list(self._sequences)
 
     def share(self, sequences: Sequence[int]) -> None:
-        """Change each rank's sequences of a step, from the next step on. Batches read ahead are read again."""
+        """Change how many sequences of a step each rank has, from the next step on. Steps read ahead are made again."""
         self.close()
         self._sequences = sequences
         self._begin()
@@ -269,7 +270,7 @@ class TrainLoader:
         return StepBatch(micro_batches, reading.index, batch.global_batch, stage=reading.stage, excluded=excluded)
 
     def _reader(self, step: int, reading: Reading) -> tuple[Callable[[int], Window], int]:
-        """The reader of a step's sequences, and how many of these count no token."""
+        """Return the function that reads a step's sequences, and in how many of them no token counts."""
         config = self._course.stages[reading.stage].data
         if not (config.exclude or config.skip_steps):
             return reading.data.window_at, 0
@@ -284,7 +285,7 @@ class TrainLoader:
         return read, len(left_out)
 
     def row(self, step: int, index: int | None) -> MicroBatch:
-        """Return sequence `index` of a step alone; None: a sequence without a counted token."""
+        """Return a micro-batch of sequence `index` of a step; None: of a sequence without a counted token."""
         reading = self._course.at(step)
         read, indices = self._reader(step, reading)[0], [] if index is None else [index]
         return _micro_batch(reading.data.kind, read, indices, 1, self._pin_memory)
@@ -308,7 +309,7 @@ class TrainLoader:
 
 
 def check_validation(data: TrainData) -> None:
-    """Raises DataError when the data has no validation sequence."""
+    """Raise DataError when the data has no validation sequence."""
     if data.validation_sequences == 0:
         raise DataError(
             f"{data.name}: its validation split does not fill one sequence of data.sequence_length "
@@ -320,7 +321,7 @@ def check_validation(data: TrainData) -> None:
 def validation_batches(
     data: TrainData, *, sequences: int, micro_batch: int, rank: int, data_parallel: int, pin_memory: bool = False
 ) -> Iterator[MicroBatch]:
-    """The first `sequences` validation sequences (all, if there are fewer), distributed over the ranks.
+    """Yield this rank's micro-batches of the first `sequences` validation sequences (all, if there are fewer).
 
     Every rank gets the same number of micro-batches of the same shape: under ZeRO 3 a rank with one fewer would leave
     the others waiting in a collective. Raises DataError when the data has no validation sequence.
@@ -333,7 +334,7 @@ def validation_batches(
 
 
 class Dealt(NamedTuple):
-    """Which micro-batches go to this rank, and whether their memory is page-locked."""
+    """Which of the micro-batches are this rank's, and whether to put them into page-locked memory."""
 
     rank: int = 0
     data_parallel: int = 1
@@ -348,9 +349,9 @@ def batches_of(
     to: Dealt,
     fetch: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Iterator[MicroBatch]:
-    """Yield the sequences 0 to `total` - 1 once, distributed as in `validation_batches`.
+    """Yield the micro-batches of one rank that cover sequences 0 to `total` - 1 once, as in `validation_batches`.
 
-    `fetch`: called with the sequences of the next micro-batches before they are read.
+    `fetch` is called with the numbers of the next sequences before they are read.
     """
     firsts = [start + to.rank * micro_batch for start in range(0, total, micro_batch * to.data_parallel)]
     dealt = [list(range(first, min(first + micro_batch, total))) for first in firsts]

@@ -1,4 +1,4 @@
-"""The order of a run's sequences, computed and never stored: a mixture's sets, an epoch's sequences, a rank's rows.
+"""Compute the order of a run's sequences: which set comes next in a mixture, an epoch's order, a rank's sequences.
 
 The order of an epoch is a pure function of (seed, epoch, index): a Feistel network on the rectangle rows x columns >= n
 with modular addition, and cycle walking back into [0, n) (J. Black and P. Rogaway, "Ciphers with arbitrary finite
@@ -23,7 +23,7 @@ class _Node:
     left: _Node | int
     right: _Node | int
     share: Fraction
-    """Part of this node's sequences that goes left."""
+    """Share of this node's sequences that its left branch gets."""
 
     def left_count(self, k: int) -> int:
         a, b = self.share.numerator, self.share.denominator
@@ -31,7 +31,7 @@ class _Node:
 
 
 class Mixture:
-    """A schedule over sets 0..n-1 with the given positive weights, which need not sum to 1.
+    """Which of the sets 0..n-1 each sequence comes from, by positive weights, which need not sum to 1.
 
     The set of the k-th sequence is a pure function of k, in O(log sets). Method: the sets are the leaves of a binary
     tree (Huffman's, on the weights). An inner node splits its first k sequences between its two branches by rounding:
@@ -50,7 +50,7 @@ class Mixture:
         self._root = _huffman(self.shares)
 
     def locate(self, k: int) -> tuple[int, int]:
-        """The k-th sequence (k >= 0) is the i-th of set j: returns (j, i)."""
+        """Return (j, i): the k-th sequence (k >= 0) is the i-th of set j."""
         node = self._root
         while isinstance(node, _Node):
             before = node.left_count(k)
@@ -61,7 +61,7 @@ class Mixture:
         return node, k
 
     def counts(self, k: int) -> list[int]:
-        """Number of the first k sequences that come from each set."""
+        """Return how many of the first k sequences come from each set."""
         counts = [0] * len(self.shares)
         pending: list[tuple[_Node | int, int]] = [(self._root, k)]
         while pending:
@@ -74,7 +74,7 @@ class Mixture:
         return counts
 
     def sequence(self, member: int, index: int) -> int:
-        """The k of set `member`'s sequence `index`: the inverse of `locate`."""
+        """Return the k of sequence `index` of set `member`: the inverse of `locate`."""
         low, high = index, int((index + 3) / self.shares[member]) + 1  # a count stays within 2 of k times its share
         while low < high:
             middle = (low + high) // 2
@@ -104,7 +104,7 @@ _ROUNDS = 8  # four would do for statistics on large n; small epochs need more t
 def permute(n: int, seed: int, epoch: int, member: int, index: int) -> int:
     """Return the sequence in [0, n) at position `index` of the epoch: a permutation for fixed (n, seed, epoch, member).
 
-    `member`: the set's place in a mixture (0 outside one).
+    `member`: number of the set in its mixture (0 without a mixture).
     """
     assert 0 <= index < n, (index, n)
     rows, columns, key = _network(n, seed, epoch, member)
@@ -120,7 +120,7 @@ def permute(n: int, seed: int, epoch: int, member: int, index: int) -> int:
 
 
 def position_of(n: int, seed: int, epoch: int, member: int, sequence: int) -> int:
-    """Position of a sequence in the epoch: the inverse of `permute`."""
+    """Return the position of a sequence in the epoch: the inverse of `permute`."""
     assert 0 <= sequence < n, (sequence, n)
     rows, columns, key = _network(n, seed, epoch, member)
     position = sequence
@@ -135,7 +135,7 @@ def position_of(n: int, seed: int, epoch: int, member: int, sequence: int) -> in
 
 
 def _network(n: int, seed: int, epoch: int, member: int) -> tuple[int, int, int]:
-    """Rows, columns and key of an epoch's network."""
+    """Return rows, columns and key of an epoch's Feistel network."""
     rows = math.isqrt(n - 1) + 1
     # The key is a hash of all three, so that (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in common.
     key = xxhash.xxh3_64_intdigest(struct.pack("<QQQ", seed % (1 << 64), epoch, member))
@@ -143,13 +143,13 @@ def _network(n: int, seed: int, epoch: int, member: int) -> tuple[int, int, int]
 
 
 def rows_of(sequences: Sequence[int], accumulation: int, micro: int, group: int) -> range:
-    """A group's sequences in one micro-batch, counted from the step's first.
+    """Return the sequences of one micro-batch of a data-parallel group, counted from the step's first.
 
-    Each of the step's sequences is in one micro-batch of one group; the micro-batches of a group differ by one at most.
-    Equal shares give the order of equal ranks: micro-batch by micro-batch, within each group by group.
+    Each sequence of the step is in one micro-batch of one group; the micro-batches of a group differ by one sequence at
+    most. With equal shares the order is by micro-batch, and within it by group.
 
     Args:
-        sequences: of a step, by group; each at least `accumulation`.
+        sequences: how many sequences of a step each group has; at least `accumulation` each.
         accumulation: micro-batches of a step.
     """
 

@@ -1,4 +1,4 @@
-"""Numbers of a reference or teacher for prepared data: columns that `llmtrain reference` writes next to the shards.
+"""Columns: outputs of a reference or teacher for prepared data, which `llmtrain reference` writes next to the shards.
 
 A reference's column, for answers that an objective compares: reference-SPLIT.f32 has a little-endian fp32 number, an
 answer's log-probability in nats, for each row. If the kind of row has mismatched answers, a second number per row
@@ -8,8 +8,9 @@ A teacher's column, for distillation: for each token that the loss counts, the k
 likeliest. teacher-SPLIT.f32 has k + 1 little-endian fp32 for each: the natural logarithms of their probabilities at a
 temperature, likeliest first, and of the mass of all others; teacher-SPLIT.words has the k ids, uint16 if the teacher's
 vocabulary allows it, else uint32. teacher.json is written last. For conversations the column has an entry for each
-counted token except a row's first one, row by row. A text's token is predicted from its window alone, so for texts the
-entries are the labels of the windows, of one sequence length T, and the files' names begin with teacher-T.
+counted token except a row's first one, row by row. In a text, what a token is predicted from
+depends on the sequence length T, so for texts the entries are the labels of sequences of that length, and the files'
+names begin with teacher-T.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _REFERENCE = "reference.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Identity of a column: the model and the data of its numbers."""
+    """What a reference's column was computed from: the model's weights and the data."""
 
     weights: str
     """`weights_hash` of the reference's parameters."""
@@ -46,13 +47,13 @@ class Reference:
     precision: str
     """fp32, bf16 or fp16."""
     files: dict[str, str]
-    """Split -> xxh3_64 of its file."""
+    """Split -> xxh3_64 of the column's file."""
     model: dict[str, Any]
     """Configuration of the model, as in config.json."""
 
 
 def numbers(folder: PreparedSet, split: Split) -> int:
-    """Return how many numbers a reference's column has for a split."""
+    """Return how many log-probabilities a reference's column has for a split."""
     return folder.manifest.documents[split] * (2 if folder.kind.mismatched else 1)
 
 
@@ -76,7 +77,7 @@ def write_reference(
 
 
 def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict[Split, np.ndarray]]:
-    """The column, fp32 [numbers] per split. Raises DataError when it is missing, damaged, or of other data."""
+    """Read a reference's column, fp32 [numbers] per split. Raises DataError: it is missing, damaged or outdated."""
     path = folder.folder / _REFERENCE
     folder.fetch([_REFERENCE, *(f"reference-{split}.f32" for split in SPLITS)])
     if not path.is_file():
@@ -106,14 +107,14 @@ def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherColumn:
-    """Identity of a column: the model and the data of its numbers."""
+    """What a teacher's column was computed from: the model's weights, the data and the settings."""
 
     weights: str
     """`weights_hash` of the teacher's parameters."""
     data: str
     """The manifest's data_fingerprint: tokenizer, tokens, and their counted bits."""
     windows: list[Any] | None
-    """For texts: sequence length, isolate_documents, mask_document_starts. None: for conversations."""
+    """Sequence length, isolate_documents and mask_document_starts, if the data are texts; None: conversations."""
     top_k: int
     temperature: float
     vocabulary: int
@@ -121,11 +122,11 @@ class TeacherColumn:
     precision: str
     """Precision of the teacher's forward pass, as `Mix.arithmetic` has it."""
     places: dict[str, int]
-    """Split -> number of places."""
+    """Split -> number of entries in the column."""
     files: dict[str, str]
-    """Name -> xxh3_64."""
+    """File name -> xxh3_64."""
     model: dict[str, Any] | None = None
-    """Configuration of the model, as in `Reference`; None: of any."""
+    """Configuration of the model, as in `Reference`; None: unknown, or any."""
 
     @property
     def stem(self) -> str:
@@ -141,23 +142,23 @@ class TeacherColumn:
 
 
 def column_stem(length: int | None) -> str:
-    """Beginning of a teacher column's file names. `length`: sequence length of texts; None: conversations."""
+    """Return how the names of a teacher's files begin. `length`: sequence length of texts; None: conversations."""
     return "teacher" if length is None else f"teacher-{length}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taught:
-    """The column of a split, mapped into memory."""
+    """A teacher's column of one split, mapped into memory."""
 
     path: Path
     words: np.ndarray
-    """[places, k]."""
+    """Ids of the k likeliest tokens, [places, k]."""
     logs: np.ndarray
-    """fp32 [places, k + 1]."""
+    """Their log-probabilities and that of all other tokens, fp32 [places, k + 1]."""
     vocabulary: int
 
     def read(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(words int64 [n, k], logs fp32 [n, k + 1]) of places [n]. Raises DataError when they are damaged."""
+        """Return words, int64 [n, k], and logs, fp32 [n, k + 1], of `places` [n]. Raises DataError for damaged ones."""
         words, logs = self.words[places].astype(np.int64), self.logs[places].astype(np.float32)
         right = np.abs(np.exp(logs).sum(1) - 1) < 0.01  # False for NaN and unwritten places
         if not right.all() or int(words.max(initial=0)) >= self.vocabulary:
@@ -166,7 +167,7 @@ class Taught:
 
 
 def _parts(folder: Path, split: Split, column: TeacherColumn) -> dict[Path, tuple[np.dtype, int]]:
-    """The files of logarithms and words, each with type and count of its numbers per place."""
+    """Return the files of log-probabilities and of ids, each with its dtype and its values per place."""
     return {
         folder / f"{column.stem}-{split}.f32": (np.dtype("<f4"), column.top_k + 1),
         folder / f"{column.stem}-{split}.words": (column.dtype, column.top_k),
@@ -174,10 +175,10 @@ def _parts(folder: Path, split: Split, column: TeacherColumn) -> dict[Path, tupl
 
 
 class ColumnWriter:
-    """Writes a column under temporary names, in any order of places, and renames it at the end."""
+    """Writes a teacher's column, places in any order, under temporary names, and renames the files at the end."""
 
     def __init__(self, folder: PreparedSet, column: TeacherColumn) -> None:
-        """Raises DataError when there is no room for the column."""
+        """Make the files. Raises DataError: the disk has no room for the column."""
         self._folder, self._column = folder.folder, column
         self._told = folder.folder / f"{column.stem}.json"
         self._files = {split: _parts(folder.folder, split, column) for split in SPLITS}
@@ -203,7 +204,7 @@ class ColumnWriter:
             raise self._unwritable(error) from error
 
     def write(self, split: Split, places: np.ndarray, words: np.ndarray, logs: np.ndarray) -> None:
-        """places [n], words [n, k], logs [n, k + 1]."""
+        """Write the values of some places: `places` [n], `words` [n, k], `logs` [n, k + 1]."""
         own_logs, own_words = self._arrays[split]
         own_logs[places], own_words[places] = logs, words
 
@@ -246,9 +247,9 @@ def _made(path: Path, dtype: Any, shape: tuple[int, int]) -> np.ndarray:
 
 
 def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColumn, dict[Split, Taught]]:
-    """The column of a folder. `wanted`: its expected identity, without weights, precision and files.
+    """Read the teacher's column of a folder. `wanted`: what it must be of, without weights, precision and files.
 
-    Raises DataError when it is missing, damaged, or different.
+    Raises DataError: it is missing, damaged, or of something else.
     """
     path = folder.folder / f"{wanted.stem}.json"
     folder.fetch([path.name, *(path.name for split in SPLITS for path in _parts(folder.folder, split, wanted))])

@@ -1,4 +1,4 @@
-"""Prepared folders as training sequences, in a reproducible order, and all data that a run reads."""
+"""Read the sequences of prepared folders in the run's order; `RunData` is all data that a run reads."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class _Member:
 
 
 class TrainData:
-    """The sequences of a run: endless training sequences 0, 1, 2, ..., and the validation sequences.
+    """Endless training sequences 0, 1, 2, ... of one or several prepared folders, and their validation sequences.
 
-    Training sequence k belongs to one set of the mixture; each set has its own epochs, every epoch in its own order.
-    Both are pure functions of k and the seed.
+    Training sequence k belongs to one set of the mixture. Each set has its own epochs, and each epoch its own order.
+    Set and order are pure functions of k and the seed.
     """
 
     _members: Sequence[_Member] = ()
 
     def __init__(self, config: DataConfig, *, trains: bool = True) -> None:
-        """`trains`: False for data that is only measured: its training split may be empty.
+        """`trains`: False if the data is only measured; its training split may then be empty.
 
-        Raises DataError when a folder is not prepared, too small, or does not fit the others.
+        Raises DataError: a folder is not prepared, too small, or does not fit the others.
         """
         if (config.path is None) == (not config.mixture):
             raise DataError("data.path and data.mixture: give exactly one of the two")
@@ -74,7 +74,7 @@ class TrainData:
         """Each set's exact share of the sequences."""
         self.manifests: tuple[Manifest, ...] = tuple(member.prepared.manifest for member in self._members)
         self.kind: RowKind = self._members[0].prepared.kind
-        """Kind of the rows; the sets of a mixture have kinds of one form of batch."""
+        """Kind of the rows. If a mixture has several kinds, they make batches of the same form."""
         self.vocab_size: int = self.manifests[0].vocab_size
         self.separator_id: int = self.manifests[0].separator_id
         self.doubled = any(manifest.doubled for manifest in self.manifests)
@@ -91,24 +91,26 @@ class TrainData:
         )
         """Training sequences until the first set of the mixture has been read once."""
         self.validation_sequences: int = self._count_validation()
-        """Number of validation sequences; a mixture ends when one of its sets does."""
+        """Number of validation sequences. Those of a mixture end when one of its sets ends."""
         sets = [
             [manifest.data_fingerprint, str(share)] for manifest, share in zip(self.manifests, self.shares, strict=True)
         ]
         parts: list[Any] = [sets, self.sequence_length, config.seed, *(() if config.pack else ("unpacked",))]
         self.order = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
         self.excluded = frozenset(map(self.place_of, config.exclude or ()))
-        """(set, window) of data.exclude: in each epoch a sequence is this window."""
+        """(set, number within the set) of the sequences in data.exclude, which are left out of every epoch."""
         parts += [sorted(self.excluded)] if self.excluded else []
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
-        """Hash of data, length, seed, mixture and exclusions, which decide the sequences; `order`: without the last."""
+        """Hash of what decides the sequences: data, length, seed, mixture, exclusions. `order`: without exclusions."""
 
     def sums(self, *, origins: bool = False) -> list[FileSum]:
         return [file for member in self._members for file in member.prepared.sums(origins=origins)]
 
     def take_reference(self, precision: str) -> list[str]:
-        """Add the reference's log-probabilities to the answers; returns each set's hash of the weights. Raises
-        DataError when a set's column is missing or of other data."""
+        """Add the reference's log-probabilities to the answers. Returns the hash of its weights for each set.
+
+        Raises DataError: a set's column is missing or of other data.
+        """
         from llmtrain.data.kinds.packing import AnswerReader
         from llmtrain.data.stream.reference_and_teacher import read_reference
 
@@ -130,7 +132,7 @@ class TrainData:
         weights: str = "",
         model: dict[str, Any] | None = None,
     ) -> list[TeacherColumn]:
-        """The expected teacher's column of each set, without its files. Raises DataError: k is too large."""
+        """Return what each set's teacher column must be of, without its files. Raises DataError: k is too large."""
         from llmtrain.data.stream.reference_and_teacher import TeacherColumn
 
         assert objective.top_k is not None
@@ -156,8 +158,10 @@ class TrainData:
         ]
 
     def take_teacher(self, columns: list[TeacherColumn]) -> list[str]:
-        """Add the teacher's likeliest words to windows; returns each set's hash of the weights. `columns`:
-        `teacher_columns`. Raises DataError when a set's column is missing or different."""
+        """Add the teacher's likeliest tokens to sequences. Returns the hash of the teacher's weights for each set.
+
+        `columns`: from `teacher_columns`. Raises DataError: a set's column is missing or different.
+        """
         from llmtrain.data.stream.reference_and_teacher import read_column
 
         hashes = []
@@ -169,7 +173,7 @@ class TrainData:
         return hashes
 
     def places(self, split: Split, index: int) -> np.ndarray:
-        """Places of a sequence's counted labels in the teacher's column, in a run with one set."""
+        """Return the places of a sequence's counted labels in the teacher's column. The run must have one set."""
         windows = self._members[0].train if split == "train" else self._members[0].validation
         own = permute(windows.count, self._config.seed if split == "train" else 0, 0, 0, index)
         return windows.places(own, windows.read(own))
@@ -193,7 +197,7 @@ class TrainData:
 
     def _count_validation(self) -> int:
         windows = self._validation_windows
-        # Largest k for which every set has enough windows, by bisection: the counts grow with k.
+        # Largest k for which every set has enough sequences, by bisection: the counts grow with k.
         low, high = 0, sum(windows)
         while low < high:
             middle = (low + high + 1) // 2
@@ -204,7 +208,7 @@ class TrainData:
         return low
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels), int64 [T] each, of training sequence `index` >= 0."""
+        """Return (inputs, labels), int64 [T] each, of training sequence `index` >= 0."""
         window = self.window_at(index)
         return window.inputs, window.labels
 
@@ -235,7 +239,7 @@ class TrainData:
         return [shard for member in self._members for shard in member.prepared.shards_in_store(split)]
 
     def shards_next(self, index: int, sequences: int) -> list[tuple[str, str]]:
-        """(URL, file) of the shards in which the next `sequences` training sequences begin, in order of need."""
+        """Return (URL, file) of the shards in which the next `sequences` training sequences begin, in order of need."""
         found: dict[tuple[str, str], None] = {}
         urls = [next(iter(member.prepared.shards_in_store("train")), ("", ""))[0] for member in self._members]
         for number, window in map(self.place_of, range(index, index + sequences) if any(urls) else ()):
@@ -245,13 +249,13 @@ class TrainData:
         return list(found)
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """(set, its window) of training sequence `index` >= 0."""
+        """Return the set of training sequence `index` >= 0, and the sequence's number within the set."""
         member, own_index = self._mixture.locate(index)
         epoch, position = divmod(own_index, self._windows[member])
         return member, permute(self._windows[member], self._config.seed, epoch, member, position)
 
     def sequences_with(self, member: int, window: int, until: int) -> Iterator[int]:
-        """The training sequences below `until` that are this window of a set: one in each of its epochs."""
+        """Yield the training sequences below `until` with number `window` of a set: one in each of the set's epochs."""
         windows = self._windows[member]
         for epoch in count():
             position = position_of(windows, self._config.seed, epoch, member, window)
@@ -262,27 +266,27 @@ class TrainData:
                 return
 
     def origins_of(self, member: int, split: Split = "train") -> Origins:
-        """Raises DataError: the set was prepared without origins."""
+        """Return the documents' origins of a set. Raises DataError: it was prepared without them."""
         return self._members[member].prepared.origins(split)
 
     def windows_of(self, member: int) -> TextReader | RowReader:
         return self._members[member].train
 
     def validation_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels), int64 [T] each, of validation sequence `index` < validation_sequences."""
+        """Return (inputs, labels), int64 [T] each, of validation sequence `index` < validation_sequences."""
         window = self.validation_window_at(index)
         return window.inputs, window.labels
 
     def validation_window_at(self, index: int) -> Window:
-        """Validation sequence `index` < validation_sequences.
+        """Return validation sequence `index` < validation_sequences.
 
-        The order is the same for every seed, and shuffled: the first few hundred represent all of them.
+        Their order is shuffled, so that the first few hundred represent all of them, and the same for every seed.
         """
         member, window = self._validation_place(index)
         return self._read(self._members[member].validation, window)
 
     def check_counted(self, sequences: int) -> None:
-        """Raise DataError if none of the first validation sequences has a counted token, and so none a loss."""
+        """Raise DataError if no token of the first `sequences` validation sequences counts: they would have no loss."""
         first = range(0 if self.in_store else min(sequences, self.validation_sequences))
         if first and all((self.validation_sequence(index)[1] == IGNORED).all() for index in first):
             raise DataError(
@@ -295,7 +299,7 @@ class TrainData:
         return member, permute(self._validation_windows[member], 0, 0, member, position)
 
     def epochs(self, sequences: int) -> list[tuple[str, float, int]]:
-        """For each set its folder, its epochs in the run's first `sequences`, and its training tokens."""
+        """Return for each set its folder, how many epochs `sequences` of the run are, and its training tokens."""
         counts = self._mixture.counts(sequences)
         return [
             (member.prepared.name, count / windows, member.prepared.manifest.tokens["train"])
@@ -322,13 +326,13 @@ class TrainData:
 
 
 class EvalSet(TrainData):
-    """A named set that is only measured, by its validation split or, if that is too short, its training split."""
+    """A set of `eval.sets`: its validation split is measured or, if that is too short, its training split."""
 
     def __init__(self, folder: str, config: DataConfig) -> None:
-        """`config`: of the run's data. Raises DataError."""
+        """`config`: the section `data` of the run. Raises DataError."""
         super().__init__(replace(config, path=folder, mixture=None, seed=0, exclude=None), trains=False)
         self.whole = self.validation_sequences == 0
-        """True without a validation split."""
+        """True if the training split is measured, because there is no validation split."""
         if self.whole:
             self.validation_sequences = self.sequences_per_epoch
         if self.validation_sequences == 0:
@@ -372,7 +376,7 @@ def _open_member(folder: str, config: DataConfig) -> _Member:
 
 
 def counted_bytes(data: TrainData, sequences: int, lengths: np.ndarray) -> int:
-    """Bytes of the counted labels of the first `sequences` validation sequences."""
+    """Return the bytes of the counted labels in the first `sequences` validation sequences."""
     total, indices = 0, range(min(sequences, data.validation_sequences))
     data.fetch_validation(indices)
     for index in indices:
@@ -383,10 +387,10 @@ def counted_bytes(data: TrainData, sequences: int, lengths: np.ndarray) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """All data of a run, with the objective's columns."""
+    """All data of a run, with the columns that its objective needs."""
 
     stages: tuple[TrainData, ...]
-    """Data of each stage; equal data is one object."""
+    """Data of each stage; stages with the same data share one object."""
     sets: dict[str, EvalSet] = field(default_factory=dict)
     """The sets of the section `eval`, by name."""
     choices: dict[str, ChoiceSet] = field(default_factory=dict)
@@ -396,7 +400,7 @@ class RunData:
     teachers: list[str] = field(default_factory=list)
     """Distinct hashes of the weights that computed the teacher's columns."""
     teacher_config: dict[str, Any] | None = None
-    """Configuration of the teacher; None: no teacher, or columns without a configuration."""
+    """Configuration of the teacher; None: there is no teacher, or its columns do not name one."""
 
     @property
     def first(self) -> TrainData:
