@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from llmtrain.data.windows import IGNORED, AnswerWindow, Window
+from llmtrain.data.sequences import IGNORED, AnswerSequence, TokenSequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class MicroBatch:
     positions: torch.Tensor | None = None
     """int64 [b, T]: each token's position in its document, with data.isolate_documents; None: 0 to T - 1."""
     by_token: dict[str, torch.Tensor] = field(default_factory=dict)
-    """[b, T, ...]: see `Window.by_token`."""
+    """[b, T, ...]: see `TokenSequence.by_token`."""
     counted: int | None = None
     """Number of counted labels of a batch on a device, counted before: there the host would have to wait for it."""
 
@@ -72,48 +72,52 @@ class AnswerBatch(MicroBatch):
         return replace(super().pinned(), mismatched=mismatched)
 
 
-def batch_of(windows: Sequence[Window], sequences: list[int]) -> MicroBatch:
-    """Make a micro-batch. Only the first len(sequences) of `windows` count; the others fill it up."""
-    return MicroBatch(sequences=sequences, **_stacked(windows, len(sequences)))
+def batch_of(sequences: Sequence[TokenSequence], numbers: list[int]) -> MicroBatch:
+    """Make a micro-batch. Only the first len(numbers) of `sequences` count; the others fill it up."""
+    return MicroBatch(sequences=numbers, **_stacked(sequences, len(numbers)))
 
 
-def answer_batch_of(windows: Sequence[AnswerWindow], sequences: list[int]) -> AnswerBatch:
-    """Make a micro-batch of answers. Only the first len(sequences) of `windows` count; the others fill it up."""
-    given, counted = _stacked(windows, len(sequences)), windows[: len(sequences)]
-    total = sum(len(window.rows) for window in counted)
+def answer_batch_of(sequences: Sequence[AnswerSequence], numbers: list[int]) -> AnswerBatch:
+    """Make a micro-batch of answers. Only the first len(numbers) of `sequences` count; the others fill it up."""
+    given, counted = _stacked(sequences, len(numbers)), sequences[: len(numbers)]
+    total = sum(len(sequence.rows) for sequence in counted)
     answers = torch.full_like(given["labels"], total)
     first = 0
-    for place, window in enumerate(counted):
+    for place, sequence in enumerate(counted):
         document = (given["positions"][place] == 0).cumsum(0) - 1
-        answers[place] = torch.where(document < len(window.rows), document + first, total)
-        first += len(window.rows)
-    mismatched = [window.mismatched for window in windows if window.mismatched is not None]
-    references = [window.reference for window in windows if window.reference is not None]
+        answers[place] = torch.where(document < len(sequence.rows), document + first, total)
+        first += len(sequence.rows)
+    mismatched = [sequence.mismatched for sequence in sequences if sequence.mismatched is not None]
+    references = [sequence.reference for sequence in sequences if sequence.reference is not None]
     return AnswerBatch(
-        sequences=sequences,
+        sequences=numbers,
         **given,
         answers=answers,
-        rows=_joined([window.rows for window in windows], len(counted)),
+        rows=_joined([sequence.rows for sequence in sequences], len(counted)),
         reference=_joined(references, len(counted)) if references else None,
-        facts={name: _joined([window.facts[name] for window in windows], len(counted)) for name in windows[0].facts},
-        mismatched=answer_batch_of(mismatched, sequences) if mismatched else None,
+        facts={
+            name: _joined([sequence.facts[name] for sequence in sequences], len(counted)) for name in sequences[0].facts
+        },
+        mismatched=answer_batch_of(mismatched, numbers) if mismatched else None,
     )
 
 
-def _stacked(windows: Sequence[Window], counted: int) -> dict[str, Any]:
-    """Return the fields of a micro-batch by name. Only labels of the first `counted` windows count."""
+def _stacked(sequences: Sequence[TokenSequence], counted: int) -> dict[str, Any]:
+    """Return the fields of a micro-batch by name. Only labels of the first `counted` sequences count."""
 
     def stacked(parts: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.stack(parts))
 
-    labels = stacked([window.labels for window in windows])
+    labels = stacked([sequence.labels for sequence in sequences])
     labels[counted:] = IGNORED
-    positions = [window.positions for window in windows if window.positions is not None]
+    positions = [sequence.positions for sequence in sequences if sequence.positions is not None]
     return {
-        "inputs": stacked([window.inputs for window in windows]),
+        "inputs": stacked([sequence.inputs for sequence in sequences]),
         "labels": labels,
         "positions": stacked(positions) if positions else None,
-        "by_token": {name: stacked([window.by_token[name] for window in windows]) for name in windows[0].by_token},
+        "by_token": {
+            name: stacked([sequence.by_token[name] for sequence in sequences]) for name in sequences[0].by_token
+        },
     }
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import Manifest, Split
+from llmtrain.data.sequences import ends_in
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.token_stream import TokenStream
 from llmtrain.data.tokenize import Encoder
-from llmtrain.data.windows import ends_in
 
 _SHOWN_TOKENS = 2000
 """Most tokens of a text that are shown, because a document may be a book."""

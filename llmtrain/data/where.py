@@ -119,8 +119,8 @@ def sequences(span: Span, step: int, rank: int | None) -> Iterator[int]:
 def documents_of(span: Span, index: int) -> list[str]:
     """Return the lines that describe the documents of a sequence. Raises DataError."""
     data = span.data()
-    member, window = data.place_of(index)
-    origins = data.windows_of(member).origins(window, data.origins_of(member))
+    member, number = data.place_of(index)
+    origins = data.reader_of(member).origins(number, data.origins_of(member))
     return [shown_origin(data, member, origin) for origin in origins]
 
 
@@ -165,17 +165,17 @@ class Where:
         if found is None:
             raise DataError(f"{self._folder}: at step {step} the run read other data: {', '.join(span.folders)}")
         data, member = found
-        windows = data.windows_of(member)
+        reader = data.reader_of(member)
         known = data.origins_of(member)
         indices = list(sequences(span, step, rank))
         whose = "" if rank is None else f" of rank {rank}"
-        mine = [(index, window) for index in indices for at, window in [data.place_of(index)] if at == member]
+        mine = [(index, number) for index in indices for at, number in [data.place_of(index)] if at == member]
         yield (
             f"step {step}: {units.counted(len(indices), 'sequence')}{whose}, {len(mine)} of them from {self._folder}"
         )
-        for index, window in mine:
+        for index, number in mine:
             yield f"sequence {index}" + (", left out" if span.leaves_out(data, step, index) else "")
-            for origin in windows.origins(window, known):
+            for origin in reader.origins(number, known):
                 yield f"  {shown_origin(data, member, origin)}"
 
     def of_source(self, file: str, record: int) -> Iterator[str]:
@@ -210,8 +210,8 @@ class Where:
                 continue
             data, member = found
             end = span.sequence_at(span.until or max(last, span.after))
-            for window in data.windows_of(member).windows_with(origin):
-                for index in data.sequences_with(member, window, end):
+            for number in data.reader_of(member).sequences_of(origin):
+                for index in data.sequences_with(member, number, end):
                     if index >= span.next:
                         step = span.after + (index - span.next) // span.batch + 1
                         yield step, span.leaves_out(data, step, index)

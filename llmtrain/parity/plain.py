@@ -257,8 +257,8 @@ def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
     after the row's last counted label and at a masked document start."""
     inputs, labels = [], []
     for row in rows:
-        window, counted = tokens.window(row)
-        text = window.tolist()
+        ids, counted = tokens.row(row)
+        text = ids.tolist()
         hidden = [tokens.mask_document_starts and before == tokens.separator_id for before in text[:-1]]
         labels.append([-100 if hide or place >= counted else text[place + 1] for place, hide in enumerate(hidden)])
         inputs.append(text[:-1])

@@ -35,18 +35,18 @@ _SEED = 7_919
 
 
 def plain_loss(
-    model: Any, config: Objective, answers: Answers, windows: list[int], z: float, base: Any = None
+    model: Any, config: Objective, answers: Answers, sequences: list[int], z: float, base: Any = None
 ) -> Tensor:
-    """Sum the loss over the records of some windows; each row goes through the model alone. `base`: the
+    """Sum the loss over the records of some sequences; each row goes through the model alone. `base`: the
     initial model where it is the reference."""
     o = vars(config)
     if config.name == "reward":
-        rows = [torch.from_numpy(ids) for window in windows for ids, _, _ in answers.rows(window)]
+        rows = [torch.from_numpy(ids) for sequence in sequences for ids, _, _ in answers.rows(sequence)]
         each = [model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, 0].float() for ids in rows]
         rw, rl = torch.stack(each).view(-1, 2).T  # transformers reads the last token where a row comes alone
         return (torch.log1p((rl - rw).exp()) + o["centering"] * (rw + rl) ** 2).sum()
-    s, d, n = _scored(model, answers, windows, base)
-    facts = _facts(answers, windows, s.device)
+    s, d, n = _scored(model, answers, sequences, base)
+    facts = _facts(answers, sequences, s.device)
     if isinstance(config, OverAnswers) and config.name not in PLAIN:  # a plugin's own formula is its definition
         shape = (-1, answers.kind.together) if answers.kind.together > 1 else (-1,)
         scores = {name: each.view(shape) for name, each in (("log_prob", s), ("tokens", n), ("reference", s - d))}
@@ -71,10 +71,10 @@ def plain_loss(
     return losses[config.name]().sum()
 
 
-def divergence(model: Any, answers: Answers, windows: list[int], base: Any = None) -> float:
+def divergence(model: Any, answers: Answers, sequences: list[int], base: Any = None) -> float:
     """Return kto's z for a global batch."""
     with torch.no_grad():
-        return max(0.0, float(_scored(model, answers, windows, base, mismatched=True)[1].mean()))
+        return max(0.0, float(_scored(model, answers, sequences, base, mismatched=True)[1].mean()))
 
 
 def _log_prob(model: Any, tokens: Tensor, begin: int) -> Tensor:
@@ -83,12 +83,12 @@ def _log_prob(model: Any, tokens: Tensor, begin: int) -> Tensor:
 
 
 def _scored(
-    model: Any, answers: Answers, windows: list[int], base: Any, *, mismatched: bool = False
+    model: Any, answers: Answers, sequences: list[int], base: Any, *, mismatched: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log-probability, its difference from the reference's, counted tokens) per row."""
     scored = []
-    for window in windows:
-        for ids, begin, reference in answers.rows(window, mismatched=mismatched):
+    for sequence in sequences:
+        for ids, begin, reference in answers.rows(sequence, mismatched=mismatched):
             tokens = torch.from_numpy(ids).to(model.device)
             s, r = _log_prob(model, tokens, begin), float(np.float32(reference))
             if base is not None:
@@ -99,9 +99,9 @@ def _scored(
     return s, d, n
 
 
-def _facts(answers: Answers, windows: list[int], device: torch.device) -> dict[str, Tensor]:
+def _facts(answers: Answers, sequences: list[int], device: torch.device) -> dict[str, Tensor]:
     """Return what the kind of row knows of each row."""
-    each = [answers.facts(window) for window in windows]
+    each = [answers.facts(sequence) for sequence in sequences]
     return {name: torch.from_numpy(np.concatenate([facts[name] for facts in each])).to(device) for name in each[0]}
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.kinds import RowKind
+from llmtrain.data.sequences import IGNORED, AnswerSequence, TokenSequence, labels_of, positions_of
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.windows import IGNORED, AnswerWindow, Window, labels_of, positions_of
 from llmtrain.objectives.preferences import OverAnswers
 
 SEED = 20_261_121
@@ -33,17 +33,17 @@ class Tokens(TrainData):
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (inputs, labels), int64 [T] each, cut like a run's, with a limit on counted labels."""
-        tokens, counted = self.window(index)
+        tokens, counted = self.row(index)
         inputs, labels = labels_of(tokens, self.separator_id, self.mask_document_starts)
         labels[counted:] = IGNORED
         return inputs, labels
 
-    def window_at(self, index: int) -> Window:
+    def sequence_at(self, index: int) -> TokenSequence:
         inputs, labels = self.sequence(index)
         isolated = self.isolate_documents
         positions = positions_of(inputs[None], self.separator_id)[0] if isolated else None
         taught = {} if self.top_k is None else dict(zip(("words", "logs"), self.column(index), strict=True))
-        return Window(inputs=inputs, labels=labels, positions=positions, by_token=taught)
+        return TokenSequence(inputs=inputs, labels=labels, positions=positions, by_token=taught)
 
     def column(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a teacher column: (words, int64 [T, k], distinct per place; logarithms of their probabilities and of
@@ -54,7 +54,7 @@ class Tokens(TrainData):
         chances = np.exp(2 * draw.standard_normal((self.sequence_length, self.top_k + 1)))
         return words, np.log(chances / chances.sum(axis=1, keepdims=True)).astype(np.float32)
 
-    def window(self, index: int) -> tuple[np.ndarray, int]:
+    def row(self, index: int) -> tuple[np.ndarray, int]:
         """Return (tokens, int64 [T + 1]; upper limit on counted labels)."""
         draw = np.random.default_rng((SEED, index))
         ordinary, length = self.vocab_size - 1, self.sequence_length
@@ -100,11 +100,11 @@ class Answers(TrainData):
     def _numbers(self, index: int, count: int) -> np.ndarray:
         return np.arange(count) + self._most * index
 
-    def window_at(self, index: int) -> AnswerWindow:
-        mismatched = self._window(index, mismatched=True) if self.kind.mismatched else None
-        return replace(self._window(index), facts=self.facts(index), mismatched=mismatched)
+    def sequence_at(self, index: int) -> AnswerSequence:
+        mismatched = self._sequence(index, mismatched=True) if self.kind.mismatched else None
+        return replace(self._sequence(index), facts=self.facts(index), mismatched=mismatched)
 
-    def _window(self, index: int, *, mismatched: bool = False) -> AnswerWindow:
+    def _sequence(self, index: int, *, mismatched: bool = False) -> AnswerSequence:
         inputs = np.full(self.sequence_length, self.separator_id, dtype=np.int64)
         labels, positions = np.full_like(inputs, IGNORED), np.arange(self.sequence_length)
         at, rows = 0, self.rows(index, mismatched=mismatched)
@@ -114,7 +114,7 @@ class Answers(TrainData):
             positions[end:] -= end - at
             at = end
         reference = np.array([row[2] for row in rows], dtype=np.float32)
-        return AnswerWindow(
+        return AnswerSequence(
             inputs=inputs, labels=labels, positions=positions, rows=self._numbers(index, len(rows)), reference=reference
         )
 

@@ -261,7 +261,7 @@ def differences(config: RunConfig, precision: str) -> tuple[str, list[str]]:
         raise DataError(f"{', '.join(map(str, folders))}: not a prepared folder of this version ({error})") from error
     total = min(_SEQUENCES, data.sequences_per_epoch)
     found, documents = [], 0
-    for micro in batches_of(data.kind, data.window_at, total, _TOGETHER, Dealt()):
+    for micro in batches_of(data.kind, data.sequence_at, total, _TOGETHER, Dealt()):
         for row in range(len(micro.sequences)):
             documents += len(list(_documents(micro, row)))
             wrong = [_sequence(plain, micro, row, config) for plain in plains]
@@ -304,7 +304,7 @@ def _labels(ids: list[int], counted: list[bool]) -> list[int]:
 
 
 def _text(plain: Plain, micro: MicroBatch, row: int, config: RunConfig) -> str:
-    """Check that the window begins at a multiple of its length and labels are the next tokens."""
+    """Check that the sequence begins at a multiple of its length and labels are the next tokens."""
     ids, labels = micro.inputs[row].tolist(), micro.labels[row].tolist()
     where = np.arange((len(plain.stream) - 1) // len(ids)) * len(ids)
     for place, token in enumerate(ids):
@@ -318,7 +318,7 @@ def _text(plain: Plain, micro: MicroBatch, row: int, config: RunConfig) -> str:
         ]
         if labels == want:
             return ""
-    return "no window of the folder has its tokens and labels"
+    return "no sequence of the folder has its tokens and labels"
 
 
 def _answers(plain: Plain, micro: AnswerBatch, row: int) -> str:

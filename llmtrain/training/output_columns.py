@@ -181,7 +181,7 @@ def _write_teacher(
 def _read(setup: Setup, data: TrainData, split: Split, micro_batch: int, at_once: int) -> Iterator[list[MicroBatch]]:
     """Yield lists of `at_once` of this rank's micro-batches, with a progress line on rank 0."""
     ranks, data_parallel, train = setup.ranks, setup.mesh.degrees.data, split == "train"
-    read = data.window_at if train else data.validation_window_at
+    read = data.sequence_at if train else data.validation_sequence_at
     rows = data.sequences_per_epoch if train else data.validation_sequences
     dealt = Dealt(setup.mesh.place.data, data_parallel, ranks.device.type == "cuda")
     batches = batches_of(data.kind, read, rows, micro_batch, dealt)

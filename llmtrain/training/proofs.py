@@ -24,9 +24,9 @@ from llmtrain.config.topology import Place
 from llmtrain.data.batches import MicroBatch
 from llmtrain.data.kinds import RowKind
 from llmtrain.data.manifest import NEW_COLUMN
+from llmtrain.data.sequences import IGNORED, AnswerSequence, TokenSequence
 from llmtrain.data.stream.loader import Dealt, batches_of
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.windows import IGNORED, AnswerWindow, Window
 from llmtrain.engine.api import Engine
 from llmtrain.engine.losses.answers import PerAnswer, answers_in, answers_of, mismatched_of
 from llmtrain.engine.losses.function import NEXT_TOKEN, Evaluate, LooksAhead, LossFunction
@@ -71,25 +71,27 @@ class FromItself(DistillLoss):
         return head.top_words(hidden.flatten(0, 1), _WORDS, self._terms.temperature).of
 
 
-def alike(kind: RowKind, window: Window) -> AnswerWindow:
-    """Return a sequence with the window's first answer several times, to prefer it to itself or judge it both ways; the
-    beginning is cut if they do not fit."""
-    assert isinstance(window, AnswerWindow) and window.positions is not None
-    count, length = max(2, kind.together), len(window.inputs)
-    begins = np.flatnonzero(window.positions == 0)
+def alike(kind: RowKind, sequence: TokenSequence) -> AnswerSequence:
+    """Return a sequence that repeats the given sequence's first answer, so that an objective compares it with itself.
+
+    The answer's beginning is cut off if the copies do not fit.
+    """
+    assert isinstance(sequence, AnswerSequence) and sequence.positions is not None
+    count, length = max(2, kind.together), len(sequence.inputs)
+    begins = np.flatnonzero(sequence.positions == 0)
     end = int(begins[1]) if len(begins) > 1 else length
     size = min(end, length // count)
-    inputs, labels = np.full_like(window.inputs, window.inputs[-1]), np.full_like(window.labels, IGNORED)
+    inputs, labels = np.full_like(sequence.inputs, sequence.inputs[-1]), np.full_like(sequence.labels, IGNORED)
     positions = np.arange(length) - count * size
     for at in range(0, count * size, size):
         inputs[at : at + size], labels[at : at + size] = (
-            window.inputs[end - size : end],
-            window.labels[end - size : end],
+            sequence.inputs[end - size : end],
+            sequence.labels[end - size : end],
         )
         positions[at : at + size] = np.arange(size)
-    reference = None if window.reference is None else window.reference[[0] * count]
-    facts, rows = kind.alike(window.facts, count), window.rows[[0] * count]
-    tokens = replace(window, inputs=inputs, labels=labels, positions=positions)
+    reference = None if sequence.reference is None else sequence.reference[[0] * count]
+    facts, rows = kind.alike(sequence.facts, count), sequence.rows[[0] * count]
+    tokens = replace(sequence, inputs=inputs, labels=labels, positions=positions)
     return replace(tokens, rows=rows, reference=reference, facts=facts)
 
 
@@ -263,11 +265,11 @@ class StartProof:
         dealt = Dealt(self.place.data, batch.data_parallel, self.ranks.device.type == "cuda")
         few, one = batch.micro_batch, 1
         with self.ranks.together():  # a damaged shard is met by one rank
-            first = list(batches_of(data.kind, data.window_at, few * batch.data_parallel, few, dealt))
+            first = list(batches_of(data.kind, data.sequence_at, few * batch.data_parallel, few, dealt))
             equal: list[MicroBatch] = []
             if isinstance(config.objective, OverAnswers):
-                window = alike(data.kind, data.window_at(0))
-                equal = list(batches_of(data.kind, lambda _: window, batch.data_parallel, one, dealt))
+                sequence = alike(data.kind, data.sequence_at(0))
+                equal = list(batches_of(data.kind, lambda _: sequence, batch.data_parallel, one, dealt))
         objectives = (self.objective, self.with_reference)
         precision, evaluate = self.run.mix.products, self.engine.evaluate
         known = Known(config, precision, evaluate, *objectives, first, equal, self.own_teacher)

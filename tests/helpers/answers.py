@@ -68,8 +68,8 @@ def plain_steps(case: Case, hf: Any, loss_of: Callable[[list[int]], torch.Tensor
     asked of us."""
     training, data = plain_training(case, hf), TrainData(case_data(case))
     for step in range(STEPS):
-        windows = [data.window_at(step * GLOBAL_BATCH + at) for at in range(GLOBAL_BATCH)]
-        training.step(loss_of(rows_read(windows)))
+        sequences = [data.sequence_at(step * GLOBAL_BATCH + at) for at in range(GLOBAL_BATCH)]
+        training.step(loss_of(rows_read(sequences)))
     return training.losses
 
 

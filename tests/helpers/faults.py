@@ -159,7 +159,7 @@ def _instead(function: Any, faulty: Any) -> Iterator[None]:
 @fault("labels", everywhere=True, stage=0)
 def late_labels() -> Context:
     """The label of a place is the token after the next one."""
-    from llmtrain.data.windows import labels_of
+    from llmtrain.data.sequences import labels_of
 
     def late(tokens: Any, separator_id: int, mask_document_starts: bool, doubled: bool = False) -> Any:
         more = (separator_id, mask_document_starts, doubled)

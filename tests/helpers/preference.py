@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from llmtrain.data.kinds.judged import Judged, partners
 from llmtrain.data.manifest import Split
+from llmtrain.data.sequences import AnswerSequence, TokenSequence
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.windows import AnswerWindow, Window
 from tests.helpers.chat import KINDS, Kind, workers_here, write_tokenizer
 
 DEFINITIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -43,9 +43,9 @@ DEFINITIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def rows_read(windows: Iterable[Window]) -> list[int]:
+def rows_read(sequences: Iterable[TokenSequence]) -> list[int]:
     """The rows of the split that are the answers of some sequences."""
-    return [int(row) for window in windows if isinstance(window, AnswerWindow) for row in window.rows]
+    return [int(row) for sequence in sequences if isinstance(sequence, AnswerSequence) for row in sequence.rows]
 
 
 def preferences(count: int, seed: int = 3) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from llmtrain.config.run import DataConfig, EvalConfig, ModelConfig
 from llmtrain.config.stages import Stages
+from llmtrain.data.sequences import IGNORED
 from llmtrain.data.stream.train_data import EvalSet, TrainData
-from llmtrain.data.windows import IGNORED
 from llmtrain.models.spec import ModelSpec
 from llmtrain.training.step import Position
 from tests.helpers.training import LENGTH, LLAMA, Case, examined, joined, resolved_run
@@ -84,9 +84,9 @@ def _plain(folder: str, isolate: bool) -> dict[str, float]:
             parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
         for prefix, sequences in (("eval", 5), ("eval/all", 7)):
             nats, text = [], b""
-            for window in map(data.validation_window_at, range(sequences)):
-                ids, labels = torch.from_numpy(window.inputs)[None], torch.from_numpy(window.labels)
-                positions = None if window.positions is None else torch.from_numpy(window.positions)[None]
+            for sequence in map(data.validation_sequence_at, range(sequences)):
+                ids, labels = torch.from_numpy(sequence.inputs)[None], torch.from_numpy(sequence.labels)
+                positions = None if sequence.positions is None else torch.from_numpy(sequence.positions)[None]
                 logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
                 nats.append(F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)[labels != IGNORED])
                 # This tokenizer's text is ASCII: a token decodes to its own bytes.

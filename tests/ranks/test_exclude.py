@@ -117,7 +117,7 @@ def test_excluded_rows_have_no_part_in_a_step(pools: Any, small_data: str, form:
 def kept_rows(case: Case) -> list[int]:
     """The rows of the other sequences."""
     data = TrainData(case_data(case))
-    return rows_read(data.window_at(index) for index in range(GLOBAL_BATCH) if index not in EXCLUDED)
+    return rows_read(data.sequence_at(index) for index in range(GLOBAL_BATCH) if index not in EXCLUDED)
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ def answered(case: Case, other: str) -> Trace:
     for step in range(case.steps):
         at = int(step >= BORDER)
         size = GLOBAL_BATCH // (1 + at)
-        windows = [sources[at].window_at((step - at * BORDER) * size + row) for row in range(size)]
-        training.step(losses[at](rows_read(windows)))
+        sequences = [sources[at].sequence_at((step - at * BORDER) * size + row) for row in range(size)]
+        training.step(losses[at](rows_read(sequences)))
     return Trace(training.losses, training.norms, training.parameters())
 
 

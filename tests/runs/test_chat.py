@@ -87,7 +87,7 @@ def plain_losses(folder: Path, talks: list[list[dict[str, str]]], losses_of: Los
     def loss(step: int) -> torch.Tensor:
         total, count = torch.zeros(()), 0
         for index in range(step * BATCH, (step + 1) * BATCH):
-            inputs, positions = data.window_at(index).inputs, data.window_at(index).positions
+            inputs, positions = data.sequence_at(index).inputs, data.sequence_at(index).positions
             assert positions is not None
             for row in np.split(inputs, np.flatnonzero(positions == 0)[1:]):
                 if (counted := by_hand.get(tuple(row.tolist()))) is None:
@@ -263,7 +263,7 @@ def plain_dpo(folder: Path) -> list[float]:
     data = TrainData(DataConfig(path=str(folder / "data/pairs"), sequence_length=LENGTH, isolate_documents=True))
 
     def loss(step: int) -> torch.Tensor:
-        windows = [data.window_at(index) for index in range(step * BATCH, (step + 1) * BATCH)]
-        return plain.loss("dpo", rows_read(windows), reference)
+        sequences = [data.sequence_at(index) for index in range(step * BATCH, (step + 1) * BATCH)]
+        return plain.loss("dpo", rows_read(sequences), reference)
 
     return plain_steps(hf, loss)

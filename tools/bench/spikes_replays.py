@@ -93,7 +93,7 @@ def windows(run: Path, seeded: dict[str, str], draw: random.Random) -> Iterator[
         data = span.data()
         for index in range(span.next, span.sequence_at(span.until or STEPS)):
             member, place = data.place_of(index)
-            rows = data.windows_of(member)
+            rows = data.reader_of(member)
             for each in rows.origins(place, data.origins_of(member)):
                 texts = isinstance(rows, TextReader)
                 begin, end = (place * ROW, place * ROW + ROW) if texts else (each.begin, each.end)

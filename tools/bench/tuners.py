@@ -81,8 +81,8 @@ def steps_of(task: Tuning) -> Iterator[list[Row]]:
     import numpy as np
 
     from llmtrain.config.run import DataConfig
+    from llmtrain.data.sequences import AnswerSequence
     from llmtrain.data.stream.train_data import TrainData
-    from llmtrain.data.windows import AnswerWindow
 
     path, rows = str(Path(task.folder) / "data"), rows_of(task.folder, "train")
     data = TrainData(DataConfig(path=path, sequence_length=task.sequence, isolate_documents=True))
@@ -90,8 +90,8 @@ def steps_of(task: Tuning) -> Iterator[list[Row]]:
     for step in range(task.total_steps):
         found: list[Row] = []
         for at in range(task.global_batch):
-            window = data.window_at(step * task.global_batch + at)
-            if isinstance(window, AnswerWindow):
+            window = data.sequence_at(step * task.global_batch + at)
+            if isinstance(window, AnswerSequence):
                 found += [rows[int(row)] for row in window.rows]
             else:  # what is packed is told by its positions; what fills the sequence is no row
                 assert window.positions is not None

@@ -14,8 +14,8 @@ from llmtrain.data.kinds.kind import RowKind
 from llmtrain.data.kinds.packing import AnswerReader
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.row import RefusedError, Row
+from llmtrain.data.sequences import AnswerSequence
 from llmtrain.data.token_stream import TokenStream
-from llmtrain.data.windows import AnswerWindow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class JudgedReader(AnswerReader):
     def _read_for(self, row: int) -> list[int]:
         return [row, int(self._partners[row])]
 
-    def read(self, index: int) -> AnswerWindow:
+    def read(self, index: int) -> AnswerSequence:
         rows = self._rows(index)
         mismatched = self._answers(rows + len(self._lengths), map(self._mismatched, rows))
         facts = {"desirable": self._desirable[rows]}

@@ -181,11 +181,11 @@ class RowKind(RowOptions, Choice, section="prepare", selector="format"):
         reads = AnswerReader if self.answers else RowReader
         return reads(stream, config, manifest.separator_id, self.together)
 
-    def batch(self, windows: Sequence[Any], sequences: list[int]) -> MicroBatch:
-        """Make a micro-batch. Only the first len(sequences) of the reader's `windows` count; the others fill it up."""
+    def batch(self, sequences: Sequence[Any], numbers: list[int]) -> MicroBatch:
+        """Make a micro-batch. Only the first len(numbers) of the reader's `sequences` count; the others fill it up."""
         from llmtrain.data.batches import answer_batch_of, batch_of
 
-        return (answer_batch_of if self.answers else batch_of)(windows, sequences)
+        return (answer_batch_of if self.answers else batch_of)(sequences, numbers)
 
     def alike(self, facts: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
         """Return facts for `count` equal answers to one prompt, from those of a sequence; the proof of an

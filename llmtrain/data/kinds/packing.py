@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmtrain.config.run import DataConfig
+from llmtrain.data.sequences import IGNORED, AnswerSequence, TokenSequence
 from llmtrain.data.token_stream import TokenStream
-from llmtrain.data.windows import IGNORED, AnswerWindow, Window
 
 if TYPE_CHECKING:
     from llmtrain.data.origins import Origin, Origins
@@ -33,23 +33,23 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     """
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     sizes, starts = np.unique(-lengths[order].astype(np.int64), return_index=True)
-    window_of = np.empty(len(lengths), dtype=np.int64)
+    sequence_of = np.empty(len(lengths), dtype=np.int64)
     rooms: list[int] = []  # tokens left in sequences, ascending
-    windows: dict[int, np.ndarray] = {}
+    with_room: dict[int, np.ndarray] = {}
     made = 0
 
     def put_back(some: np.ndarray, room: int) -> None:
         if room and len(some):
-            if room not in windows:
+            if room not in with_room:
                 insort(rooms, room)
-            windows[room] = np.concatenate([windows.get(room, some[:0]), some])
+            with_room[room] = np.concatenate([with_room.get(room, some[:0]), some])
 
     for size, records in zip((-sizes).tolist(), np.split(order, starts)[1:], strict=True):
         while len(records):
             at = bisect_left(rooms, size)
             if at < len(rooms):
                 room = rooms.pop(at)
-                free = windows.pop(room)
+                free = with_room.pop(room)
             else:
                 room, new = capacity, -(-len(records) // (capacity // size))
                 free = np.arange(made, made + new)
@@ -57,13 +57,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
             each = room // size
             taken = min(len(free), -(-len(records) // each))
             count = min(len(records), taken * each)
-            window_of[records[:count]] = np.repeat(free[:taken], each)[:count]
+            sequence_of[records[:count]] = np.repeat(free[:taken], each)[:count]
             put_back(free[: taken - 1], room - each * size)
             put_back(free[taken - 1 : taken], room - (count - (taken - 1) * each) * size)
             put_back(free[taken:], room)
             records = records[count:]
-    in_windows = np.argsort(window_of, kind="stable")
-    return in_windows, np.searchsorted(window_of[in_windows], np.arange(made + 1))
+    by_sequence = np.argsort(sequence_of, kind="stable")
+    return by_sequence, np.searchsorted(sequence_of[by_sequence], np.arange(made + 1))
 
 
 class RowReader:
@@ -108,12 +108,12 @@ class RowReader:
     def origins(self, index: int, known: Origins) -> Iterator[Origin]:
         return known.of_rows(self._rows(index).tolist())
 
-    def windows_with(self, origin: Origin) -> range:
-        window = int(np.searchsorted(self._first, np.flatnonzero(self._order == origin.index)[0], "right")) - 1
-        return range(window, window + 1)
+    def sequences_of(self, origin: Origin) -> range:
+        sequence = int(np.searchsorted(self._first, np.flatnonzero(self._order == origin.index)[0], "right")) - 1
+        return range(sequence, sequence + 1)
 
-    def read(self, index: int) -> Window:
-        return Window(**self._packed(map(self._row, self._rows(index))))
+    def read(self, index: int) -> TokenSequence:
+        return TokenSequence(**self._packed(map(self._row, self._rows(index))))
 
     @cached_property
     def _places(self) -> np.ndarray:
@@ -134,7 +134,7 @@ class RowReader:
     def place_count(self) -> int:
         return int(self._places[-1])
 
-    def places(self, index: int, _: Window) -> np.ndarray:
+    def places(self, index: int, _: TokenSequence) -> np.ndarray:
         rows = self._rows(index)
         return np.concatenate([np.arange(self._places[row], self._places[row + 1]) for row in rows])
 
@@ -146,7 +146,7 @@ class RowReader:
         return self.stream.read(start, length), counted
 
     def _packed(self, rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-        """Return the fields of a `Window` with these rows, by name."""
+        """Return the fields of a `TokenSequence` with these rows, by name."""
         inputs = np.full(self._length, self._separator_id, dtype=np.int64)
         labels = np.full(self._length, IGNORED, dtype=np.int64)
         positions = np.arange(self._length)
@@ -166,10 +166,12 @@ class AnswerReader(RowReader):
     reference: np.ndarray | None = None
     """The reference's column of the split, fp32."""
 
-    def read(self, index: int) -> AnswerWindow:
+    def read(self, index: int) -> AnswerSequence:
         return self._answers(self._rows(index), map(self._row, self._rows(index)))
 
-    def _answers(self, numbers: np.ndarray, rows: Iterable[tuple[np.ndarray, np.ndarray]], **more: Any) -> AnswerWindow:
+    def _answers(
+        self, numbers: np.ndarray, rows: Iterable[tuple[np.ndarray, np.ndarray]], **more: Any
+    ) -> AnswerSequence:
         """Make a sequence of answers. `numbers`: where the rows are in the reference's column."""
         reference = None if self.reference is None else self.reference[numbers]
-        return AnswerWindow(**self._packed(rows), rows=numbers, reference=reference, **more)
+        return AnswerSequence(**self._packed(rows), rows=numbers, reference=reference, **more)

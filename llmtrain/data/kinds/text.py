@@ -17,8 +17,8 @@ from llmtrain.config.run import DataConfig
 from llmtrain.data.kinds.kind import RowKind
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.row import Row
+from llmtrain.data.sequences import IGNORED, TokenSequence, labels_of, positions_of
 from llmtrain.data.token_stream import TokenStream
-from llmtrain.data.windows import IGNORED, Window, labels_of, positions_of
 
 if TYPE_CHECKING:
     from llmtrain.data.kinds.packing import RowReader
@@ -53,7 +53,7 @@ class Text(RowKind, format="text"):
         return TextReader(stream, config, manifest.separator_id, manifest.doubled)
 
 
-def windows_in(tokens: int, sequence_length: int) -> int:
+def sequences_in(tokens: int, sequence_length: int) -> int:
     """Return the number of sequences; each needs one more token for its last label, which the next one begins with."""
     return max(0, (tokens - 1) // sequence_length)
 
@@ -66,15 +66,15 @@ class TextReader:
 
     def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int, doubled: bool = False) -> None:
         self.stream, self._config, self._separator_id, self._doubled = stream, config, separator_id, doubled
-        self.count = windows_in(stream.tokens, config.sequence_length)
+        self.count = sequences_in(stream.tokens, config.sequence_length)
 
-    def read(self, index: int) -> Window:
+    def read(self, index: int) -> TokenSequence:
         length = self._config.sequence_length
         tokens = self.stream.read(index * length, length + 1)
         inputs, labels = labels_of(tokens, self._separator_id, self._config.mask_document_starts, self._doubled)
         isolated = self._config.isolate_documents
         positions = positions_of(inputs[None], self._separator_id, self._doubled)[0] if isolated else None
-        return Window(inputs=inputs, labels=labels, positions=positions)
+        return TokenSequence(inputs=inputs, labels=labels, positions=positions)
 
     def fetch(self, indices: Iterable[int]) -> None:
         """Read these sequences from a store concurrently. Raises DataError."""
@@ -89,7 +89,7 @@ class TextReader:
         length = self._config.sequence_length
         return known.within(index * length, (index + 1) * length)
 
-    def windows_with(self, origin: Origin) -> range:
+    def sequences_of(self, origin: Origin) -> range:
         """Return the sequences with parts of a document. Tokens after the last sequence are in none."""
         length = self._config.sequence_length
         return range(origin.begin // length, min(self.count, (origin.end - 1) // length + 1))
@@ -105,6 +105,6 @@ class TextReader:
         """Number of places in a teacher's column (stream/reference_and_teacher.py)."""
         return self.count * self._config.sequence_length
 
-    def places(self, index: int, window: Window) -> np.ndarray:
+    def places(self, index: int, sequence: TokenSequence) -> np.ndarray:
         """Return the places of the sequence's counted labels in a teacher's column, int64 [labels]."""
-        return index * self._config.sequence_length + np.flatnonzero(window.labels != IGNORED)
+        return index * self._config.sequence_length + np.flatnonzero(sequence.labels != IGNORED)

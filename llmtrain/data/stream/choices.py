@@ -17,8 +17,8 @@ import torch
 from llmtrain.base.errors import DataError
 from llmtrain.data.batches import AnswerBatch
 from llmtrain.data.kinds.choices import Choices
+from llmtrain.data.sequences import IGNORED
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.windows import IGNORED
 
 _NARROWEST = 32
 """Row length of the shortest batches in tokens. Others have a power of 2 times as many, so that shapes are few: a

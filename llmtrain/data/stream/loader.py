@@ -21,9 +21,9 @@ from llmtrain.base.rank.heartbeat import heart
 from llmtrain.config.stages import Batch, Stages
 from llmtrain.data.batches import MicroBatch
 from llmtrain.data.kinds import RowKind
+from llmtrain.data.sequences import TokenSequence
 from llmtrain.data.stream.order import rows_of
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.windows import Window
 
 _STEPS_AHEAD = 4
 _POLL_S = 0.05
@@ -145,12 +145,12 @@ class StepBatch:
 
 
 def _micro_batch(
-    kind: RowKind, read: Callable[[int], Window], indices: list[int], rows: int, pin_memory: bool
+    kind: RowKind, read: Callable[[int], TokenSequence], indices: list[int], rows: int, pin_memory: bool
 ) -> MicroBatch:
     """Make a micro-batch with `rows` rows of the sequences `indices`; rows beyond them repeat one and do not count."""
-    windows = [read(index) for index in indices or [0]]
-    windows += windows[-1:] * (rows - len(windows))
-    micro = kind.batch(windows, indices)
+    sequences = [read(index) for index in indices or [0]]
+    sequences += sequences[-1:] * (rows - len(sequences))
+    micro = kind.batch(sequences, indices)
     return micro.pinned() if pin_memory else micro
 
 
@@ -269,18 +269,18 @@ class TrainLoader:
             micro_batches.append(_micro_batch(reading.data.kind, read, indices, len(indices), self._pin_memory))
         return StepBatch(micro_batches, reading.index, batch.global_batch, stage=reading.stage, excluded=excluded)
 
-    def _reader(self, step: int, reading: Reading) -> tuple[Callable[[int], Window], int]:
+    def _reader(self, step: int, reading: Reading) -> tuple[Callable[[int], TokenSequence], int]:
         """Return the function that reads a step's sequences, and in how many of them no token counts."""
         config = self._course.stages[reading.stage].data
         if not (config.exclude or config.skip_steps):
-            return reading.data.window_at, 0
+            return reading.data.sequence_at, 0
         data, all_of_step = reading.data, step + 1 in (config.skip_steps or ())
         sequences = range(reading.index, reading.index + reading.batch.global_batch)
         left_out = {index for index in sequences if all_of_step or data.place_of(index) in data.excluded}
 
-        def read(index: int) -> Window:
-            window = data.window_at(index)
-            return window.emptied(data.separator_id) if index in left_out else window
+        def read(index: int) -> TokenSequence:
+            sequence = data.sequence_at(index)
+            return sequence.emptied(data.separator_id) if index in left_out else sequence
 
         return read, len(left_out)
 
@@ -329,7 +329,7 @@ def validation_batches(
     assert sequences >= 1 and 0 <= rank < data_parallel, (sequences, rank, data_parallel)
     check_validation(data)
     total = min(sequences, data.validation_sequences)
-    read, fetch = data.validation_window_at, data.fetch_validation
+    read, fetch = data.validation_sequence_at, data.fetch_validation
     return batches_of(data.kind, read, total, micro_batch, Dealt(rank, data_parallel, pin_memory), fetch)
 
 
@@ -343,7 +343,7 @@ class Dealt(NamedTuple):
 
 def batches_of(
     kind: RowKind,
-    read: Callable[[int], Window],
+    read: Callable[[int], TokenSequence],
     total: int,
     micro_batch: int,
     to: Dealt,

@@ -16,10 +16,10 @@ from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
 from llmtrain.data.kinds import RowKind
 from llmtrain.data.manifest import SPLITS, Manifest, Split, other_begin
+from llmtrain.data.sequences import IGNORED, TokenSequence
 from llmtrain.data.shards import FileSum, PreparedSet
 from llmtrain.data.stream.order import Mixture, permute, position_of
 from llmtrain.data.token_stream import TokenStream
-from llmtrain.data.windows import IGNORED, Window
 from llmtrain.objectives.by_token import Distill
 
 if TYPE_CHECKING:
@@ -84,10 +84,10 @@ class TrainData:
         self.name: str = self._members[0].prepared.name
         """Path or URL of the first set's folder, for messages."""
         self.tokenizer_dir: Path = self._members[0].prepared.tokenizer_dir
-        self._windows = [member.train.count for member in self._members]
-        self._validation_windows = [member.validation.count for member in self._members]
+        self._counts = [member.train.count for member in self._members]
+        self._validation_counts = [member.validation.count for member in self._members]
         self.sequences_per_epoch: int = min(
-            int(windows / share) for windows, share in zip(self._windows, self.shares, strict=True)
+            int(count / share) for count, share in zip(self._counts, self.shares, strict=True)
         )
         """Training sequences until the first set of the mixture has been read once."""
         self.validation_sequences: int = self._count_validation()
@@ -118,9 +118,9 @@ class TrainData:
         for member in self._members:
             made, columns = read_reference(member.prepared, precision)
             self.column_models.append(made.model)
-            for windows, split in zip((member.train, member.validation), SPLITS, strict=True):
-                assert isinstance(windows, AnswerReader)
-                windows.reference = columns[split]
+            for reader, split in zip((member.train, member.validation), SPLITS, strict=True):
+                assert isinstance(reader, AnswerReader)
+                reader.reference = columns[split]
             hashes.append(made.weights)
         return hashes
 
@@ -174,9 +174,9 @@ class TrainData:
 
     def places(self, split: Split, index: int) -> np.ndarray:
         """Return the places of a sequence's counted labels in the teacher's column. The run must have one set."""
-        windows = self._members[0].train if split == "train" else self._members[0].validation
-        own = permute(windows.count, self._config.seed if split == "train" else 0, 0, 0, index)
-        return windows.places(own, windows.read(own))
+        reader = self._members[0].train if split == "train" else self._members[0].validation
+        own = permute(reader.count, self._config.seed if split == "train" else 0, 0, 0, index)
+        return reader.places(own, reader.read(own))
 
     def _check_members(self, trains: bool) -> None:
         first = min(self._members, key=lambda each: each.prepared.manifest.chat is not None).prepared  # texts, if any
@@ -196,12 +196,12 @@ class TrainData:
                 )
 
     def _count_validation(self) -> int:
-        windows = self._validation_windows
+        counts = self._validation_counts
         # Largest k for which every set has enough sequences, by bisection: the counts grow with k.
-        low, high = 0, sum(windows)
+        low, high = 0, sum(counts)
         while low < high:
             middle = (low + high + 1) // 2
-            if all(count <= have for count, have in zip(self._mixture.counts(middle), windows, strict=True)):
+            if all(count <= have for count, have in zip(self._mixture.counts(middle), counts, strict=True)):
                 low = middle
             else:
                 high = middle - 1
@@ -209,12 +209,12 @@ class TrainData:
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (inputs, labels), int64 [T] each, of training sequence `index` >= 0."""
-        window = self.window_at(index)
-        return window.inputs, window.labels
+        sequence = self.sequence_at(index)
+        return sequence.inputs, sequence.labels
 
-    def window_at(self, index: int) -> Window:
-        member, window = self.place_of(index)
-        return self._read(self._members[member].train, window)
+    def sequence_at(self, index: int) -> TokenSequence:
+        member, number = self.place_of(index)
+        return self._read(self._members[member].train, number)
 
     @property
     def in_store(self) -> bool:
@@ -232,8 +232,8 @@ class TrainData:
             return
         places = [place(index) for index in indices]
         for number, member in enumerate(self._members):
-            windows = member.train if split == "train" else member.validation
-            windows.fetch([window for of, window in places if of == number])
+            reader = member.train if split == "train" else member.validation
+            reader.fetch([sequence for of, sequence in places if of == number])
 
     def shards_in_store(self, split: Split) -> list[tuple[str, str]]:
         return [shard for member in self._members for shard in member.prepared.shards_in_store(split)]
@@ -242,48 +242,48 @@ class TrainData:
         """Return (URL, file) of the shards in which the next `sequences` training sequences begin, in order of need."""
         found: dict[tuple[str, str], None] = {}
         urls = [next(iter(member.prepared.shards_in_store("train")), ("", ""))[0] for member in self._members]
-        for number, window in map(self.place_of, range(index, index + sequences) if any(urls) else ()):
-            if url := urls[number]:
-                windows = self._members[number].train
-                found[url, windows.stream.shard_of(windows.begin(window))] = None
+        for member, number in map(self.place_of, range(index, index + sequences) if any(urls) else ()):
+            if url := urls[member]:
+                reader = self._members[member].train
+                found[url, reader.stream.shard_of(reader.begin(number))] = None
         return list(found)
 
     def place_of(self, index: int) -> tuple[int, int]:
         """Return the set of training sequence `index` >= 0, and the sequence's number within the set."""
         member, own_index = self._mixture.locate(index)
-        epoch, position = divmod(own_index, self._windows[member])
-        return member, permute(self._windows[member], self._config.seed, epoch, member, position)
+        epoch, position = divmod(own_index, self._counts[member])
+        return member, permute(self._counts[member], self._config.seed, epoch, member, position)
 
-    def sequences_with(self, member: int, window: int, until: int) -> Iterator[int]:
-        """Yield the training sequences below `until` with number `window` of a set: one in each of the set's epochs."""
-        windows = self._windows[member]
+    def sequences_with(self, member: int, number: int, until: int) -> Iterator[int]:
+        """Yield the training sequences below `until` with `number` in a set: one in each of the set's epochs."""
+        size = self._counts[member]
         for epoch in count():
-            position = position_of(windows, self._config.seed, epoch, member, window)
-            index = self._mixture.sequence(member, epoch * windows + position)
+            position = position_of(size, self._config.seed, epoch, member, number)
+            index = self._mixture.sequence(member, epoch * size + position)
             if index < until:
                 yield index
-            if self._mixture.sequence(member, (epoch + 1) * windows) >= until:
+            if self._mixture.sequence(member, (epoch + 1) * size) >= until:
                 return
 
     def origins_of(self, member: int, split: Split = "train") -> Origins:
         """Return the documents' origins of a set. Raises DataError: it was prepared without them."""
         return self._members[member].prepared.origins(split)
 
-    def windows_of(self, member: int) -> TextReader | RowReader:
+    def reader_of(self, member: int) -> TextReader | RowReader:
         return self._members[member].train
 
     def validation_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (inputs, labels), int64 [T] each, of validation sequence `index` < validation_sequences."""
-        window = self.validation_window_at(index)
-        return window.inputs, window.labels
+        sequence = self.validation_sequence_at(index)
+        return sequence.inputs, sequence.labels
 
-    def validation_window_at(self, index: int) -> Window:
+    def validation_sequence_at(self, index: int) -> TokenSequence:
         """Return validation sequence `index` < validation_sequences.
 
         Their order is shuffled, so that the first few hundred represent all of them, and the same for every seed.
         """
-        member, window = self._validation_place(index)
-        return self._read(self._members[member].validation, window)
+        member, number = self._validation_place(index)
+        return self._read(self._members[member].validation, number)
 
     def check_counted(self, sequences: int) -> None:
         """Raise DataError if no token of the first `sequences` validation sequences counts: they would have no loss."""
@@ -296,33 +296,33 @@ class TrainData:
 
     def _validation_place(self, index: int) -> tuple[int, int]:
         member, position = self._mixture.locate(index)
-        return member, permute(self._validation_windows[member], 0, 0, member, position)
+        return member, permute(self._validation_counts[member], 0, 0, member, position)
 
     def epochs(self, sequences: int) -> list[tuple[str, float, int]]:
         """Return for each set its folder, how many epochs `sequences` of the run are, and its training tokens."""
         counts = self._mixture.counts(sequences)
         return [
-            (member.prepared.name, count / windows, member.prepared.manifest.tokens["train"])
-            for member, count, windows in zip(self._members, counts, self._windows, strict=True)
+            (member.prepared.name, count / size, member.prepared.manifest.tokens["train"])
+            for member, count, size in zip(self._members, counts, self._counts, strict=True)
         ]
 
     def streams(self, split: Split) -> list[TokenStream]:
         return [(member.train if split == "train" else member.validation).stream for member in self._members]
 
-    def _read(self, windows: TextReader | RowReader, index: int) -> Window:
-        window = windows.read(index)
-        if (largest := int(max(window.inputs.max(), window.labels.max()))) >= self.vocab_size:
+    def _read(self, reader: TextReader | RowReader, index: int) -> TokenSequence:
+        sequence = reader.read(index)
+        if (largest := int(max(sequence.inputs.max(), sequence.labels.max()))) >= self.vocab_size:
             # A wrong id would read past the embedding: on a GPU an assertion that kills the process without a name.
             raise DataError(
                 f"{self.name}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}): "
                 "a shard is damaged; copy the folder again, or delete it and prepare it again"
             )
-        if windows.taught is None:
-            return window
-        counted, found = window.labels != IGNORED, windows.taught.read(windows.places(index, window))
+        if reader.taught is None:
+            return sequence
+        counted, found = sequence.labels != IGNORED, reader.taught.read(reader.places(index, sequence))
         words, logs = (np.zeros((self.sequence_length, each.shape[1]), dtype=each.dtype) for each in found)
         words[counted], logs[counted] = found
-        return replace(window, by_token={"words": words, "logs": logs})
+        return replace(sequence, by_token={"words": words, "logs": logs})
 
 
 class EvalSet(TrainData):
@@ -341,8 +341,8 @@ class EvalSet(TrainData):
                 "lower that, or prepare more text"
             )
 
-    def validation_window_at(self, index: int) -> Window:
-        return self.window_at(index) if self.whole else super().validation_window_at(index)
+    def validation_sequence_at(self, index: int) -> TokenSequence:
+        return self.sequence_at(index) if self.whole else super().validation_sequence_at(index)
 
     def fetch_validation(self, indices: Sequence[int]) -> None:
         if self.whole:

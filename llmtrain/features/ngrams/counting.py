@@ -8,9 +8,9 @@ import numpy as np
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
+from llmtrain.data.sequences import IGNORED, ends_in
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.token_stream import TokenStream
-from llmtrain.data.windows import IGNORED, ends_in
 from llmtrain.tracking.tracker import Tracker
 
 _MOST_TOKENS = 20_000_000

@@ -106,7 +106,7 @@ class Rehearsed:
 class _FullRows(Tokens):
     """Every token counts, as in the fullest rows of a run."""
 
-    def window(self, index: int) -> tuple[np.ndarray, int]:
+    def row(self, index: int) -> tuple[np.ndarray, int]:
         draw = np.random.default_rng(index)
         return draw.integers(0, self.vocab_size - 1, self.sequence_length + 1), self.sequence_length
 

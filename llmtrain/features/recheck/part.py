@@ -22,7 +22,7 @@ from llmtrain.base.errors import TrainingStopped
 from llmtrain.base.rank import messages
 from llmtrain.base.rank.heartbeat import heart
 from llmtrain.data.batches import MicroBatch
-from llmtrain.data.windows import IGNORED
+from llmtrain.data.sequences import IGNORED
 from llmtrain.engine.api import GradientPiece
 from llmtrain.engine.losses.function import LooksAhead
 from llmtrain.engine.ranks.device import device_id

@@ -13,10 +13,10 @@ from torch import Tensor
 from llmtrain.base.errors import DataError
 from llmtrain.data.batches import MicroBatch
 from llmtrain.data.kinds import RowKind
+from llmtrain.data.sequences import IGNORED, TokenSequence
 from llmtrain.data.stream.loader import Dealt, batches_of
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import Encoder
-from llmtrain.data.windows import IGNORED, Window
 from llmtrain.models import compiler
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
@@ -99,14 +99,14 @@ def continuations(setup: Setup, prompts: Prompts) -> list[str]:
         rows = [ids + more for ids, more in zip(prompts.ids, new, strict=True)]
         objective = NextWord(len(rows))
 
-        def read(index: int, rows: list[list[int]] = rows) -> Window:
+        def read(index: int, rows: list[list[int]] = rows) -> TokenSequence:
             ids = rows[index]  # of which the last counts; what comes after it changes nothing before it
             inputs = np.full(length, setup.data.first.separator_id, dtype=np.int64)
             inputs[: len(ids)] = ids
             labels = np.full(length, IGNORED, dtype=np.int64)
             labels[len(ids) - 1] = 0
             isolated = setup.run.config.data.isolate_documents
-            return Window(inputs=inputs, labels=labels, positions=np.arange(length) if isolated else None)
+            return TokenSequence(inputs=inputs, labels=labels, positions=np.arange(length) if isolated else None)
 
         dealt = Dealt(setup.mesh.place.data, batch.data_parallel, setup.ranks.device.type == "cuda")
         micros = batches_of(RowKind.of("text"), read, len(rows), batch.micro_batch, dealt)

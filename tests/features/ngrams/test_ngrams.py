@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from llmtrain.config.run import RunConfig, TrainConfig
+from llmtrain.data.sequences import IGNORED
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.windows import IGNORED
 from llmtrain.features import asked
 from llmtrain.features.ngrams import counting
 from llmtrain.features.ngrams.counting import ngram_baselines

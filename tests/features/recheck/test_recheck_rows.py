@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmtrain.data.batches import MicroBatch
-from llmtrain.data.windows import IGNORED
+from llmtrain.data.sequences import IGNORED
 from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.features.recheck.part import Recheck
 

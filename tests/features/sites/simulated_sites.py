@@ -60,8 +60,10 @@ def simulated(
 
 def loss_of(model_fields: dict[str, Any], data: DataConfig, parameters: dict[str, torch.Tensor], samples: int) -> float:
     """Mean loss of a model with these parameters on the first sequences of the training data, nats a token."""
-    model, windows = _first(model_fields), [TrainData(data).window_at(index) for index in range(samples)]
-    inputs, labels = (torch.stack([torch.from_numpy(getattr(w, key)) for w in windows]) for key in ("inputs", "labels"))
+    model, sequences = _first(model_fields), [TrainData(data).sequence_at(index) for index in range(samples)]
+    inputs, labels = (
+        torch.stack([torch.from_numpy(getattr(w, key)) for w in sequences]) for key in ("inputs", "labels")
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(parameters[name].view_as(parameter))
@@ -74,7 +76,7 @@ def _first(model_fields: dict[str, Any]) -> torch.nn.Module:
 
 
 def _step(training: PlainTraining, data: TrainData, samples: range) -> None:
-    windows = [data.window_at(index) for index in samples]
-    inputs = torch.stack([torch.from_numpy(window.inputs) for window in windows])
-    labels = torch.stack([torch.from_numpy(window.labels) for window in windows])
+    sequences = [data.sequence_at(index) for index in samples]
+    inputs = torch.stack([torch.from_numpy(sequence.inputs) for sequence in sequences])
+    labels = torch.stack([torch.from_numpy(sequence.labels) for sequence in sequences])
     training.step(mean_cross_entropy(training.model(input_ids=inputs, use_cache=False).logits, labels))

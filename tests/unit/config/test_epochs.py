@@ -20,11 +20,11 @@ def length(here: Path, **train: Any) -> int | None:
     return load(["run.yaml"], 2, epoch=sequences_of_epoch).max_steps
 
 
-def test_an_epoch_is_every_window_of_the_data_once(here: Path) -> None:
-    """2,000 tokens are 15 windows of 128 and their last label; a step takes 8 of them."""
-    windows = (2_000 - 1) // 128
+def test_an_epoch_is_every_sequence_of_the_data_once(here: Path) -> None:
+    """2,000 tokens are 15 sequences of 128 and their last label; a step takes 8 of them."""
+    sequences = (2_000 - 1) // 128
     assert [length(here, epochs=epochs) for epochs in (1, 3, 0.5, 1.6)] == [
-        math.ceil(epochs * windows / 8) for epochs in (1, 3, 0.5, 1.6)
+        math.ceil(epochs * sequences / 8) for epochs in (1, 3, 0.5, 1.6)
     ]
     assert length(here, epochs=3, max_steps=2) == 2 and length(here, epochs=1, max_steps=20) == 2
     assert length(here, epochs=3, max_tokens=8 * 128 * 4) == 4

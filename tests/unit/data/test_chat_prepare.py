@@ -1,4 +1,4 @@
-"""`llmtrain prepare --format chat` and what training reads of it: whole rows in windows, isolated, none lost."""
+"""`llmtrain prepare --format chat` and what training reads of it: whole rows in sequences, isolated, none lost."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from llmtrain.config.problems import Problems
 from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.kinds.packing import best_fit
 from llmtrain.data.manifest import SPLITS
+from llmtrain.data.sequences import TokenSequence
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import EvalSet, TrainData, counted_bytes
 from llmtrain.data.tokenize import Encoder
 from llmtrain.data.tokenizer_folder import byte_lengths
-from llmtrain.data.windows import Window
 from tests.helpers.chat import KINDS, expected, workers_here, write_tokenizer
 
 pytestmark = pytest.mark.long
@@ -159,9 +159,9 @@ def config(folder: Path, **more: object) -> DataConfig:
     return DataConfig(**given)  # type: ignore[arg-type]
 
 
-def unpacked(window: Window) -> list[tuple[list[int], list[int]]]:
-    """(tokens, labels) of each document of a window: positions alone say where they begin."""
-    inputs, labels, positions = window.inputs, window.labels, window.positions
+def unpacked(sequence: TokenSequence) -> list[tuple[list[int], list[int]]]:
+    """(tokens, labels) of each document of a sequence: positions alone say where they begin."""
+    inputs, labels, positions = sequence.inputs, sequence.labels, sequence.positions
     assert positions is not None and positions[0] == 0
     bounds = [*np.flatnonzero(positions == 0).tolist(), len(inputs)]
     for begin, end in itertools.pairwise(bounds):
@@ -173,7 +173,7 @@ def test_an_epoch_holds_every_row_whole_and_once(place: Path, prepared: Path) ->
     data = TrainData(config(prepared))
     found: Counter[str] = Counter()
     for index in range(data.sequences_per_epoch):
-        for tokens, labels in unpacked(data.window_at(index)):
+        for tokens, labels in unpacked(data.sequence_at(index)):
             if any(label >= 0 for label in labels):
                 found[json.dumps([tokens, labels])] += 1
             else:  # the padding, at the end
@@ -392,7 +392,7 @@ def test_a_preparation_that_ended_with_bad_records_does_not_block_the_next_one(
 
 
 def naive(lengths: list[int], capacity: int) -> int:
-    """How many windows best-fit decreasing makes, one record after another."""
+    """How many sequences best-fit decreasing makes, one record after another."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = [(room, at) for at, room in enumerate(rooms) if room >= length]
@@ -427,7 +427,7 @@ def test_padding_of_a_skewed_mix_is_below_a_hundredth() -> None:
 
 
 def test_one_row_fills_a_sequence_whatever_its_length() -> None:
-    """A text does not: its window is full. So a newcomer's ten conversations train with a long sequence_length."""
+    """A text does not: its sequence is full. So a newcomer's ten conversations train with a long sequence_length."""
     config = RunConfig(deepspeed="ds.json", data=DataConfig(path="x", sequence_length=4096))
 
     def short(chat: dict[str, object] | None, validation: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a rank gets: windows, labels, masks, order, mixtures, batches; and what the data refuses."""
+"""What a rank gets: sequences, labels, masks, order, mixtures, batches; and what the data refuses."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def stream_of(shards: list[list[list[int]]]) -> list[int]:
     return [token for documents in shards for document in documents for token in (*document, 0)]
 
 
-def naive_windows(stream: list[int]) -> list[tuple[list[int], list[int]]]:
-    windows = []
+def naive_sequences(stream: list[int]) -> list[tuple[list[int], list[int]]]:
+    sequences = []
     for start in range(0, len(stream) - T, T):
         inputs, labels = stream[start : start + T], stream[start + 1 : start + T + 1]
-        windows.append((inputs, [-100 if i == 0 else label for i, label in zip(inputs, labels, strict=True)]))
-    return windows
+        sequences.append((inputs, [-100 if i == 0 else label for i, label in zip(inputs, labels, strict=True)]))
+    return sequences
 
 
 def as_lists(pair: tuple[np.ndarray, np.ndarray]) -> tuple[list[int], list[int]]:
@@ -53,21 +53,21 @@ def as_lists(pair: tuple[np.ndarray, np.ndarray]) -> tuple[list[int], list[int]]
     return pair[0].tolist(), pair[1].tolist()
 
 
-def key(window: tuple[list[int], list[int]]) -> tuple[int, ...]:
-    return (*window[0], *window[1])
+def key(sequence: tuple[list[int], list[int]]) -> tuple[int, ...]:
+    return (*sequence[0], *sequence[1])
 
 
-def test_an_epoch_is_every_window_once_with_shifted_masked_labels(data: TrainData) -> None:
-    windows = naive_windows(stream_of(random_shards(0, 4, 30)))
-    assert data.sequences_per_epoch == len(windows)
+def test_an_epoch_is_every_sequence_once_with_shifted_masked_labels(data: TrainData) -> None:
+    sequences = naive_sequences(stream_of(random_shards(0, 4, 30)))
+    assert data.sequences_per_epoch == len(sequences)
     for epoch in range(2):
-        first = epoch * len(windows)
-        served = [as_lists(data.sequence(first + i)) for i in range(len(windows))]
-        assert sorted(map(key, served)) == sorted(map(key, windows))
-        assert served != windows
-    again = [as_lists(data.sequence(i)) for i in range(len(windows))]
+        first = epoch * len(sequences)
+        served = [as_lists(data.sequence(first + i)) for i in range(len(sequences))]
+        assert sorted(map(key, served)) == sorted(map(key, sequences))
+        assert served != sequences
+    again = [as_lists(data.sequence(i)) for i in range(len(sequences))]
     assert again != served  # the second epoch has another order
-    valid = naive_windows(stream_of(random_shards(1, 2, 8)))
+    valid = naive_sequences(stream_of(random_shards(1, 2, 8)))
     assert data.validation_sequences == len(valid)
     assert sorted(key(as_lists(data.validation_sequence(i))) for i in range(len(valid))) == sorted(map(key, valid))
 
@@ -188,7 +188,7 @@ def test_validation_gives_every_rank_the_same_shapes(data: TrainData, ranks: int
 
 
 def test_a_mixture_takes_each_set_in_its_share_and_its_own_epochs(tmp_path: Path) -> None:
-    # Set a has ids 1..24, set b 25..49: every window tells where it is from.
+    # Set a has ids 1..24, set b 25..49: every sequence tells where it is from.
     halves = {
         "a": [[[1 + (i + j) % 24 for j in range(30)] for i in range(20)]],
         "b": [[[25 + (i + j) % 25 for j in range(30)] for i in range(6)]],
@@ -197,14 +197,14 @@ def test_a_mixture_takes_each_set_in_its_share_and_its_own_epochs(tmp_path: Path
         write_prepared(tmp_path / name, shards, shards)
     config = DataConfig(mixture={str(tmp_path / "a"): 3, str(tmp_path / "b"): 1}, sequence_length=T)
     data = TrainData(config)
-    sizes = {name: len(naive_windows(stream_of(shards))) for name, shards in halves.items()}
+    sizes = {name: len(naive_sequences(stream_of(shards))) for name, shards in halves.items()}
     served: dict[str, list[tuple[int, ...]]] = {"a": [], "b": []}
     for index in range(4 * sizes["a"]):
-        window = as_lists(data.sequence(index))
-        served["a" if max(window[0]) < 25 else "b"].append(key(window))
+        sequence = as_lists(data.sequence(index))
+        served["a" if max(sequence[0]) < 25 else "b"].append(key(sequence))
         assert abs(len(served["a"]) - (index + 1) * 0.75) <= 1
     for name, size in sizes.items():
-        own_epoch = Counter(map(key, naive_windows(stream_of(halves[name]))))
+        own_epoch = Counter(map(key, naive_sequences(stream_of(halves[name]))))
         assert Counter(served[name][:size]) == own_epoch
     assert data.sequences_per_epoch == min(int(sizes["a"] / 0.75), int(sizes["b"] / 0.25))
     assert data.fingerprint != TrainData(DataConfig(path=str(tmp_path / "a"), sequence_length=T)).fingerprint

@@ -14,9 +14,9 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.load import refuse_other_run
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.stages import Batch, DataConfig, Stage, StageConfig, Stages, data_of
+from llmtrain.data.sequences import IGNORED
 from llmtrain.data.stream.loader import Course, StepBatch, TrainLoader
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.windows import IGNORED
 from llmtrain.engine.losses.named import loss_of
 from llmtrain.objectives.preferences import Dpo, Kto
 from llmtrain.optim.schedules import Constant
@@ -61,10 +61,10 @@ def rows_of(steps: list[StepBatch]) -> dict[int, tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_window_is_left_out_of_every_epoch_and_no_other_row_changes(
+def test_a_sequence_is_left_out_of_every_epoch_and_no_other_row_changes(
     folders: list[str], mixed: bool, ranks: int
 ) -> None:
-    """Compared with the text of each row: the same window has another place in each epoch."""
+    """Compared with the text of each row: the same sequence has another place in each epoch."""
     sets: dict[str, Any] = {"mixture": {folders[0]: 1.0, folders[1]: 2.0}} if mixed else {"path": folders[0]}
     config = DataConfig(sequence_length=T, **sets)
     whole = TrainData(config)
@@ -99,8 +99,8 @@ def answers_of(folder: str, **more: Any) -> list[Any]:
     """The two micro-batches of a step: sequences 0 and 1, 2 and 3."""
     config = DataConfig(path=folder, sequence_length=160, isolate_documents=True, **more)
     course = course_of(config)
-    windows: Any = course.data[0].windows_of(0)
-    windows.reference = -np.arange(1000, dtype=np.float32)
+    sequences: Any = course.data[0].reader_of(0)
+    sequences.reference = -np.arange(1000, dtype=np.float32)
     with TrainLoader(course, rank=0) as loader:
         return loader.build(0).micro_batches
 

@@ -71,7 +71,7 @@ def tokens(folder: Path, split: str) -> np.ndarray:
 
 @pytest.mark.parametrize("form", ["begin", "both", "separator"])
 def test_a_document_is_what_the_tokenizers_own_encoding_makes_of_it(root: Path, tmp_path: Path, form: str) -> None:
-    """Against transformers: packing, validation, several workers, windows and questions."""
+    """Against transformers: packing, validation, several workers, sequences and questions."""
     folder = prepared(root, form, tmp_path / "set")
     tokenizer = AutoTokenizer.from_pretrained(root / form)
     end = tokenizer.eos_token_id
@@ -93,10 +93,10 @@ def test_a_document_is_what_the_tokenizers_own_encoding_makes_of_it(root: Path, 
     labels_at, positions_at = {}, {}
     for index in range(train.sequences_per_epoch):
         start = train.place_of(index)[1] * T
-        window = train.window_at(index)
-        assert window.positions is not None
-        labels_at |= {start + 1 + place: int(label) for place, label in enumerate(window.labels)}
-        positions_at |= {start + place: int(each) for place, each in enumerate(window.positions) if place}
+        sequence = train.sequence_at(index)
+        assert sequence.positions is not None
+        labels_at |= {start + 1 + place: int(label) for place, label in enumerate(sequence.labels)}
+        positions_at |= {start + place: int(each) for place, each in enumerate(sequence.positions) if place}
     begins = {each.begin for each in data.origins("train").within(0, data.manifest.tokens["train"])}
     ids = tokens(folder, "train")
     assert {at for at, label in labels_at.items() if label == -100} == begins & labels_at.keys()

@@ -16,9 +16,9 @@ from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.config.run import DataConfig
 from llmtrain.data.kinds import RowKind
+from llmtrain.data.sequences import IGNORED
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.train_data import TrainData
-from llmtrain.data.windows import IGNORED
 from tests.helpers.chat import KINDS, workers_here, write_tokenizer
 from tests.helpers.preference import preferences, unpaired
 from tests.helpers.questions import questions
@@ -97,11 +97,11 @@ def test_without_packing_a_sequence_is_a_record(
     assert packed.fingerprint != apart.fingerprint
 
     def labels(data: TrainData) -> list[int]:
-        windows = [data.window_at(index) for index in range(data.sequences_per_epoch)]
-        return sorted(int(label) for window in windows for label in window.labels if label != IGNORED)
+        sequences = [data.sequence_at(index) for index in range(data.sequences_per_epoch)]
+        return sorted(int(label) for sequence in sequences for label in sequence.labels if label != IGNORED)
 
     assert labels(packed) == labels(apart)
-    starts = [int((apart.window_at(index).positions == 0).sum()) for index in range(apart.sequences_per_epoch)]
+    starts = [int((apart.sequence_at(index).positions == 0).sum()) for index in range(apart.sequences_per_epoch)]
     assert set(starts) <= {together, together + 1}  # the padding begins anew, too
 
 

@@ -159,18 +159,18 @@ def test_two_files_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> 
 def test_the_sequences_of_a_run_lead_to_their_documents_and_back(prepared: Path) -> None:
     config = DataConfig(path=str(prepared), sequence_length=48, seed=3)
     data = TrainData(config)
-    windows, stream = data.windows_of(0), data.streams("train")[0]
+    sequences, stream = data.reader_of(0), data.streams("train")[0]
     known = Origins(prepared, data.manifests[0].shards["train"])
     until = 3 * data.sequences_per_epoch
     for index in range(0, until, 37):
-        _, window = data.place_of(index)
-        origins = list(windows.origins(window, known))
+        _, sequence = data.place_of(index)
+        origins = list(sequences.origins(sequence, known))
         read = np.concatenate([stream.read(origin.begin, origin.end - origin.begin) for origin in origins])
-        inputs, at = data.sequence(index)[0], window * 48 - origins[0].begin
+        inputs, at = data.sequence(index)[0], sequence * 48 - origins[0].begin
         assert (read[at : at + 48] == inputs).all()
-        assert index in data.sequences_with(0, window, until)
-        assert len(list(data.sequences_with(0, window, until))) == 3
-        assert all(window in windows.windows_with(origin) for origin in origins)
+        assert index in data.sequences_with(0, sequence, until)
+        assert len(list(data.sequences_with(0, sequence, until))) == 3
+        assert all(sequence in sequences.sequences_of(origin) for origin in origins)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 17, 100, 1023])

@@ -50,13 +50,13 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> DataConfig:
     return DataConfig(path=folder, sequence_length=96, isolate_documents=True, seed=3)
 
 
-def windows(data: TrainData) -> Iterator[tuple[Split, int, np.ndarray]]:
+def sequences(data: TrainData) -> Iterator[tuple[Split, int, np.ndarray]]:
     """Each sequence, with the labels that it counts."""
     for index in range(data.sequences_per_epoch):
-        labels = data.window_at(index).labels
+        labels = data.sequence_at(index).labels
         yield "train", index, labels[labels >= 0]
     for index in range(data.validation_sequences):
-        labels = data.validation_window_at(index).labels
+        labels = data.validation_sequence_at(index).labels
         yield "validation", index, labels[labels >= 0]
 
 
@@ -71,7 +71,7 @@ def write(config: DataConfig, vocabulary: int = WORDS) -> TrainData:
     data = TrainData(config)
     [column] = data.teacher_columns(DISTILL, vocabulary, "fp32", "of these weights")
     writer = ColumnWriter(PreparedSet(str(config.path)), column)
-    for split, index, labels in windows(data):
+    for split, index, labels in sequences(data):
         writer.write(split, data.places(split, index), *said(labels))
     writer.finish()
     return data
@@ -81,17 +81,17 @@ def write(config: DataConfig, vocabulary: int = WORDS) -> TrainData:
 def test_each_label_finds_its_own_words(config: DataConfig, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another order than they were written in, of rows also in other sequences; rows are read a few at a time."""
     monkeypatch.setattr(packing, "_AT_ONCE", 64)
-    places = [data.places(split, index) for data in [write(config, vocabulary)] for split, index, _ in windows(data)]
+    places = [data.places(split, index) for data in [write(config, vocabulary)] for split, index, _ in sequences(data)]
     assert all(len(each) for each in places)
     texts = PreparedSet(str(config.path)).manifest.chat is None  # rows may lie in longer sequences, texts may not
     data = TrainData(replace(config, seed=5, sequence_length=96 if texts else 160))
     assert data.take_teacher(data.teacher_columns(DISTILL, vocabulary, "bf16")) == ["of these weights"]
     seen = 0
     for index in range(2 * data.sequences_per_epoch):
-        window = data.window_at(index)
-        counted = window.labels >= 0
-        found = window.by_token
-        words, logs = said(window.labels[counted])
+        sequence = data.sequence_at(index)
+        counted = sequence.labels >= 0
+        found = sequence.by_token
+        words, logs = said(sequence.labels[counted])
         assert np.array_equal(found["words"][counted], words) and np.array_equal(found["logs"][counted], logs)
         assert not found["words"][~counted].any() and not found["logs"][~counted].any()
         seen += int(counted.sum())
@@ -108,7 +108,7 @@ def refused(config: DataConfig, objective: Distill = DISTILL, vocabulary: int = 
     data = TrainData(config)
     with pytest.raises(DataError) as caught:
         data.take_teacher(data.teacher_columns(objective, vocabulary, "fp32"))
-        for _ in windows(data):
+        for _ in sequences(data):
             pass
     assert "`llmtrain reference RUN.yaml`" in str(caught.value)
     return str(caught.value)

@@ -69,7 +69,7 @@ def test_special_tokens_and_uncounted_labels_have_no_bytes(tmp_path: Path) -> No
     lengths = byte_lengths(tmp_path / "d" / "tokenizer", 300)
     assert lengths[end] == 0
     data = TrainData(DataConfig(path=str(tmp_path / "d"), sequence_length=4))
-    # Windows cover whole multiples of 4 labels: what they leave out at the end, and the firsts of documents, are known.
+    # Sequences cover a multiple of 4 labels: what they leave out at the end, and the firsts of documents, are known.
     stream = [token for document in documents for token in (*document, end)]
     labels = stream[1 : 4 * data.validation_sequences + 1]
     counted = [token for before, token in zip(stream, labels, strict=False) if before != end]

@@ -43,7 +43,7 @@ def test_an_answers_log_probability_is_that_of_lm_eval(tmp_path: Path) -> None:
     hf: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     folder = prepared_preferences(tmp_path, 60)
     data = TrainData(DataConfig(path=folder, sequence_length=192, isolate_documents=True))
-    micro = next(batches_of(data.kind, data.window_at, 4, 4, Dealt()))
+    micro = next(batches_of(data.kind, data.sequence_at, 4, 4, Dealt()))
     assert isinstance(micro, AnswerBatch)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     harness: Any = HFLM(pretrained=hf.eval(), tokenizer=tokenizer, backend="causal", batch_size=4, device="cpu")

@@ -1,4 +1,4 @@
-"""Preference records to pairs of rows, pairs to windows and micro-batches, and the column they are compared with."""
+"""Preference records to pairs of rows, pairs to sequences and micro-batches, and the column they are compared with."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from llmtrain.data.batches import AnswerBatch
 from llmtrain.data.kinds.judged import Judged, partners
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.row import RefusedError
+from llmtrain.data.sequences import AnswerSequence
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import Dealt, batches_of, validation_batches
 from llmtrain.data.stream.reference_and_teacher import read_reference, write_reference
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenizer_folder import stop_tokens
-from llmtrain.data.windows import AnswerWindow
 from llmtrain.models import loss
 from llmtrain.models.loss import IGNORE, About, HeadForm, chunked_nll_sums, token_nll
 from llmtrain.objectives.objective import Objective
@@ -117,7 +117,7 @@ def test_a_template_that_changes_earlier_answers_gives_no_pair_of_several_turns(
         pair(record, "qwen3")
 
 
-# --- windows
+# --- sequences
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +144,8 @@ def test_both_answers_of_a_pair_are_in_a_micro_batch_and_every_pair_once(folder:
     write_reference(prepared, "w", "fp32", columns_of(folder), {})
     data = data_of(folder)
     assert data.take_reference("fp32") == ["w"]
-    windows, seen = data.sequences_per_epoch, Counter[int]()
-    batch = windows // 4 * 4
+    sequences, seen = data.sequences_per_epoch, Counter[int]()
+    batch = sequences // 4 * 4
     for rank in range(2):
         with loader_of(
             data, global_batch=batch, micro_batch=2, accumulation=batch // 4, rank=rank, data_parallel=2
@@ -161,8 +161,8 @@ def test_both_answers_of_a_pair_are_in_a_micro_batch_and_every_pair_once(folder:
                 whole = stream.read(ends[row], ends[row + 1] - ends[row])
                 assert micro.inputs[mine].tolist() == whole.tolist()
             assert (micro.labels[micro.answers == len(micro.rows)] == IGNORE).all()
-    left = [data.window_at(index) for index in range(batch, windows)]
-    seen.update(int(row) for window in left if isinstance(window, AnswerWindow) for row in window.rows)
+    left = [data.sequence_at(index) for index in range(batch, sequences)]
+    seen.update(int(row) for sequence in left if isinstance(sequence, AnswerSequence) for row in sequence.rows)
     assert seen == Counter(range(prepared.manifest.documents["train"])) and len(prepared.manifest.shards["train"]) > 2
 
 
@@ -247,7 +247,7 @@ def test_an_unpaired_record_is_one_row_with_its_label(pair: Pair) -> None:
     assert pair(talk, **options) == pair(FORMS[0])[:1]  # of several turns the last one alone is judged
 
 
-def test_the_windows_of_unpaired_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sequences_of_unpaired_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = Path(prepared_unpaired(tmp_path))
     prepared = PreparedSet(made)
     prepared.verify()
@@ -263,7 +263,7 @@ def test_the_windows_of_unpaired_answers(tmp_path: Path, capsys: pytest.CaptureF
     stream, partner, seen = prepared.split("train"), partners(judged["prompt"]), Counter[int]()
     assert partner is not None
     whole = np.split(stream.read(0, stream.tokens), np.cumsum(stream.row_lengths())[:-1])
-    for micro in batches_of(data.kind, data.window_at, data.sequences_per_epoch, 2, Dealt()):
+    for micro in batches_of(data.kind, data.sequence_at, data.sequences_per_epoch, 2, Dealt()):
         assert isinstance(micro, AnswerBatch) and micro.reference is not None
         mine, other = micro.rows.tolist(), micro.mismatched
         assert (

@@ -31,7 +31,9 @@ def test_the_score_is_read_at_the_last_token_of_each_row(tmp_path: Path) -> None
     stream = PreparedSet(folder).split("train")
     ends = stream.row_lengths().cumsum()
     read = 0
-    for batch in batches_of(data.kind, data.window_at, 5, 3, Dealt()):  # the last micro-batch has a row that only pads
+    for batch in batches_of(
+        data.kind, data.sequence_at, 5, 3, Dealt()
+    ):  # the last micro-batch has a row that only pads
         assert isinstance(batch, AnswerBatch)
         places, tokens = last_tokens(batch), batch.inputs.flatten()
         stops = [int(stream.read(int(ends[row]) - 1, 1)[0]) for row in batch.rows]
@@ -40,7 +42,7 @@ def test_the_score_is_read_at_the_last_token_of_each_row(tmp_path: Path) -> None
         following = batch.positions.flatten().roll(-1)[places]  # type: ignore[union-attr]
         assert bool((following == 0).all())  # a row begins behind it
         read += len(stops)
-    assert read == len(rows_read(data.window_at(index) for index in range(5)))
+    assert read == len(rows_read(data.sequence_at(index) for index in range(5)))
 
 
 def saved(folder: Path, **fields: Any) -> str:

@@ -65,7 +65,7 @@ def batch_of(folder: str, models: tuple[Any, Any]) -> tuple[AnswerBatch, dict[in
     write_reference(prepared, "w", "fp32", columns, {})
     data = TrainData(DataConfig(path=folder, sequence_length=LENGTH, isolate_documents=True))
     data.take_reference("fp32")
-    micro = next(batches_of(data.kind, data.window_at, MICRO, MICRO, Dealt()))
+    micro = next(batches_of(data.kind, data.sequence_at, MICRO, MICRO, Dealt()))
     assert isinstance(micro, AnswerBatch)
     return micro, dict(enumerate(values.tolist())), plain
 
@@ -154,7 +154,7 @@ def test_losses_over_pairs_are_those_of_trl(tmp_path: Path, models: Any, name: s
 
 
 def test_the_loss_of_conversations_is_that_of_trl(tmp_path: Path, models: Any) -> None:
-    """Over the counted tokens of the same rows, which here lie packed in windows."""
+    """Over the counted tokens of the same rows, which here lie packed in sequences."""
     folder = prepared_preferences(tmp_path, 60)
     micro, _, plain = batch_of(folder, models)
     peer = trainer("SFT", models[:1], folder)
@@ -179,7 +179,7 @@ def test_a_reward_models_loss_is_that_of_trl(tmp_path: Path, centering: float) -
     torch.nn.init.normal_(made.score.weight, std=0.5)
     folder = prepared_preferences(tmp_path, 60)
     stream = TrainData(DataConfig(path=folder, sequence_length=LENGTH, isolate_documents=True))
-    micro = next(batches_of(stream.kind, stream.window_at, MICRO, MICRO, Dealt()))
+    micro = next(batches_of(stream.kind, stream.sequence_at, MICRO, MICRO, Dealt()))
     assert isinstance(micro, AnswerBatch)
     rows = Plain(None, folder).rows
     peer = trainer("Reward", (made,), folder, center_rewards_coefficient=centering or None)

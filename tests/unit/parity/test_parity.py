@@ -26,7 +26,7 @@ from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.config.deepspeed.read import read_json
 from llmtrain.config.run import DataConfig, ModelConfig, Run, RunConfig, TrainConfig
 from llmtrain.config.topology import Degrees, Mix
-from llmtrain.data.windows import positions_of
+from llmtrain.data.sequences import positions_of
 from llmtrain.engine.ranks.local_ranks import RankError, Ranks
 from llmtrain.models.skeleton import load_config
 from llmtrain.optim.optimizers import AdamW

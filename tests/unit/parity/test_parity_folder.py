@@ -88,7 +88,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
         (own_partner, "kto", "the answer that its prompt meets is not that of another prompt"),
         (late_mask, "dpo", "other tokens count"),
         (exchanged, "dpo", "the answers of a record are exchanged"),
-        (late_labels, "next_token", "no window of the folder has its tokens and labels"),
+        (late_labels, "next_token", "no sequence of the folder has its tokens and labels"),
     ],
 )
 def test_a_fault_of_reading_is_named(

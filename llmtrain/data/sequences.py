@@ -42,7 +42,7 @@ def positions_of(inputs: np.ndarray, separator_id: int, doubled: bool = False) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class TokenSequence:
     """A sequence for the model, int64 [T] each."""
 
     inputs: np.ndarray
@@ -69,7 +69,7 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerWindow(Window):
+class AnswerSequence(TokenSequence):
     """A sequence whose first documents are answers that an objective compares."""
 
     rows: np.ndarray
@@ -78,7 +78,7 @@ class AnswerWindow(Window):
     """Log-probability of each answer under the reference, fp32 [A], if the run has a reference."""
     facts: dict[str, np.ndarray] = field(default_factory=dict)
     """Further values of each answer by name, [A, ...], such as its label; the kind of row defines them."""
-    mismatched: AnswerWindow | None = None
+    mismatched: AnswerSequence | None = None
     """The same prompts, each with the answer to another prompt, for kinds of row that need them. Their row numbers
     follow those of the split."""
 
