@@ -78,7 +78,7 @@ OF_EVERY_RUN = (
     "checkpoint/hf/exporting",
     "checkpoint/hf/inference",
 )
-MOST_MODULES, MOST_LINES = 143, 27_400
+MOST_MODULES, MOST_LINES = 143, 27_600
 MODULE = re.compile(r"\bllmtrain(?:\.\w+)+")
 SOURCE = re.compile(r"(?:\w+/)+\w+\.py\b")
 
