@@ -1,6 +1,6 @@
 """Checks a run without its device and its other ranks: the data, DeepSpeed's own config models, the model.
 
-The data is checked first: torch and transformers, which take seconds to import, come after all that needs no model.
+Checks that need no model, such as those of the data, come first: torch and transformers take seconds to import.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from llmtrain.models.spec import ModelSpec
 
 Examined: TypeAlias = "tuple[Run, ModelSpec, RunData]"
-"""A run that has passed its checks, its model, and its data, open: what training/setup.py takes."""
+"""(a run that has passed its checks, its model, its opened data): the arguments of `Setup`."""
 
 
 def examine(run: Run) -> Examined:
-    """Check a run, and add notes to it.
+    """Check a run. Returns it with notes, its model and its opened data.
 
     `config check` and every rank of `train` and `reference` call it, so that they refuse the same runs; `plan` checks
     the model alone.
@@ -118,18 +118,18 @@ def examine(run: Run) -> Examined:
 
 
 def _refuse_names_of_figures(config: RunConfig) -> None:
-    """Raises ConfigError: figures of a plugin would be taken for the run's own."""
+    """Raise ConfigError if a plugin's figures would have names of the run's own figures."""
     for key in metrics() if config.metrics or config.parts else ():
         name, part = key.removeprefix("eval/"), key.partition("/")[0]
         if name in config.metrics or part in config.parts:
             entry = f"metrics.{name}" if name in config.metrics else f"parts.{part}"
             raise ConfigError(
-                f"{entry}: its figures would be called {key}, as those of the run; give the class another name"
+                f"{entry}: its figures would be called {key}, like the run's own; give the class another name"
             )
 
 
 def _open_choices(run: Run, data: TrainData) -> dict[str, ChoiceSet]:
-    """Open the sets of multiple-choice questions. `data`: of the first stage. Raises DataError."""
+    """Open the sets of multiple-choice questions. `data`: the first stage's data. Raises DataError."""
     config, opened = run.config, dict[str, Any]()
     if config.eval.choices:
         from llmtrain.data.stream.choices import ChoiceSet
@@ -143,7 +143,7 @@ def _open_choices(run: Run, data: TrainData) -> dict[str, ChoiceSet]:
 
 
 def stage_data(stages: Stages) -> list[TrainData]:
-    """The data of each stage; stages with the same data share it. Raises DataError."""
+    """Open and return the data of each stage; stages with equal data share one object. Raises DataError."""
     opened: list[TrainData] = []
     for stage in stages:
         of_stage = next((data for data, other in zip(opened, stages, strict=False) if other.data == stage.data), None)
@@ -157,7 +157,7 @@ def stage_data(stages: Stages) -> list[TrainData]:
 
 
 def stage_key(stage: Stage) -> str:
-    """Key of a stage's data in messages; empty for the first, which is the section `data`."""
+    """Return the key of a stage's data in messages; empty for the first stage, whose data is the section `data`."""
     return f"data.stages, from step {stage.first_step}" if stage.first_step else ""
 
 
@@ -169,7 +169,7 @@ def in_stages(stages: Stages, data: Sequence[TrainData]) -> list[tuple[Stage, Tr
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Begin the message of a DataError with a key, if there is one."""
+    """A context that puts the key, if not empty, before the message of a DataError."""
     try:
         yield
     except DataError as error:
@@ -192,8 +192,8 @@ def take_columns(every: Mapping[str, TrainData], take: Callable[[TrainData], lis
 
 
 def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the configuration of the model that computed a run's columns. `config`: of a model named by the run.
-    Raises DataError: a column has another configuration."""
+    """Return the configuration of the model that computed the run's columns, or `config` if there are no columns.
+    `config`: of the model that the run names for this. Raises DataError: when a column has another configuration."""
     columns = [(data.name, model) for data in every for model in data.column_models]
     if columns:
         from llmtrain.checkpoint.meaning import other_meaning
@@ -209,7 +209,7 @@ def config_of_columns(every: Iterable[TrainData], config: dict[str, Any] | None)
 
 
 def _check_tokenizer(key: str, manifest: Manifest, name: str, data: TrainData) -> None:
-    """Raises DataError: the set has ids of another tokenizer, or its texts begin differently. `name`: its folder."""
+    """Raise DataError if the set has ids of another tokenizer, or its texts begin differently. `name`: its folder."""
     if manifest.tokenizer_fingerprint != data.manifests[0].tokenizer_fingerprint:
         raise DataError(
             f"{key}: was prepared with another tokenizer than the data that the run trains on; "
@@ -230,7 +230,8 @@ def _cut(choices: dict[str, ChoiceSet], length: int) -> list[str]:
 
 
 def _try_plugins(run: Run) -> None:
-    """Call the run's plugins once, on a few numbers. Raises ModelError, with key, method and line."""
+    """Call the plugin's objective and metrics on a few numbers, and the schedules at their first steps and the run's
+    last. Raises ModelError, with key, method and line."""
     import torch
 
     from llmtrain.engine.losses.named import sample_terms
@@ -254,7 +255,7 @@ def _try_plugins(run: Run) -> None:
 
 
 def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:
-    """Return the factor on the peak learning rates. Raises ModelError: a plugin's class gives none."""
+    """Return the factor on the peak learning rates. Raises ModelError: when a plugin's schedule returns none."""
     schedule = stages.at(step).schedule
     key = f"schedule.name {schedule.name}"
     factor = called(schedule, key, "after_warmup", lambda: stages.factor(step, max_steps))
@@ -267,7 +268,7 @@ def rate_of(stages: Stages, step: int, *, max_steps: int | None) -> float:
 
 
 _MANY_EPOCHS = 1.5
-"""Above it the run's start reports the epochs: a run of 96 epochs over 671 tokens looked like any other."""
+"""From this number on the start reports the epochs: a run of 96 epochs over 671 tokens looked like any other."""
 USEFUL_EPOCHS = 4
 """Up to this number, repeated text teaches about as much as new text (N. Muennighoff et al., "Scaling Data-Constrained
 Language Models", NeurIPS 2023)."""
@@ -293,7 +294,7 @@ def _epochs(run: Run, data: list[TrainData]) -> list[str]:
 
 
 def _too_large(run: Run, spec: ModelSpec) -> list[str]:
-    # At least: 2 bytes of a weight; 14 of a gradient, master and moments of what trains, shared from ZeRO 1 on.
+    # At least 2 bytes a weight, and 14 a trained element for gradient, master and moments, divided from ZeRO 1 on.
     degrees, stage = run.mix.degrees, run.mix.zero_stage
     parts = degrees.pipeline * degrees.tensor * degrees.expert
     shards = degrees.world_size // (degrees.pipeline * degrees.tensor)

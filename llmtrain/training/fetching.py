@@ -1,4 +1,4 @@
-"""The part of a run that downloads shards from object stores, by a process on each host (data/download.py)."""
+"""The part of a run that downloads shards from object stores, in a process on each host (data/download.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Position
 
 _LOOKED_AT = 2048
-"""Sequences from the run's position on that decide which training shards come first."""
+"""The training shards of this many sequences from the run's position on are downloaded first."""
 
 
 class Fetching(Part):
@@ -41,7 +41,7 @@ class Fetching(Part):
         return list(dict.fromkeys(found))
 
     def after_step(self, done: Done) -> None:
-        """Raises DataError, on this rank: a shard is damaged."""
+        """Report what the process has said. Raises DataError, on this rank: when a shard is damaged."""
         for message in [] if self._process is None else self._process.received():
             kind = message.pop("kind")
             self._tracker.event(kind, **message)
@@ -53,6 +53,6 @@ class Fetching(Part):
                 )
 
     def close(self, error: BaseException | None) -> None:
-        """Drop a shard that is not complete."""
+        """End the process; a shard that is not complete is dropped."""
         if self._process is not None:
             self._process.close()

@@ -1,4 +1,4 @@
-"""Parts that end a run: a request from outside, steps that are skipped, changed data."""
+"""Parts that end a run: on a request from outside, after skipped steps, or when the data has changed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from llmtrain.training.step import Position, Request, is_due
 _AT_ONCE = 4 << 30
 """Bytes of data that a resume compares with checksums before its first step; more are compared during the steps."""
 _RETURNS, _WITHIN = 3, 16
-"""A loss scale that overflows again so often within these steps is worth a warning."""
+"""A loss scale that overflows again _RETURNS times within _WITHIN steps gets a warning."""
 
 
 class Limits(Part):
-    """Signals that ask for an end, and `train.max_minutes`."""
+    """Ends the run on a signal, or when `train.max_minutes` are over."""
 
     def __init__(self, launch: Launch) -> None:
         self._requests, self._ranks = launch.requests, launch.setup.ranks
@@ -58,13 +58,14 @@ class SkippedSteps(Part):
         self._waiting: list[Done] = []
         self._log_every = launch.setup.run.config.train.log_every
         self._returns: list[int] = []
-        """Steps in which a loss scale that had fitted overflowed again."""
+        """Steps that overflowed directly after a step without overflow, with a dynamic loss scale."""
 
     def figures(self, done: Done) -> dict[str, Any]:
         return {"skipped_steps": done.position.settled().skipped_steps}
 
     def after_step(self, done: Done) -> None:
-        """Raises TrainingStopped, on all ranks. A late update is looked at with the step after it, if no log waits."""
+        """Look at the step's update. One whose outcome the host learns late is looked at after the next step, or before
+        the next log. Raises TrainingStopped, on all ranks: after too many skipped steps."""
         self._waiting.append(done)
         waits = done.last or is_due(self._log_every, done.steps)
         while self._waiting and (waits or len(self._waiting) > 1 or not done.update.is_late):
@@ -86,7 +87,7 @@ class SkippedSteps(Part):
             self._last = "no token of its sequences was counted"
             log.warn(f"step {step} skipped: no token of the sequences {units.some(every)} is counted")
             return
-        if done.update.left_out:  # the part that has asked for it says so
+        if done.update.left_out:  # the part that left it out reports it
             return
         bad = [
             index
@@ -95,7 +96,7 @@ class SkippedSteps(Part):
             for index in micro.sequences
         ]
         samples = sorted(index for of_rank in self._setup.ranks.gather(bad) for index in of_rank)
-        # A dynamic loss scale is found by overflowing: with a finite loss that is no fault.
+        # A dynamic loss scale is found by overflows, so with a finite loss an overflow is no fault.
         scaling = self._setup.run.finds_loss_scale and not samples
         objective = self._setup.run.config.objective
         of_plugin = f" of the plugin's objective.name {objective.name}" if is_of_plugin(objective) else ""
@@ -112,7 +113,7 @@ class SkippedSteps(Part):
         log.warn(f"step {step} skipped: non-finite {what}; sequences {units.some(named)} ({self._in_a_row} in a row)")
         if self._in_a_row >= self._setup.run.config.fault.max_skipped:
             scale = None if samples else lookup(self._setup.run.deepspeed, "fp16.loss_scale")
-            static = f"set fp16.loss_scale, a static {scale}, to 0, which adapts, " if scale else ""
+            static = f"set fp16.loss_scale from the static {scale} to 0 (dynamic), " if scale else ""
             raise TrainingStopped(
                 f"{self._in_a_row} steps in a row were skipped for a non-finite {what}; fault.max_skipped is "
                 f"{self._setup.run.config.fault.max_skipped}. Last sequences: {units.some(named)}. Look at them, "
@@ -120,11 +121,11 @@ class SkippedSteps(Part):
             )
 
     def _return(self, step: int) -> None:
-        """Warn once of a loss scale that soon grows back into the next overflow."""
+        """Warn once if the loss scale grows back into an overflow within a few steps, again and again."""
         self._returns.append(step)
         window = lookup(self._setup.run.deepspeed, "fp16.loss_scale_window") or 1000  # DeepSpeed's default
         often = len(self._returns) >= _RETURNS and step - self._returns[-_RETURNS] <= _WITHIN
-        if often and window <= _WITHIN and not self._told:  # a longer one does not grow so soon
+        if often and window <= _WITHIN and not self._told:  # with a longer window the scale does not grow so soon
             self._told = True
             log.warn(
                 f"steps {units.some(self._returns[-_RETURNS:])} were skipped: the loss scale grows every "
@@ -132,7 +133,7 @@ class SkippedSteps(Part):
             )
 
     def refuse_untrained(self, position: Position) -> None:
-        """Raises TrainingStopped, on all ranks: no step of a complete run has changed a parameter."""
+        """Raise TrainingStopped, on all ranks, if no step of a complete run has changed a parameter."""
         rated = any(self._rate(step) for step in range(position.step))
         changed = rated and position.skipped_steps < position.step
         if changed or not position.step or not self.refuses_untrained:
@@ -167,34 +168,34 @@ class DataCheck(Part):
         self._launch = launch
         self._closed, self._settled = False, False
         self._comparison: Future[str] | None = None
-        """The error found by the thread; empty: none."""
+        """The error that the thread has found; empty: no error."""
 
     def begin(self, position: Position) -> None:
-        """Raises DataChanged, on all ranks."""
+        """Start the thread. Raises DataChanged, on all ranks: when a resume finds other data."""
         stats = [os.stat(file.path) for file in self._files if file.path.is_file()]
         identity = hashlib.sha256(repr([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode()).hexdigest()
-        everyone = self._ranks.gather(identity)  # copies on two hosts have other numbers and times
+        everyone = self._ranks.gather(identity)  # copies on two hosts differ in inode and time
         group = [rank for rank, identity in enumerate(everyone) if identity == everyone[self._ranks.rank]]
         self._mine = self._files[group.index(self._ranks.rank) :: len(group)]
         self._comparison = in_thread(self._compare, "data-check")
         size = sum(file.bytes for file in self._files)
         if self._launch.start.folder is not None and size <= _AT_ONCE:
-            self._look(waits=True)  # what was trained belongs to what the data was
+            self._look(waits=True)  # the steps before were trained on the data as it was
 
     def after_step(self, done: Done) -> None:
         """Raises DataChanged, on all ranks."""
         due = self._launch.part(Saving).is_due(done)
         if not self._settled and (due or done.last or is_due(self._log_every, done.steps)):
-            # A run that was asked to stop has no time.
+            # A run that was asked to stop has no time to wait.
             self._look(waits=due or (done.last and not done.agreed.stop))
         if done.last:
             self.close(None)
 
     def _look(self, *, waits: bool) -> None:
-        """Read the ranks' results. `waits`: for all of them. Raises DataChanged, on all ranks."""
+        """Gather the ranks' results. `waits`: wait until all ranks have one. Raises DataChanged, on all ranks."""
         assert self._comparison is not None
         if waits:
-            heart.awaits(os.getpid())  # what it reads is progress, and a wait for a disk is none
+            heart.awaits(os.getpid())  # bytes read are progress, waiting for a disk is not
             wait([self._comparison])
             heart.awaits(0)
         results = self._ranks.gather(self._comparison.result() if self._comparison.done() else None)
@@ -208,7 +209,7 @@ class DataCheck(Part):
             wait([self._comparison])
 
     def _compare(self) -> str:
-        with contextlib.suppress(OSError):  # the steps go first
+        with contextlib.suppress(OSError):  # the steps have priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             for file in self._mine:

@@ -47,15 +47,15 @@ from llmtrain.training.examine import Examined, examine
 from llmtrain.training.setup import Setup, teacher_hash
 
 _AT_ONCE = 64
-"""Micro-batches of one call of the engine: a pipeline takes them together."""
+"""Micro-batches in one call of the engine, which a pipeline computes together."""
 _BYTES_AT_ONCE = 32 << 20
 """Bytes of a teacher's column that a rank holds in memory before it writes them."""
 _WORDS = "words.json"
 
 
 def write(run: Run) -> None:
-    """Write the column of the reference or teacher into the run's data folders. `run`: resolved for the ranks that run.
-    Raises UserError."""
+    """Write the column of the reference or teacher into the run's data folders. `run`: resolved for the launch's number
+    of ranks. Raises UserError."""
     run = with_base(run)
     teacher = teacher_model(run.config.objective, run.config.model) if run.config.objective.top_k else None
     given = run
@@ -64,7 +64,7 @@ def write(run: Run) -> None:
         tokenizer_dir, shared = TrainData(run.config.data).tokenizer_dir, run.mix.degrees.sequence
         check_teacher(teacher, student, tokenizer_dir, run.places, sequence=shared)
         run = of_teacher(run, teacher)
-    # What it trains for needs the column that is to be written here.
+    # The run's own objective would need the column that is still to be written.
     run = replace(run, config=replace(run.config, objective=NextToken()))
     examined = run, *_ = examine(run)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -85,7 +85,7 @@ def write(run: Run) -> None:
 
 
 def write_on_ranks_here(words: list[str], cpu: bool, count: int) -> None:
-    """Run `write` on `count` new ranks on this machine. `words`: the run's arguments. Raises UserError."""
+    """Run `write` on `count` new ranks on this host. `words`: the run's command line. Raises UserError."""
     with scratch_folder("reference") as made, ending_on_sigterm():
         (made / _WORDS).write_text(json.dumps(words))
         with LocalRanks(made, count, cpu=cpu, module=__name__, shows=True) as started:
@@ -96,18 +96,18 @@ def write_on_ranks_here(words: list[str], cpu: bool, count: int) -> None:
 
 
 def of_teacher(run: Run, teacher: ModelConfig) -> Run:
-    """Return a run of the teacher that trains only norms, which a pipeline stage needs: masters and moments then take
-    almost no memory."""
+    """Return a run of the teacher in which only the norms train: each pipeline stage needs a trained parameter, and
+    those of norms need almost no memory for masters and moments."""
     few = [name for name, each in ModelSpec.of(teacher).skeleton.named_parameters() if each.dim() == 1]
     model = replace(teacher, train_only=few)
     config = replace(run.config, model=model, adapter=AdapterConfig(), resume="none", resume_weights_only=False)
-    stages = Stages(tuple(replace(stage, rope={}) for stage in run.stages))  # it keeps its own positions
+    stages = Stages(tuple(replace(stage, rope={}) for stage in run.stages))  # its rotary positions stay
     return replace(run, config=config, stages=stages)
 
 
 def _folders(run: Run) -> list[tuple[DataConfig, int]]:
-    """Return (data, micro-batch) for each prepared folder of the stages and the evaluation; texts have a column per
-    sequence length."""
+    """Return (data, micro-batch) for each prepared folder of the stages and the evaluation. A folder of texts comes
+    once for each sequence length, since each has its own column."""
     read = [(stage, folder) for stage in run.stages for folder in stage.data.folders]
     read += [(run.stages[0], folder) for folder in run.config.eval.sets.values()]
     found: dict[tuple[str, int | None], tuple[DataConfig, int]] = {}
@@ -119,11 +119,8 @@ def _folders(run: Run) -> list[tuple[DataConfig, int]]:
 
 
 def write_teacher(examined: Examined, ranks: Ranks, asked: RunConfig) -> None:
-    """Write the teacher's column of each data folder. All ranks call it together. Raises UserError on all of them, and
-    leaves no part of a column.
-
-    `examined`: a run of the teacher. `asked`: the run of the student.
-    """
+    """Write the teacher's column of each data folder. All ranks call it together. Raises UserError on all ranks, and
+    then leaves no unfinished column. `examined`: a run of the teacher. `asked`: the run of the student."""
     run, spec, opened = examined
     setup = Setup(decided(run, ranks, trains=False), spec, opened, ranks)
     run, engine, vocabulary = setup.run, setup.engine, setup.spec.facts.vocab_size
@@ -143,8 +140,8 @@ def write_teacher(examined: Examined, ranks: Ranks, asked: RunConfig) -> None:
                 writer = ColumnWriter(PreparedSet(folder), column)
         left = _write_teacher(setup, data, column, writer, micro_batch)
         log.info(
-            f"{folder}: the {column.top_k} likeliest words of {asked.objective.teacher} at each counted token; "
-            f"all other words together have {left:.2%} of the probability"
+            f"{folder}: the {column.top_k} likeliest tokens of {asked.objective.teacher} at each counted token; "
+            f"all other tokens together have {left:.2%} of the probability"
         )
     engine.close()
 
@@ -152,7 +149,8 @@ def write_teacher(examined: Examined, ranks: Ranks, asked: RunConfig) -> None:
 def _write_teacher(
     setup: Setup, data: TrainData, column: TeacherColumn, writer: ColumnWriter | None, micro_batch: int
 ) -> float:
-    """Write one folder's column. `writer`: on rank 0. Returns the mean probability of words outside the column."""
+    """Write one folder's column. `writer`: only on rank 0. Returns the mean probability of the tokens outside the
+    column."""
     ranks, place = setup.ranks, setup.mesh.place
     at_once = max(1, _BYTES_AT_ONCE // (micro_batch * data.sequence_length * column.bytes_a_place))
     left, tokens = 0.0, 0
@@ -179,7 +177,7 @@ def _write_teacher(
 
 
 def _read(setup: Setup, data: TrainData, split: Split, micro_batch: int, at_once: int) -> Iterator[list[MicroBatch]]:
-    """Yield lists of `at_once` of this rank's micro-batches, with a progress line on rank 0."""
+    """Yield this rank's micro-batches in lists of at most `at_once`; rank 0 shows the progress."""
     ranks, data_parallel, train = setup.ranks, setup.mesh.degrees.data, split == "train"
     read = data.sequence_at if train else data.validation_sequence_at
     rows = data.sequences_per_epoch if train else data.validation_sequences
@@ -200,7 +198,7 @@ def _take(
     for samples, words, logs in found:
         if not np.isfinite(logs).all():
             raise ModelError(
-                "objective.teacher: its probabilities are not finite; look at its weights, or compute in bf16 or fp32"
+                "objective.teacher: its probabilities are not finite; check its weights, or compute in bf16 or fp32"
             )
         places = [np.empty(0, dtype=np.int64), *(data.places(split, sample) for sample in samples)]
         writer.write(split, np.concatenate(places), words, logs)
@@ -226,7 +224,7 @@ def write_columns(examined: Examined, ranks: Ranks) -> None:
 
 
 def _column(setup: Setup, config: DataConfig, split: Split, micro_batch: int) -> np.ndarray:
-    """Return fp32 [numbers] for a split of one folder."""
+    """Return the reference's log-probabilities for a split of one folder, fp32 [numbers of the column]."""
     engine, ranks = setup.engine, setup.ranks
     with ranks.together():
         data = TrainData(config, trains=False)
@@ -239,14 +237,14 @@ def _column(setup: Setup, config: DataConfig, split: Split, micro_batch: int) ->
     if wrong := int((~np.isfinite(values)).sum()):
         raise AgreedError(
             f"{config.path}: the log-probabilities of {units.counted(wrong, 'answer')} are not finite under the model; "
-            "look at its weights, or compute in bf16 or fp32",
+            "check its weights, or compute in bf16 or fp32",
             ModelError.exit_code,
         )
     return values
 
 
 def main(argv: list[str]) -> int:
-    """Run a rank of `write_on_ranks_here`. `argv`: the folder with the arguments."""
+    """Run a rank of `write_on_ranks_here`. `argv`: the folder with the run's command line."""
     folder = Path(argv[0])
     with failure_reported(folder):
         world_size = number_in("WORLD_SIZE")

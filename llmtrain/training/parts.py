@@ -53,9 +53,9 @@ class Done(Step):
     """A completed step, and the state of the run after it."""
 
     position: Position
-    """After the step, and after the parts before this one in the list."""
+    """The position after the step, as changed by the parts that were called before this one."""
     complete: bool = False
-    """The run has all of its steps."""
+    """True if the run has all of its steps."""
     data_wait_s: float = 0.0
     """Seconds that this rank waited for the batch."""
     step_s: float = 0.0
@@ -70,49 +70,49 @@ class Done(Step):
 
     @property
     def last(self) -> bool:
-        """No step follows in this launch."""
+        """True if no step follows in this launch."""
         return self.complete or self.agreed.stop
 
 
 class Part(Entry, section="parts"):
-    """A component of a run. All ranks call every method together; each default does nothing.
+    """A component of a run. All ranks call every method together; the default methods do nothing.
 
-    The loop keeps the run's position. A part moves it, the same way on all ranks, by the result of `begin` or
-    `after_step`, and the parts after it in the list and the next step continue from there; None leaves the position.
-    Since several steps may pass at once, a part asks `is_due(every, done.steps)`. A plugin's part always returns None.
+    The loop keeps the run's position. `begin` and `after_step` may return a new position, equal on all ranks, from
+    which the later parts and the next step continue; None means no change. A plugin's part always returns None. Since
+    several steps may pass at once, a part tests `is_due(every, done.steps)`.
 
     `training/run.py` lists the parts in the order of their calls. A plugin's part is a dataclass with a name (`class
     Count(Part, entry="count")`), whose fields are set below `parts.count`.
     """
 
     own_methods: ClassVar[frozenset[str]] = frozenset({"around_passes", "eval_figures", "variants", "last"})
-    """Methods that are called on llmtrain's own parts alone: a plugin's class with one of them is refused."""
+    """Methods that only llmtrain's own parts may define: a plugin's class with one of them is refused."""
     key = ""
-    """Name of its entry in a checkpoint's trainer.json; empty: it has none."""
+    """Name of the part's entry in a checkpoint's trainer.json; empty: the part has no entry."""
     communicates_beside = False
-    """Its collectives may run in another thread while a step computes."""
+    """True if the part's collectives may run in another thread while a step computes."""
     ended = ""
-    """Reason for completing the run before its last step, the same on all ranks; empty: none. A plugin's part asks for
+    """Reason for completing the run before its last step, the same on all ranks; empty: go on. A plugin's part asks for
     an end by `request` instead."""
 
     def open(self, launch: Launch) -> None:
-        """Called once at first, for a plugin's part. `launch`: the run's objects, such as its engine and data."""
+        """Called once before the other methods, only on a plugin's part. `launch`: the run's engine, data and so on."""
 
     def begin(self, position: Position) -> Position | None:
         """Called before the first step. Returns the position to continue from.
 
-        Raises: StopAsked, on all ranks: a rank was asked to stop while they waited; the launch ends without a save.
+        Raises StopAsked, on all ranks: when a rank was asked to stop meanwhile; the launch then ends without a save.
         """
         return None
 
     def request(self) -> Request:
-        """Return this rank's entry in the next step's all-reduce; a plugin's part may set `stop` and `save` alone: one
-        that fails on a rank gives no sums there, and the ranks would wait for each other."""
+        """Return what this rank sends in the next step's all-reduce. A plugin's part may set only `stop` and `save`: if
+        the part failed on one rank, its sums would be missing there, and the ranks would wait for each other."""
         return Request()
 
     def around_passes(self, passes: Passes) -> AbstractContextManager[None] | None:
-        """Return a context around the step's forward and backward passes, which may look at their sums and leave the
-        update out in the end; None: there is nothing to do. Not of a plugin's part."""
+        """Return a context around the step's forward and backward passes, or None. At its end the context may read the
+        sums in `passes` and leave out the update. Not called on a plugin's part."""
         return None
 
     def before_update(self) -> None:
@@ -123,22 +123,22 @@ class Part(Entry, section="parts"):
         return None
 
     def last(self, position: Position, *, complete: bool) -> None:
-        """Called after the last step of a launch that has begun. `complete`: the run has all of its steps. Not of a
-        plugin's part."""
+        """Called after the last step of a launch. `complete`: the run has all of its steps. Not called on a plugin's
+        part."""
 
     def figures(self, done: Done) -> dict[str, Any]:
-        """Return figures for the metrics of a logged step, by their keys in tracking/metrics.py; those of a plugin's
-        part are logged as NAME/KEY. Rank 0's are used."""
+        """Return figures for the metrics of a logged step, by their keys in tracking/metrics.py; the figures of a
+        plugin's part are logged as NAME/KEY. Only rank 0's figures are used."""
         return {}
 
     def eval_figures(self, step: int) -> dict[str, float]:
-        """Called at each evaluation: return further figures, by their keys in tracking/metrics.py. Not of a plugin's
+        """Return further figures of an evaluation, by their keys in tracking/metrics.py. Not called on a plugin's
         part."""
         return {}
 
     def variants(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-        """Return the part's other values of the parameters, such as an average: name -> context in which the model uses
-        them. An evaluation measures each as eval/NAME. Not of a plugin's part."""
+        """Return other values of the parameters, such as an average, as name -> context in which the model uses them.
+        An evaluation also measures the model in each context, as eval/NAME. Not called on a plugin's part."""
         return {}
 
     def state(self) -> list[StateTensor]:
@@ -150,7 +150,8 @@ class Part(Entry, section="parts"):
         return None
 
     def restore(self, kept: Any, folder: Path) -> None:
-        """Called before `begin` to restore the state of the checkpoint in `folder`. `kept`: its result of `to_json`."""
+        """Called before `begin` to restore the state from the checkpoint in `folder`. `kept`: what `to_json` returned
+        then."""
 
     def close(self, error: BaseException | None) -> None:
         """Called once at the end of the launch. `error`: the exception that ended it, if any."""

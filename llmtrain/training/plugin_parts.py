@@ -30,7 +30,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Lost(ModelError):
-    """A part has changed state that a save needs."""
+    """A part has changed state that a save needs, and that cannot be restored."""
 
 
 class Surroundings:
@@ -42,7 +42,7 @@ class Surroundings:
         for name, parameter in module.named_parameters():
             self._names.append(name)
             self._parameters.append(parameter)
-        # ZeRO 3 gives a parameter its shape for the time of its use; without masters a change of values is no loss.
+        # With ZeRO 3 a parameter has its shape only while it is used; without masters, changed values are not lost.
         self._shaped = [] if zero_stage == 3 else self._parameters
         self._mastered = self._parameters if zero_stage in (1, 2) else []
         self._trained, self._shapes = self._trains(), [each.shape for each in self._shaped]
@@ -51,7 +51,7 @@ class Surroundings:
         return [each.requires_grad for each in self._parameters]
 
     def seen(self) -> dict[str, Any]:
-        """Return the state that can be restored, by its description in messages."""
+        """Return the state that can be restored: its description in messages -> its value."""
         return {
             "torch.set_grad_enabled": torch.is_grad_enabled(),
             "torch.set_default_dtype": torch.get_default_dtype(),
@@ -61,12 +61,13 @@ class Surroundings:
         }
 
     def kept(self) -> tuple[bool, list[int]]:
-        """Return the state that cannot be restored: (process groups exist, torch's counters of changes by
-        parameter)."""
+        """Return the state that cannot be restored: (True if process groups exist, each parameter's version counter in
+        torch, which counts changes in place)."""
         return dist.is_initialized(), [each._version for each in self._mastered]
 
     def compare(self, seen: dict[str, Any], kept: tuple[bool, list[int]]) -> None:
-        """Restore changed state. Raises RuntimeError for a change; Lost if it cannot be restored."""
+        """Compare the state with the state before a call, and restore it. Raises RuntimeError: when it has changed;
+        Lost: when the run could no longer save."""
         (groups, before), (groups_now, after) = kept, self.kept()
         if groups and not groups_now:
             raise Lost("it has destroyed the process groups of the run (destroy_process_group)")
@@ -75,7 +76,7 @@ class Surroundings:
         changed += [] if trained == self._trained else ["requires_grad of parameters"]
         if changed:
             self._put_back(*seen.values())
-            raise RuntimeError(f"it has changed {', '.join(changed)}, and does not put that back")
+            raise RuntimeError(f"it has changed {', '.join(changed)}, and must restore that before it returns")
         if (shapes := [each.shape for each in self._shaped]) != self._shapes:
             at = next(index for index, shape in enumerate(shapes) if shape != self._shapes[index])
             words = f"{tuple(self._shapes[at])} is {tuple(shapes[at])} now"
@@ -99,8 +100,8 @@ class Surroundings:
 
 
 class Guarded(Part):
-    """A plugin's part. After its first exception on a rank, that rank never calls the part again and asks all to stop:
-    they train one more step, save, and `close_all` ends them with one error."""
+    """A plugin's part. After an exception on a rank, that rank no longer calls the part and asks all ranks to stop:
+    they train one more step and save, and `close_all` ends them with one error."""
 
     def __init__(self, name: str, part: Part, ranks: Ranks, surroundings: Surroundings) -> None:
         self.name, self.key, self._ranks = name, f"parts.{name}", ranks
@@ -183,7 +184,7 @@ class Guarded(Part):
 
 
 def _is(given: T, *kinds: type) -> T:
-    """Raise TypeError for a result of another type than the loop needs."""
+    """Return the result if it has one of the types that the loop needs, else raise TypeError."""
     if not isinstance(given, kinds):
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise TypeError(f"it returns {type(given).__name__}, but must return {wanted}")
@@ -191,15 +192,16 @@ def _is(given: T, *kinds: type) -> T:
 
 
 def _asked(given: Request | None) -> Request:
-    """The request of a part; None asks for nothing. Raise TypeError for a request with other fields than `stop` and
-    `save`: ranks would wait for each other."""
+    """Return the request of a part; None becomes an empty one. Raises TypeError: when the request sets other fields
+    than `stop` and `save`, since ranks could then wait for each other."""
     if given not in (None, *(Request(stop=stop, save=save) for stop in (False, True) for save in (False, True))):
         raise TypeError(f"it returns {given}, but must return None or Request() with stop=True, save=True or both")
     return given or Request()
 
 
 def _figures(given: dict[str, Any]) -> dict[str, Any]:
-    """Raise TypeError for a value that is no number. A tensor or an array with one element is a number."""
+    """Return the figures, with tensors and arrays of one element as numbers. Raises TypeError: when a value is no
+    number."""
     found = {_is(key, str): value.item() if hasattr(value, "item") else value for key, value in given.items()}
     for key, value in found.items():
         for number in value if isinstance(value, list | tuple) else [value]:
@@ -211,7 +213,7 @@ def _figures(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def guarded(launch: Launch) -> list[Part]:
-    """Open the parts of the section `parts`, in order. All ranks call it. Raises AgreedError."""
+    """Make and open the parts of the section `parts`, in order. All ranks call it. Raises AgreedError."""
     setup = launch.setup
     surroundings = Surroundings(setup.engine.module, setup.run.mix.zero_stage)
     made = [Guarded(name, part, setup.ranks, surroundings) for name, part in setup.run.config.parts.items()]
@@ -221,7 +223,7 @@ def guarded(launch: Launch) -> list[Part]:
 
 
 def first_failure(parts: Sequence[Part], ranks: Ranks) -> str | None:
-    """Return a plugin part's failure from the first rank with one. All ranks call it."""
+    """Return the failure of a plugin's part on the first rank that has one, or None. All ranks call it."""
     mine = next((part.failure for part in parts if isinstance(part, Guarded) and part.failure), None)
     found = ((rank, failure) for rank, failure in enumerate(ranks.gather(mine)) if failure)
     return next((f"rank {rank}: {failure}" if ranks.world_size > 1 else failure for rank, failure in found), None)
@@ -230,7 +232,7 @@ def first_failure(parts: Sequence[Part], ranks: Ranks) -> str | None:
 def close_all(parts: Sequence[Part], ranks: Ranks, config: RunConfig) -> None:
     """Close the parts of plugins after a run has saved, the last first. All ranks call it.
 
-    Raises: AgreedError, if one has failed on a rank, here or before.
+    Raises AgreedError: when a part has failed on a rank, while it was closed or before.
     """
     for part in reversed(parts):
         if isinstance(part, Guarded):

@@ -1,8 +1,8 @@
-"""Proofs of an objective before the first step: identities for any data and model, and a plugin's functions.
+"""Proves an objective before the first step: identities that hold for any data and model, and a plugin's functions.
 
-The reference is the initial model, so each answer has the reference's log-probability; an answer that is preferred to
-itself has the margin 0 and a finite loss; a student that is its own teacher has the divergence 0. A run proves them
-with its own data, engine and loss function.
+The identities: the initial model and the reference, which is the same, give an answer the same log-probability; an
+answer that is compared with itself has the margin 0 and a known loss; a student that is its own teacher has the
+divergence 0. A run proves them with its own data, engine and loss function.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from llmtrain.objectives.preferences import OverAnswers
 from llmtrain.training.examine import stage_key
 
 ROUNDING = {"fp32": 1e-4, "bf16": 0.03, "fp16": 0.01}
-"""Nats per token by which two right computations of one answer may differ: another form of parallelism, another place
-in the sequence. Measured (8 layers, another kernel and another length) 1.5e-6, 8e-3 and 2e-3; of another row's answer
-at least 0.06, of a model that has learnt nothing."""
+"""Nats per token by which two correct computations of one answer may differ, as with another form of parallelism or
+place in the sequence. Measured with 8 layers, another kernel and another length: 1.5e-6, 8e-3 and 2e-3. The answer of
+another row differs by at least 0.06, even under a model that has learnt nothing."""
 _WORDS = 8
 _ONE_FUNCTION = 1e-4
-"""Relative, or in nats: hosts whose processors differ round fp32 differently."""
+"""Tolerance between ranks, relative or in nats: hosts with different processors round fp32 differently."""
 
 
 class FromReference(PerAnswer):
     """Mean distance of answers' log-probabilities from the reference, per counted token."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1]."""
+        """Return the sum over this micro-batch's answers, [1]."""
         batch = answers_in(micro)
         assert batch.reference is not None
         log_prob, tokens = answers_of(head, hidden, batch)
@@ -65,7 +65,7 @@ class FromReference(PerAnswer):
 
 
 class FromItself(DistillLoss):
-    """A distillation from the student's own likeliest words."""
+    """A distillation from the student's own likeliest tokens."""
 
     def _says(self, head: Head, hidden: Tensor, micro: MicroBatch) -> TeacherSays:
         return head.top_words(hidden.flatten(0, 1), _WORDS, self._terms.temperature).of
@@ -105,12 +105,13 @@ class Known:
     loss: LossFunction
     """The loss function that the run minimises."""
     reference: Callable[[LossFunction], LossFunction]
-    """Gives a loss function the run's reference."""
+    """Returns a loss function with the run's reference added."""
     first: Sequence[MicroBatch]
     """This rank's micro-batches of the first sequences of the data."""
     alike: Sequence[MicroBatch]
-    """Micro-batches that are equal on all ranks, of sequences by `alike`."""
+    """Micro-batches of sequences that `alike` made, equal on all ranks."""
     own_teacher: bool
+    """The teacher has the initial weights."""
 
     def broken(self, module: nn.Module) -> Iterator[UserError]:
         """Yield an error for each identity that the initial weights violate. All ranks iterate together."""
@@ -136,10 +137,10 @@ class Known:
         if isinstance(loss, LooksAhead):
             loss.look(list(micros), self.evaluate)
         figures, weight = self.evaluate(micros, loss)
-        return figures if weight else dict.fromkeys(figures, 0.0)  # these sequences count nothing: nothing is apart
+        return figures if weight else dict.fromkeys(figures, 0.0)  # no token counts, so nothing differs
 
     def _reference(self) -> Iterator[UserError]:
-        """The first loss of dpo is ln 2 and its margin 0, kto's z is 0: each log-probability is the reference's."""
+        """The model must give each answer the reference's log-probability: dpo's first loss is ln 2, and kto's z 0."""
         others = mismatched_of(self.first)
         remedy = NEW_COLUMN if self.config.objective.reference == "column" else "train with a column instead of online"
         for whose, micros in (("an answer", self.first), ("a prompt with the answer to another", others)):
@@ -202,16 +203,16 @@ class Known:
 
 
 def _off(value: float, known: float, tolerated: float) -> bool:
-    return not abs(value - known) <= tolerated  # what is not finite is off
+    return not abs(value - known) <= tolerated  # NaN is off, too
 
 
 def prove_alike(objective: Objective, ranks: Ranks) -> None:
-    """Prove that a plugin's objective is a function of its argument: equal results on all ranks, in two calls. All
-    ranks call it together. Raises: AgreedError."""
+    """Prove that a plugin's objective depends on its argument alone: equal results on all ranks, and in two calls. All
+    ranks call it together. Raises AgreedError."""
     with ranks.together(), torch.random.fork_rng(devices=[]):
         mine = []
         for _ in range(2):
-            torch.default_generator.manual_seed(0)  # torch's random numbers are the step's
+            torch.default_generator.manual_seed(0)  # a step seeds torch's random numbers, too
             mine.append(sample_terms(copy.deepcopy(objective)))
     calls = [(rank, *call) for rank, found in enumerate(ranks.gather(mine)) for call in found]
     first_rank, method, first = calls[0]
@@ -229,7 +230,7 @@ def prove_alike(objective: Objective, ranks: Ranks) -> None:
 
 
 def prove_sharding(spec: ModelSpec, degree: int, ranks: Ranks) -> None:
-    """Prove that all ranks have found the same parts of the model to share. All ranks call it together. Raises:
+    """Prove that all ranks have found the same parts of the model to share. All ranks call it together. Raises
     AgreedError."""
     with ranks.together(), divided(spec, "tensor_parallel.autotp_size", degree):
         mine = spec.projections
@@ -239,7 +240,7 @@ def prove_sharding(spec: ModelSpec, degree: int, ranks: Ranks) -> None:
     if other is not None:
         raise AgreedError(
             f"tensor_parallel.autotp_size {degree}: the ranks have found different parts of the model to share. "
-            f"Rank 0: {said[0][1]}. Rank {other}: {said[other][1]}. Start the command again; if this comes again, "
+            f"Rank 0: {said[0][1]}. Rank {other}: {said[other][1]}. Start the command again; if it fails again, "
             "install the same versions of torch and transformers on all hosts.",
             ModelError.exit_code,
         )
@@ -255,12 +256,12 @@ class StartProof:
     ranks: Ranks
     objective: LossFunction
     with_reference: Callable[[LossFunction], LossFunction]
-    """Adds the run's reference to an objective."""
+    """Returns a loss function with the run's reference added."""
     own_teacher: bool = False
     """The teacher has the initial weights."""
 
     def prove(self, stage: Stage, data: TrainData) -> None:
-        """`stage`: the first one with this data. Raises AgreedError."""
+        """`stage`: the first stage with this data. Raises AgreedError."""
         config, batch, key = self.run.config, stage.batch, stage_key(stage)
         dealt = Dealt(self.place.data, batch.data_parallel, self.ranks.device.type == "cuda")
         few, one = batch.micro_batch, 1
@@ -274,5 +275,5 @@ class StartProof:
         precision, evaluate = self.run.mix.products, self.engine.evaluate
         known = Known(config, precision, evaluate, *objectives, first, equal, self.own_teacher)
         with compiler.uncompiled():
-            for error in known.broken(self.engine.module):  # of numbers that all ranks have
+            for error in known.broken(self.engine.module):  # all ranks have the same figures
                 raise AgreedError(f"{key}: {error}" if key else str(error), error.exit_code)

@@ -54,7 +54,7 @@ class ReplicaCheck(Part):
                 self.check(asdict(done.position), done.batch, done.lr_factor)
 
     def check(self, position: Mapping[str, int], batch: StepBatch, lr_factor: float) -> None:
-        """Raises ReplicasDiffer or MastersDiffer, on all ranks."""
+        """Compare now. `position`: the run's counters. Raises ReplicasDiffer or MastersDiffer, on all ranks."""
         step = position["step"]
         if self._compares_ranks:
             self._compare_ranks(position, batch, lr_factor)
@@ -74,21 +74,21 @@ class ReplicaCheck(Part):
         row, micros = self._degrees.place(self._ranks.rank).data, batch.micro_batches
         tokens = torch.stack([tensor_hash(each) for micro in micros for each in (micro.inputs, micro.labels)])
         own = {
-            f"samples of data-parallel group {row}": [index for micro in micros for index in micro.sequences],
+            f"sequences of data-parallel group {row}": [index for micro in micros for index in micro.sequences],
             f"tokens of data-parallel group {row}": int(tensor_hash(tokens)),
         }
         if differences := self._replicas.differences(self._facts(position, batch, lr_factor), own):
             self._end(position["step"], differences)
 
     def _facts(self, position: Mapping[str, int], batch: StepBatch, lr_factor: float) -> dict[str, Any]:
-        """Facts that are the same on all ranks."""
+        """Return the facts that must be the same on all ranks."""
         share = self._ranks.rank // self._degrees.tensor  # as the loop seeds a step
         counters, seeds = self._engine.counters(), [torch.initial_seed()]
         if self._ranks.device.type == "cuda":
             seeds.append(torch.cuda.initial_seed())
         return {
             **{f"{name.replace('_', ' ')} of the run": value for name, value in position.items()},
-            "first sample of the step": batch.first_index,
+            "first sequence of the step": batch.first_index,
             "random seed of the step": [(seed - share) % 2**64 for seed in seeds],
             "learning-rate factor of the step": lr_factor,
             "steps of the optimizer": int(counters.optimizer_step),

@@ -1,8 +1,8 @@
-"""Compares values held by several ranks, and the optimizer's masters with the parameters of the forward pass.
+"""Compares the values that two or more ranks must hold alike.
 
-Each rank names the elements of Hugging Face tensors that it holds (`local_parameters`, by way of `Engine.copies`), and
-a small hash is compared for each tensor on two ranks or more: data-parallel replicas, norms on every tensor-parallel
-rank, an embedding tied over two stages, parameters that ZeRO 3 keeps gathered.
+Each rank names the elements of Hugging Face tensors that it holds (`local_parameters`, by way of `Engine.copies`). For
+each tensor on two or more ranks a small hash is compared: data-parallel replicas, norms on every tensor-parallel rank,
+an embedding tied over two pipeline stages, parameters that ZeRO 3 keeps gathered.
 """
 
 from __future__ import annotations
@@ -21,19 +21,11 @@ from llmtrain.base.errors import TrainingStopped
 from llmtrain.engine.api import Engine
 from llmtrain.engine.ranks.ranks import Ranks, Seat
 
-_ROW = 4096  # words with one factor: a block that has moved is noticed, two words exchanged within it are not
-
-
-_PIECE = 1 << 17  # words copied at once, where they must be: they stay in the cache
-
-
+_ROW = 4096  # 64-bit words that share a factor: the hash sees that a block has moved, but no exchange within a row
+_PIECE = 1 << 17  # 64-bit words of an unaligned tensor that are copied at once: they stay in the cache
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as a signed number
-
-
 _NOTHING = -(2**63)  # the neutral element of a maximum
-
-
-_SHOWN = 80  # characters of a value
+_SHOWN = 80  # characters of a value that a message shows
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class Difference:
 
 
 def tensor_hash(values: Tensor) -> Tensor:
-    """Hash of a tensor's bits: an int64 scalar on its device, without a wait.
+    """Return a hash of the tensor's bits: an int64 scalar on its device. Does not wait for the device.
 
     Equal bits give equal hashes at any address, NaNs included, and one changed bit always changes the hash. Words of 64
     bits are added up in rows, and each row's sum is multiplied by an odd factor of its own (modulo 2^64). Reads the
@@ -99,7 +91,7 @@ class Replicas:
     def __init__(self, engine: Engine, ranks: Ranks) -> None:
         self._engine, self._ranks = engine, ranks
         self._rows: dict[int, int] = {}
-        """Row in the message for each key that two ranks or more hold."""
+        """Key that two or more ranks hold -> its row in the message of the all-reduce."""
 
     def differences(
         self, facts: Mapping[str, Any], own: Mapping[str, Any] | None = None, *, parameters: bool = True
@@ -115,7 +107,7 @@ class Replicas:
             with torch.no_grad():
                 device = self._ranks.device  # offloaded values are on the host
                 tensor_hashes = [tensor_hash(copy.values).to(device, non_blocking=True) for copy in copies]
-                # One at a time.
+                # Unpacked one at a time, to save memory.
                 tensor_hashes += [tensor_hash(one.values()).to(device, non_blocking=True) for one in packed]
                 hashes += torch.stack(tensor_hashes).tolist()
         facts_held += [(_key(repr((copy.name, copy.region, copy.partition))), copy.name, "") for copy in copies]
@@ -152,7 +144,7 @@ class Replicas:
 
 
 def _differences(everyone: Sequence[Sequence[tuple[int, str, str, int]]]) -> list[Difference]:
-    """`everyone`: for each rank, (row, name, shown, hash) of differing entries."""
+    """Return the differences, sorted. `everyone`: for each rank, (row, name, shown, hash) of differing entries."""
     by_row: dict[int, dict[int, list[int]]] = {}
     words: dict[tuple[int, int], tuple[str, str]] = {}
     for rank, entries in enumerate(everyone):

@@ -42,7 +42,7 @@ class Evaluation(Part):
     key = "evaluation"
 
     def __init__(self, launch: Launch) -> None:
-        """Raises DataError, on all ranks: no tokenizer has the bytes of its tokens."""
+        """Raises AgreedError: when the tokenizer, from which the bytes of each token are counted, cannot be read."""
         setup, config = launch.setup, launch.setup.run.config
         self._setup, self._tracker, self._speed, self._parts = setup, launch.tracker, launch.speed, launch.parts
         self._stages = [
@@ -50,12 +50,12 @@ class Evaluation(Part):
             for data, stage in zip(setup.course.data, setup.course.stages, strict=True)
         ]
         self._measured = self._stages[:1] if config.train.eval else []
-        """The first is the data of the stage that was trained last."""
+        """What an evaluation measures; with train.eval the first is the data of the stage that was trained last."""
         for name, data in setup.data.sets.items():
             sequences = config.eval.sequences.get(name, config.train.eval_sequences)
             self._measured.append(Measured(f"eval/{name}", data, sequences, setup.run.batch.micro_batch))
         self._lengths: np.ndarray | None = None
-        """Bytes of each token, where likelihoods are measured."""
+        """Bytes of each token; None if the loss is no likelihood of text."""
         self._bytes: dict[int, int] = {}
         """Bytes of the counted tokens of a data set, by its id()."""
         if isinstance(setup.objective, NextTokenLoss) and self._measured:
@@ -67,7 +67,7 @@ class Evaluation(Part):
         if (best := Best.chosen(config.checkpoint.keep_best)) is not None:
             kept = setup.ranks.first(lambda: best_of(launch.checkpoints.path, best))
             steps = {step_of(path) or 0: figure for path, figure in kept.items()}
-            now = launch.start.position.step  # later checkpoints are of the training that this launch does again
+            now = launch.start.position.step  # later checkpoints are of steps that this launch repeats
             self._best = BestSteps(best, ((step, figure) for step, figure in steps.items() if step <= now))
         self._patience = None if config.train.stop_early.metric is None else Patience(config.train.stop_early)
         self._metrics, self._start_step = launch.folder.path / "metrics.jsonl", launch.start.position.step
@@ -78,13 +78,13 @@ class Evaluation(Part):
         return self._best is not None and step in self._best
 
     def lost(self, step: int) -> None:
-        """There is no checkpoint of that step: its save has failed."""
+        """Forget a step whose save has failed."""
         if self._best is not None:
             self._best.lost(step)
 
     @property
     def decides(self) -> bool:
-        """True if the last checkpoint must record the last evaluation."""
+        """True if the last evaluation must come before the last checkpoint, as it chooses the best ones."""
         return self._best is not None
 
     def to_json(self) -> dict[str, Any] | None:
@@ -112,8 +112,8 @@ class Evaluation(Part):
                 self.evaluate(done.position)
 
     def evaluate(self, position: Position) -> dict[str, float]:
-        """Write the figures of all sets over all ranks, and return them by their keys in tracking/metrics.py. A second
-        call at one step returns the first result."""
+        """Evaluate all sets on all ranks, log the figures and return them by their keys in tracking/metrics.py. A
+        second call at the same step returns the first result."""
         setup = self._setup
         if self._last is not None and self._last[0] == position.step:
             return self._last[1]
@@ -143,7 +143,7 @@ class Evaluation(Part):
         return row
 
     def _is_there(self, step: int, row: dict[str, float]) -> bool:
-        """True if the run's file has these figures: a launch that finds all steps done measures the last one again."""
+        """Return True if metrics.jsonl has the figures: a launch that finds all steps done evaluates the last again."""
         rows = rows_after(self._metrics, -1, step - 1) if step == self._start_step else []
         return any(earlier["step"] == step and row.keys() <= earlier.keys() for earlier in rows)
 
@@ -187,8 +187,8 @@ class BestSteps:
         return step in self._steps
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
-        """A figure that is not finite is never among the best."""
-        value = figures.get(self._best.metric, math.nan)  # a plugin's, of weights that are all 0, is not there
+        """Add the evaluation after `step`. A figure that is not finite is never among the best."""
+        value = figures.get(self._best.metric, math.nan)  # a plugin's metric is missing if all its weights are 0
         if math.isfinite(value):
             others = ((other_step, figure) for other_step, figure in self._steps.items() if other_step != step)
             self._steps = dict(self._best.first([*others, (step, value)]))
@@ -238,20 +238,20 @@ class Patience:
 
 @dataclass(frozen=True)
 class Measured:
-    """The data of one loss of an evaluation."""
+    """A data set whose loss an evaluation measures."""
 
     prefix: str
     """Beginning of the keys of its figures."""
     data: TrainData
     """The data set with the validation sequences."""
     sequences: int
-    """Largest number of them that is measured."""
+    """Number of validation sequences to measure at most."""
     micro_batch: int
     """Sequences of a forward pass of one rank."""
 
 
 def evaluation_batches(setup: Setup, measured: Measured) -> Iterator[MicroBatch]:
-    """Yield this rank's share of the sequences. Raises DataError: there are none."""
+    """Yield this rank's micro-batches of the sequences to measure. Raises DataError: when there are no sequences."""
     return validation_batches(
         measured.data,
         sequences=measured.sequences,
@@ -263,8 +263,8 @@ def evaluation_batches(setup: Setup, measured: Measured) -> Iterator[MicroBatch]
 
 
 def choice_log_probs(setup: Setup, choices: ChoiceSet) -> np.ndarray:
-    """fp32 [rows]: log-probability of each choice in nats, the same on all ranks. All ranks call it together."""
-    from llmtrain.engine.losses.answers import LogProbs  # most runs measure texts alone
+    """Return the log-probability of each choice in nats, fp32 [rows], on all ranks. All ranks call it together."""
+    from llmtrain.engine.losses.answers import LogProbs  # most runs have no questions
 
     batch, collect = setup.run.batch, LogProbs()
     dealt = (batch.micro_batch * batch.sequence_length, setup.mesh.place.data, batch.data_parallel)
@@ -279,8 +279,8 @@ class Logging(Part):
     def __init__(self, launch: Launch) -> None:
         self._launch, setup = launch, launch.setup
         self._setup, self._speed = setup, launch.speed
-        # The clock around collectives shows no waiting where a device takes them from a queue, and counts those of
-        # another thread with the step's.
+        # The clock around collectives sees no waiting on a device that queues them, and cannot tell the step's
+        # collectives from those of another thread.
         beside, ranks = any(part.communicates_beside for part in launch.parts), setup.ranks
         self._counts_comm = ranks.world_size > 1 and ranks.device.type == "cpu" and not beside
         known = expected(setup.run, on_gpu=ranks.device.type == "cuda")
@@ -320,12 +320,12 @@ class Logging(Part):
 
 
 def flops_of(setup: Setup, stage: int) -> TokenFlops:
-    """FLOPs per token in sequences of that stage's length."""
+    """Return the FLOPs per token in sequences of the stage's length."""
     return setup.spec.facts.flops(setup.run.stages[stage].batch.sequence_length)
 
 
 def throughput_of(setup: Setup, step: int = 0) -> Throughput:
-    """`step`: the step to continue from."""
+    """Return the clock of a launch that continues from `step`."""
     flops = flops_of(setup, setup.run.stages.number(step))
     peak = peak_flops(device_name(setup.ranks.device), setup.run.mix.products)
     return Throughput(flops=flops, devices=setup.ranks.world_size, peak=peak)
@@ -341,16 +341,16 @@ class StageBorders(Part):
         self._several = len(self._course.stages) > 1 or self._course.first_number > 0
         self._step = 0
         self._turned = 0
-        """Changes of the rotary positions that were applied to the model."""
+        """Number of changes of the rotary positions that the model has had."""
 
     def begin(self, position: Position) -> None:
-        """An evaluation or a save before the first step uses the stage of the step before."""
+        """Set the stage of the previous step, for an evaluation or a save before the first step."""
         self._step = position.step
         self._turn(self._course.done(position.step).stage)
         self._tell(position)
 
     def request(self) -> Request:
-        """Change the rotary positions before the first step of a stage; evaluations and saves until here use the old
+        """Change the rotary positions before the first step of a stage; evaluations and saves before use the old
         ones."""
         self._turn(self._course.at(self._step).stage)
         return Request()
@@ -366,7 +366,7 @@ class StageBorders(Part):
         return {"data/stage": self._course.first_number + done.batch.stage} if self._several else {}
 
     def _turn(self, stage: int) -> None:
-        """Apply the rotary positions of the earlier stages and of this one to the model, in order."""
+        """Apply the rotary positions of the stages up to this one to the model, in order."""
         if self._course.stages[stage].rope:
             from llmtrain.models.rope import set_rope, turns  # most runs have none
 
@@ -376,7 +376,8 @@ class StageBorders(Part):
                 self._turned += 1
 
     def _tell(self, position: Position) -> None:
-        """Record the data read from here on, for `llmtrain data where`; with several stages log the new one."""
+        """Write an event with the data, batch and order that the run reads from `position` on, for `llmtrain data
+        where`. In a run with several stages also log the stage that begins."""
         stage = self._course.at(position.step).stage
         of, data = self._course.stages[stage], self._course.data[stage]
         self._tracker.event(

@@ -61,8 +61,8 @@ _COLLECTED_EVERY = 20
 
 
 def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
-    """Run one launch on this rank, with what `examine` returns. Returns the exit code; raises UserError, AgreedError on
-    all ranks."""
+    """Run one launch on this rank. `run`, `spec`, `data`: what `examine` returned. Returns the exit code. Raises
+    UserError; AgreedError on all ranks."""
     config = run.config
     # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -97,15 +97,15 @@ def run_rank(run: Run, spec: ModelSpec, data: RunData) -> int:
             checkpoints = stack.enter_context(open_checkpoints(folder, config, ranks))
             if config.train.eval:
                 with ranks.together():
-                    for feature in data.stages:
-                        check_validation(feature)  # now, not after days of training
+                    for stage_data in data.stages:
+                        check_validation(stage_data)  # now, not after days of training
             _train(Setup(run, spec, data, ranks), folder, checkpoints, requests)
         except Exception as error:
-            with contextlib.suppress(RuntimeError, MemoryError):  # the device, or the host, may answer nothing more
+            with contextlib.suppress(RuntimeError, MemoryError):  # the device or the host may no longer answer
                 explanations = [feature.explain(error, run, ranks.device) for feature in features.features().values()]
                 for words in filter(None, explanations):
-                    print(f"rank {ranks.rank}: {words}", file=sys.stderr, flush=True)  # whichever rank it is
-            watch.failed(error)  # before anything is closed: what is left of the job may hold that up
+                    print(f"rank {ranks.rank}: {words}", file=sys.stderr, flush=True)  # on any rank
+            watch.failed(error)  # before closing anything, which may wait for other ranks
             raise
     return 0
 
@@ -176,7 +176,7 @@ def _train(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder, re
         status = "finished" if ended else "stopped"
     except TrainingStopped as error:
         tracker.event("stop", step=session.step_number, complete=False, reason=str(error))
-        raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
+        raise AgreedError(str(error), error.exit_code) from error  # all ranks end here
     finally:
         tracker.close(status)
     log.info(last_words)  # the last words: closing a tracker may have printed
@@ -243,10 +243,8 @@ def _parts(launch: Launch) -> Iterator[Part]:
 
 
 def train_steps(launch: Launch) -> tuple[Position, bool]:
-    """Train until the run is complete, its time is up, or a stop is asked for. Closes the loader.
-
-    Returns: (counters of the run, False if it was asked to stop).
-    """
+    """Train until the run is complete, its time is up, or a rank is asked to stop. Closes the loader. Returns (counters
+    of the run, False if a rank was asked to stop)."""
     session, loader, parts, position = launch.session, launch.loader, launch.parts, launch.start.position
     limit = launch.setup.run.max_steps
 
@@ -325,7 +323,7 @@ def _tracker(setup: Setup, start: Start, folder: RunDirectory, environment: dict
 
 
 def _reason(launch: Launch) -> tuple[str, bool]:
-    """Return the reason of the first rank that was asked to stop; True: from outside. All ranks call it."""
+    """Return (reason of the first rank that was asked to stop, True if from outside the run). All ranks call it."""
     ranks = launch.setup.ranks
     asks = next((text for part in launch.parts if (text := getattr(part, "asks", ""))), None)
     everywhere = ranks.gather((launch.requests.stop_reason, asks))
@@ -337,8 +335,8 @@ def _reason(launch: Launch) -> tuple[str, bool]:
 
 
 def _conclude(launch: Launch, position: Position, reason: str | None, *, began: bool) -> str:
-    """Save for the last time, evaluate, export. `reason`: of an early stop. `began`: False before the first step.
-    Returns rank 0's last line."""
+    """Save for the last time, evaluate, export. `reason`: why the run stops; None: it is complete. `began`: False if
+    the launch was stopped before its first step. Returns rank 0's last lines."""
     setup, folder, tracker = launch.setup, launch.folder, launch.tracker
     evaluation, complete, last_words = launch.part(Evaluation), reason is None, ""
     tracker.end_progress()
@@ -426,7 +424,7 @@ def _leave(_kind: Any, error: BaseException | None, _trace: Any) -> None:
 
 
 _UPLOAD_S = 1800.0
-"""Limit for how long the end of a run waits for its export's upload."""
+"""Seconds that the end of a run waits for the upload of its export."""
 
 
 def finish(
@@ -437,8 +435,8 @@ def finish(
     validation_loss: float | None,
     device: torch.device,
 ) -> str:
-    """Print the result; write the Hugging Face folder and the sample if the run asks for them. `data`: of the last
-    stage. `validation_loss`: None with train.eval off. Returns the last line for the user."""
+    """Log the result; write the Hugging Face folder and the sample if the run asks for them. `data`: the last stage's
+    data. `validation_loss`: None with train.eval off. Returns the last lines for the user."""
     newest = complete_checkpoints(folder.checkpoints)[0]
     lines = [("run folder", str(folder.path)), ("checkpoint", str(newest))]
     if config.train.export:
@@ -483,7 +481,8 @@ def _upload(url: str, checkpoint: Path, folder: RunDirectory, tracker: Tracker) 
 
 
 def _sample(folder: RunDirectory, prompt: str, seed: int, tracker: Tracker, device: torch.device) -> None:
-    """Generate a sample; a warning if the engine's shards leave no room for the exported model."""
+    """Generate text with the exported model and log it. If the device has no memory left for a second model beside the
+    engine, warn and give the command for later."""
     from llmtrain.checkpoint.hf.inference import Sampling, generate
 
     try:
@@ -501,7 +500,7 @@ def _sample(folder: RunDirectory, prompt: str, seed: int, tracker: Tracker, devi
 
 
 def stopped(config: RunConfig, checkpoints: Path | None, step: int, reason: str | None) -> str:
-    """The last line of a run that was asked to stop. `checkpoints`: None: the run had not begun."""
+    """Return the last line of a run that was asked to stop. `checkpoints`: None if this launch trained no step."""
     if checkpoints is None:
         return f"stopped ({reason}) at step {step}, before this launch trained any; the same command begins again"
     where = step_folder(checkpoints, step)

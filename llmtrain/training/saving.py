@@ -19,12 +19,12 @@ from llmtrain.training.reporting import Evaluation
 from llmtrain.training.step import Position, Request, is_due
 
 _TELL_S = 1.0
-"""A shorter wait for a checkpoint is in the events only."""
+"""Seconds: training that waited less for a checkpoint writes an event, but no warning."""
 
 
 class Saving(Part):
     def __init__(self, launch: Launch) -> None:
-        """Raises AgreedError: the ranks' pieces do not cover each tensor once."""
+        """Raises AgreedError: when the ranks' pieces do not cover each tensor exactly once."""
         setup, folder, start, parts = launch.setup, launch.checkpoints, launch.start, launch.parts
         self._setup, self._settings, self._ranks = setup, setup.run.config.checkpoint, setup.ranks
         self._folder, self._tracker, self._speed, self._requests = folder, launch.tracker, launch.speed, launch.requests
@@ -39,7 +39,7 @@ class Saving(Part):
         self._saved_step = start.saved_step
         self._max_failed, self._failed_in_a_row = setup.run.config.fault.max_failed_saves, 0
         self._began_s, self._signalled = time.monotonic(), False
-        self._saver.check_shares()  # now: a form that has its shards wrong must not train until its first save
+        self._saver.check_shares()  # now: wrong shards must not come to light only at the first save
         self._saver.prepare()
         stay = self._settings.keep + (0 if self._best is None else self._best.keep)
         if shortage := self._saver.shortage(stay):
@@ -52,7 +52,7 @@ class Saving(Part):
         return Request(save=self._signalled or due, sums={"save": self._saver.status()})
 
     def is_due(self, done: Done) -> bool:
-        """True if all ranks save after the step; the save after the last step is made by `last`."""
+        """Return True if all ranks save after the step. After a launch's last step `last` saves instead."""
         due = done.agreed.save or is_due(self._settings.every_steps, done.steps)
         return not done.last and (due or self._evaluation.is_best(done.position.step))
 
@@ -105,7 +105,7 @@ class Saving(Part):
             if self._settings.when_busy == "skip" and not self._evaluation.is_best(step):
                 self._tracker.event("save_skipped", step=step)
                 log.warn(
-                    f"no checkpoint at step {step}: the one before is still being written (checkpoint.when_busy: skip)"
+                    f"no checkpoint at step {step}: the previous one is not yet written (checkpoint.when_busy: skip)"
                 )
                 return
             self._settle()
@@ -113,7 +113,7 @@ class Saving(Part):
             self._tracker.event("save_waited", step=step, seconds=round(waited_s, 3))
             if waited_s > _TELL_S:
                 log.warn(
-                    f"training waited {waited_s:.1f} s at step {step} until the checkpoint before was written. Save "
+                    f"training waited {waited_s:.1f} s at step {step} until the previous checkpoint was written. Save "
                     "less often (checkpoint.every_steps), or set checkpoint.when_busy to skip"
                 )
         if self._saved_step == step:
@@ -126,11 +126,8 @@ class Saving(Part):
             self._settle()
 
     def _end_unsaved(self, position: Position) -> NoReturn:
-        """End a run that cannot save: write its state, after deleting the checkpoints that retention would delete
-        anyway.
-
-        Raises TrainingStopped if the save succeeds, else CheckpointError.
-        """
+        """End a run whose saves fail: delete the checkpoints that the next save would make superfluous, and save once
+        more. Raises TrainingStopped: when that save succeeds; CheckpointError: when it fails."""
         failed = f"{self._failed_in_a_row} checkpoints in a row failed; fault.max_failed_saves is {self._max_failed}"
         if self._folder.leads:
             for gone in keep_newest(self._folder.path, max(1, self._settings.keep - 1), best=self._best):
@@ -150,7 +147,7 @@ class Saving(Part):
         step = position.step
         if self._saved_step == step:
             return
-        for attempt in range(2):  # a writer that was killed is replaced at the second
+        for attempt in range(2):  # the second one replaces a writer that was killed
             try:
                 self._saver.begin(step, self._trainer(position))
             except CheckpointError as error:

@@ -1,6 +1,6 @@
-"""Sets up a run: mesh, teacher, objective, engine, weights, proofs, session, in one order.
+"""Sets up a run: mesh, teacher, objective, engine, weights, proofs, session, in this order.
 
-A run, a parity check, a plan, `llmtrain reference` and the tests all use `Setup`, so a check proves what a run does.
+A run, a parity check, a plan, `llmtrain reference` and the tests all use `Setup`, so a check tests what a run does.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _PROVED_TOKENS = 32
 
 
 class Setup:
-    """A run on its ranks: its engine, whose parameters have no values until `start`, `write` or a checkpoint gives
-    them, and what trains and measures with it. All ranks call every method together."""
+    """A run's engine, and what trains and evaluates with it. The parameters have no values until `start`, `write` or a
+    checkpoint sets them. All ranks call every method together."""
 
     def __init__(
         self, run: Run, spec: ModelSpec, data: RunData, ranks: Ranks, source: ParameterSource | None = None
     ) -> None:
-        """`run`, `spec`, `data`: of `examine`. `source`: the first values of a new run; None: those of the section
-        `model`. Raises UserError, on all ranks."""
+        """`run`, `spec`, `data`: what `examine` returned. `source`: initial values of a new run; None: as the section
+        `model` says. Raises UserError, on all ranks."""
         self.data, self.ranks = data, ranks
         with ranks.together():
             self.spec, notes = with_attention(run, spec, ranks.device)
@@ -80,8 +80,8 @@ class Setup:
         """Data and batch for each step."""
         self.mesh = mesh_of(self.run.mix.degrees)
         self.references = data.references
-        """Distinct hashes of the reference's weights: the columns' model, or, with an online reference, of the modules
-        that train in full next to the adapter."""
+        """Distinct hashes of the reference's weights: of the model that computed the columns, or with an online
+        reference of the modules that train in full next to the adapter."""
         with ranks.together():
             reads_column = self.run.config.objective.top_k is not None
             student, precision = self.spec.model, self.run.mix.precision
@@ -96,13 +96,13 @@ class Setup:
         """Hash of the initial weights if this launch has initialised them; None: it has resumed."""
         self._base: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._source = source
-        if self.run.config.objective.reference == "online":  # it reads first values again, after a resume as well
+        if self.run.config.objective.reference == "online":  # it needs the initial values, also after a resume
             self._refer_to(self._first_values())
 
-    # A Setup of another machine, without values, overrides the next five.
+    # A Setup that stands for another machine, without values, overrides the next five methods.
 
     def _check_device(self) -> None:
-        """Raises ConfigError: this device cannot compute the run."""
+        """Raise ConfigError if this device cannot compute the run."""
         config = self.run.config
         check_device(self.run.mix, self.spec.model.attention, config.model.fp8, config.deepspeed)
 
@@ -121,7 +121,7 @@ class Setup:
         return start_engine(self.run, self.spec, self.ranks, self.mesh)
 
     def _first_values(self) -> ParameterSource:
-        """Where a new run begins. Raises AgreedError."""
+        """Return the initial values of a new run. Raises AgreedError."""
         if self._source is None:
             with self.ranks.together():
                 self._source = self.spec.initial_weights(self.run.config.train.seed, self.ranks.device)
@@ -143,7 +143,7 @@ class Setup:
         return self._load_teacher(teacher_model(objective, student), precision, language)
 
     def _refer_to(self, source: ParameterSource) -> None:
-        """Let the objective's online reference be the model with these values. Raises AgreedError."""
+        """Make the model with these values the objective's online reference. Raises AgreedError."""
         self._base = base_of(self.engine, self.spec, source)
         self.objective = self._with_reference(self.objective)
         if self.spec.saved:
@@ -153,13 +153,13 @@ class Setup:
         return with_reference(objective, self.run.config.objective, self._base)
 
     def write(self) -> tuple[ParameterSource, dict[str, int]]:
-        """Give the parameters their first values, once. Returns the source of the values (it holds a block of them, so
-        it is not kept here) and the result of `write_weights`."""
+        """Write the parameters' initial values, once. Returns their source, which is not kept here since it holds a
+        block of the values, and the result of `write_weights`."""
         source, self._source = self._first_values(), None
         return source, write_weights(self.engine, source, self.ranks)
 
     def start(self) -> tuple[ParameterSource, dict[str, int]]:
-        """Begin a new run with the first values. Returns their source and the result of `write_weights`.
+        """Begin a new run with the initial values. Returns their source and the result of `write_weights`.
 
         Raises: AgreedError, also if the column of the reference was computed from other weights.
         """
@@ -202,7 +202,7 @@ class Setup:
             proof.prove(stage, data)
 
     def session(self, step: int = 0) -> Session:
-        """`step`: optimizer steps done before, skipped ones included."""
+        """Return the run's session. `step`: optimizer steps done before, skipped ones included."""
         in_training = {name: metric for name, metric in self.run.config.metrics.items() if metric.in_training}
         rate = partial(rate_of, self.run.stages, max_steps=self.run.max_steps)
         seed, objective = self.run.config.train.seed, with_metrics(self.objective, in_training)
@@ -211,7 +211,8 @@ class Setup:
         return session
 
     def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None, *, step: int = 0) -> TrainLoader:
-        """`sequences`: per step, by data-parallel rank; None: equal shares. `step`: steps done before."""
+        """`sequences`: number of a step's sequences for each data-parallel rank; None: equal shares. `step`: optimizer
+        steps done before."""
         pins = self.ranks.device.type == "cuda"
         return TrainLoader(
             self.course,
@@ -224,8 +225,8 @@ class Setup:
 
 
 def with_attention(run: Run, spec: ModelSpec, device: torch.device) -> tuple[ModelSpec, list[str]]:
-    """Choose the attention for model.attention auto. Returns the model and a note on isolated documents, which need a
-    mask over all pairs of tokens in sdpa. Raises ConfigError: a mask is too large."""
+    """Choose the attention for model.attention auto. Returns the model, and notes on isolated documents, for which sdpa
+    needs a mask over all pairs of tokens. Raises ConfigError: when the mask would be too large."""
     config, asked = run.config, run.config.model.attention
     if not config.data.isolate_documents or asked not in ("auto", "sdpa"):
         return spec, []
@@ -233,14 +234,14 @@ def with_attention(run: Run, spec: ModelSpec, device: torch.device) -> tuple[Mod
     check_masks(replace(run, config=masked), problems)
     reason, degrees = "", run.mix.degrees
     if degrees.pipeline * degrees.sequence > 1:
-        reason = "varlen needs whole rows and all layers in each rank"
+        reason = "varlen needs whole sequences and all layers on each rank"
     elif device.type != "cuda" and not problems:
         reason = "varlen is for GPUs"
     elif device.type == "cuda" and run.mix.precision == "fp32":
         reason = "varlen's kernel computes in bf16 and fp16"
     if asked == "sdpa":
-        slow = "with data.isolate_documents sdpa computes all pairs of a row's tokens, under a mask"
-        return spec, [] if reason else [f"model.attention sdpa: {slow}; auto takes varlen, which does not, if it can"]
+        slow = "with data.isolate_documents it computes all pairs of a sequence's tokens, under a mask"
+        return spec, [] if reason else [f"model.attention sdpa: {slow}; auto avoids that with varlen, where it works"]
     chosen = spec
     if not reason:
         chosen = ModelSpec.of(replace(config.model, attention="varlen"), config.adapter, scores=spec.scores)
@@ -256,10 +257,7 @@ def with_attention(run: Run, spec: ModelSpec, device: torch.device) -> tuple[Mod
 
 
 def start_engine(run: Run, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
-    """Make the engine of a run; its parameters have no values yet.
-
-    Raises: UserError, on all ranks.
-    """
+    """Make the engine of a run; its parameters have no values yet. Raises UserError, on all ranks."""
     if run.mix.degrees.tensor > 1:
         from llmtrain.training.proofs import prove_sharding
 
@@ -297,8 +295,8 @@ def _start_engine(run: Run, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine
 
 
 def teacher_hash(config: RunConfig, ranks: Ranks) -> str | None:
-    """Return the hash of the teacher's weights; None: the run has none. All ranks call it: each reads a part. Raises
-    AgreedError."""
+    """Return the hash of the teacher's weights; None: the run names no teacher. All ranks call it together, and each
+    reads a part of the weights. Raises AgreedError."""
     if config.objective.teacher is None:
         return None
     from llmtrain.models.teacher import teacher_checksums, teacher_model
@@ -309,8 +307,8 @@ def teacher_hash(config: RunConfig, ranks: Ranks) -> str | None:
 
 
 def taught_by(config: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
-    """Return the hash of the teacher. `columns`: hashes recorded in the data. All ranks call it. Raises AgreedError:
-    they differ."""
+    """Return the hash of the teacher's weights; None: there is no teacher. `columns`: the hashes in the data. All ranks
+    call it. Raises AgreedError: when these hashes differ, from each other or from that of objective.teacher."""
     named = teacher_hash(config, ranks)
     made = {*columns, *([named] if named is not None else [])}
     if len(made) > 1:
@@ -318,17 +316,17 @@ def taught_by(config: RunConfig, columns: list[str], ranks: Ranks) -> str | None
             f"other weights than objective.teacher = {config.objective.teacher!r} has" if named else "several teachers"
         )
         raise AgreedError(
-            f"objective.top_k: the likeliest words in the data were computed with {whose}; {NEW_COLUMN}",
+            f"objective.top_k: the likeliest tokens in the data were computed with {whose}; {NEW_COLUMN}",
             DataError.exit_code,
         )
     return min(made, default=None)
 
 
 def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool) -> bool:
-    """Decide model.compile_layers, the same on all ranks. `one_shape`: all micro-batches of the run have one shape.
-    Raises ConfigError: the setting is true, and a rank cannot compile."""
+    """Decide whether to compile decoder layers, the same on all ranks. `one_shape`: all micro-batches of the run have
+    one shape. Raises ConfigError: when model.compile_layers is true and a rank cannot compile."""
     wanted, device = spec.model.compile_layers, ranks.device
-    if not wanted and device.type != "cuda":  # on CUDA there is the loss to compile, and Muon
+    if not wanted and device.type != "cuda":  # on CUDA the loss and Muon are compiled, too
         return False
     reason = _agreed_trouble(ranks)
     if wanted and reason is not None:
@@ -338,18 +336,16 @@ def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool
         )
     if reason is not None or wanted is not None:
         return reason is None and wanted is True
-    # Unasked where a layer becomes one graph, and layers of one kind the same. Row maps of tensor parallelism break it;
-    # where experts are watched, each layer has a graph of its own, and torch gives up after 8; a collective in compiled
-    # code is not counted for the watch (base/rank/heartbeat.py); bitsandbytes has kernels of its own.
+    # By default only if a layer becomes one graph, which all layers of its kind share. Row-parallel maps break the
+    # graph; with watched experts each layer has its own graph, and torch gives up after 8; the watch does not see
+    # collectives in compiled code (base/rank/heartbeat.py); bitsandbytes has kernels of its own.
     shared, packed = mix.degrees.tensor > 1 or mix.degrees.sequence > 1, spec.adapter.quantize is not None
     return one_shape and mix.may_compile_layers and not shared and not packed and not has_experts(spec.skeleton)
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:
-    """Reason against torch.compile on any rank.
-
-    Compiled code rounds differently: equal values would diverge if only some ranks used it.
-    """
+    """Return why a rank cannot use torch.compile; None: all ranks can. Compiled code rounds differently, so replicas
+    would diverge if only some ranks used it."""
     reasons = ranks.gather(compiler.trouble(ranks.device))
     for rank, reason in enumerate(reasons):
         if reason is not None:
@@ -360,7 +356,7 @@ def _agreed_trouble(ranks: Ranks) -> str | None:
 
 
 def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:
-    """Write the parameters' first values, and prove that the forward pass reads them.
+    """Write the parameters' initial values, and prove that the forward pass reads them.
 
     Returns the result of `prove_weights`. Raises AgreedError on all ranks.
     """
@@ -373,15 +369,16 @@ def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
 
 
 def reference_checksums(spec: ModelSpec, checksums: dict[str, int]) -> dict[str, int]:
-    """Checksums of the first values: for a new adapter (B = 0) the base model's, so that a column of `llmtrain
-    reference` serves all seeds and targets."""
+    """Return the checksums that identify the reference. With a new adapter (B = 0) they are the base model's alone, so
+    that one column of `llmtrain reference` serves all seeds and targets."""
     if spec.adapter.start is not None:
         return checksums
     return {name: value for name, value in checksums.items() if name not in spec.adapter_shapes}
 
 
 def source_checksums(source: ParameterSource, names: Collection[str], ranks: Ranks) -> dict[str, int]:
-    """Checksums of complete tensors. All ranks call it: each reads a part. Raises AgreedError."""
+    """Return the checksums of the complete tensors `names`. All ranks call it together, and each reads a part of them.
+    Raises AgreedError."""
     with ranks.together():
         mine = {
             name: checksum(source.read(name, 0, numel(source.shape(name))).reshape(-1))
@@ -391,13 +388,13 @@ def source_checksums(source: ParameterSource, names: Collection[str], ranks: Ran
 
 
 def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which the model computes without its adapter. `source`: first values of modules that train in full.
-    All ranks enter it together."""
+    """Return a function that makes a context in which the model computes without its adapter, and with the initial
+    values (from `source`) of the modules that train in full. All ranks enter it together."""
     values: dict[tuple[str, Region, bool], Tensor] = {}
 
     def first(copy: ForwardCopy) -> Tensor:
         key = (copy.name, copy.region, copy.partition)
-        if key not in values:  # rounded as the forward pass has it: the first ratio is exactly 0
+        if key not in values:  # rounded as in the forward pass: the first log-ratio is exactly 0
             values[key] = source.read_region(copy.name, copy.region).to(copy.values.device, copy.values.dtype)
         return values[key]
 
@@ -414,25 +411,25 @@ def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callabl
 
 def prove_loss(engine: Engine, row: Tensor, mix: Mix, ranks: Ranks, *, shared_by: int, isolate_documents: bool) -> None:
     """Prove on the first tokens of `row` [T] that our loss equals the loss of the model's own logits and, if asked,
-    that documents are isolated. `shared_by`: ranks that share a row. Raises AgreedError, on all ranks."""
+    that documents are isolated. `shared_by`: ranks that share a sequence. Raises AgreedError."""
 
     def few(unit: int) -> Tensor:
         return row[: min(len(row), _PROVED_TOKENS) // unit * unit].unsqueeze(0)
 
-    # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
+    # If a pipeline stage fails, the others wait for its activations and cannot hear of the error: it ends as a fault.
     failures = contextlib.nullcontext() if engine.is_pipeline else _failures_in_transformers()
     with ranks.together(), failures, compiler.uncompiled():
         check_head(engine, few(shared_by), autocast=mix.autocast)
         if isolate_documents:
             from llmtrain.models.fp8 import without_fp8
 
-            with without_fp8(engine.module):  # one scale of all tokens would be seen by both documents
+            with without_fp8(engine.module):  # the scale of fp8 depends on all tokens, so on both documents
                 check_isolation(engine, few(math.lcm(2, shared_by)))
 
 
 @contextlib.contextmanager
 def _failures_in_transformers() -> Iterator[None]:
-    """Report an exception inside transformers in the first forward pass as a ModelError: the user chose the fields."""
+    """Report an exception inside transformers as a ModelError: its cause are the fields of model.config."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):  # memory runs out on one rank, and the others would wait for it
@@ -461,14 +458,14 @@ class _LastScore:
         return len(micro.inputs)
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1]."""
+        """Return the sum of the last token's scores, [1]."""
         last = torch.full((1,), micro.labels.numel() - 1, device=hidden.device)
         scores = hidden.float() if self._given else head.scores_at(hidden, last)
         return head.once(scores.sum().unsqueeze(0))
 
 
 class _OfLogits(NextTokenLoss):
-    """The next-token loss by torch, from logits instead of the hidden state."""
+    """The next-token loss as torch computes it, from logits instead of the hidden state."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         logits, labels = (head.own(each).flatten(0, 1) for each in (hidden.float(), micro.labels))
@@ -491,7 +488,8 @@ def check_head(engine: Engine, inputs: Tensor, *, autocast: bool = False) -> Non
 
 
 def check_isolation(engine: Engine, inputs: Tensor) -> None:
-    """Prove on `inputs` [1, T], as two documents, that they are isolated. All ranks call it. Raises ModelError."""
+    """Prove on `inputs` [1, T], taken as two documents, that the first one does not change the loss of the second. All
+    ranks call it. Raises ModelError."""
     half = inputs.shape[1] // 2
     positions = torch.arange(inputs.shape[1]).remainder(half).unsqueeze(0)
     labels = inputs.roll(-1, dims=1)

@@ -28,31 +28,29 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Start:
     trainer: TrainerState
-    """What stays the same during the launch; each save adds its position."""
+    """The state that stays the same during the launch; each save adds its position."""
     frozen: FrozenSource
-    """Parameters that checkpoints name without their values."""
+    """Frozen parameters, which checkpoints name without their values."""
     lines: list[str]
     """Lines to log."""
     position: Position = field(default_factory=Position)
     saved_step: int | None = None
-    """The step whose checkpoint the run's folder holds already."""
+    """The step of the checkpoint in the run's folder from which this launch resumes."""
     folder: Path | None = None
-    """The checkpoint that the run resumes with all of its state."""
+    """The checkpoint from which the launch resumes all state; None: a new run, also one with resume_weights_only."""
     kept: dict[str, Any] = field(default_factory=dict)
     """Entries of the run's parts in that checkpoint, by key."""
 
     @property
     def run_id(self) -> str:
-        """The same in every launch of a run."""
+        """The run's id, which is the same in all of its launches."""
         assert self.trainer.run_id is not None
         return self.trainer.run_id
 
 
 def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder) -> Start:
-    """Give the parameters their values, from a checkpoint or from the model section. All ranks call it together.
-
-    Raises: AgreedError.
-    """
+    """Give the parameters their values, from a checkpoint or from the section `model`. All ranks call it together.
+    Raises AgreedError."""
     config, spec, ranks = setup.run.config, setup.spec, setup.ranks
     trainer = state_before_training(setup)
     for feature in features.asked(config):
@@ -72,8 +70,8 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
     trainer = replace(trainer, began_from=resumed.began_from)
     if resumed.weights_only:
         return Start(trainer=trainer, frozen=frozen, lines=lines)
-    saved = resumed.trainer  # made by other tools, it may lack what they do not know
-    if not trainer.sampling:  # the folder may be gone by now
+    saved = resumed.trainer  # a checkpoint that another tool made may lack entries
+    if not trainer.sampling:  # the model's folder may be gone by now
         trainer = replace(trainer, sampling=saved.sampling or {})
     setup.course.go_on(saved.step, saved.record(setup.course.done(saved.step).data.fingerprint))
     position = Position(
@@ -99,7 +97,7 @@ def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointF
 
 
 def state_before_training(setup: Setup) -> TrainerState:
-    """Return the state before the first step. All ranks call it together."""
+    """Return the trainer.json of a run before its first step. All ranks call it together."""
     config, data, mix, course = setup.run.config, setup.data.first, setup.run.mix, setup.course
     state = TrainerState(
         run_id=setup.ranks.first(new_run_id),
@@ -139,13 +137,13 @@ def _sampling(folder: Path | None, tokenizer: Path) -> dict[str, Any]:
 
 def _frozen_lines(source: FrozenSource) -> list[str]:
     count = units.counted(len(source.parts), "frozen parameter")
-    line = f"checkpoints leave out {count}: they are read from {source.folder} again, so keep that folder as it is"
+    line = f"checkpoints leave out {count}, which a resume reads from {source.folder}: keep that folder as it is"
     return [line] if source.parts else []
 
 
 def agreed_candidates(config: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks) -> Candidates:
-    """Return the leaders' candidates, the same on every rank: on a shared file system, ranks that look alone could see
-    different newest checkpoints."""
+    """Return the checkpoints that the leaders see, the same list on every rank: if each rank looked for itself on a
+    shared file system, ranks could see different newest checkpoints."""
     mine, refusal = Candidates(paths=[], own=False), None
     if where.leads:
         try:
@@ -165,8 +163,8 @@ def agreed_candidates(config: RunConfig, folder: RunDirectory, where: Checkpoint
 
 
 def candidates_of(config: RunConfig, folder: RunDirectory) -> Candidates:
-    """The checkpoints in this rank's view. With a path in `resume`, the run folder's own checkpoints win if they began
-    from that path. Raises CheckpointError: they began elsewhere."""
+    """Return the checkpoints from which this rank could resume. If `resume` is a path, checkpoints in the run folder
+    are taken instead if their run began from that path. Raises CheckpointError: when `resume` contradicts them."""
     present = Candidates(paths=complete_checkpoints(folder.checkpoints), own=True)
     if config.resume == "none":
         folder.refuse_old_checkpoints()
@@ -196,17 +194,17 @@ def candidates_of(config: RunConfig, folder: RunDirectory) -> Candidates:
 
 
 def _named(given: str) -> list[Path]:
-    """Return the checkpoints of a path or URL, newest first: all complete ones in a run's folder, as in other commands;
-    the newest of a URL, fetched."""
+    """Return the checkpoints at a path or URL, newest first: all complete ones in a run folder; only the newest of a
+    URL, after downloading it."""
     from llmtrain.checkpoint.listing import find_checkpoints
 
     if is_url(given):
-        from llmtrain.checkpoint.remote import checkpoints_at  # most runs begin elsewhere
+        from llmtrain.checkpoint.remote import checkpoints_at  # most runs do not begin from a URL
 
         return checkpoints_at(given)
     try:
         return find_checkpoints(Path(given))
-    except CheckpointError:  # what it lacks is said when it is opened
+    except CheckpointError:  # opening it says what it lacks
         return [Path(given)]
 
 
@@ -214,6 +212,6 @@ def _began_from(own: list[Path]) -> dict[str, Any] | None:
     for folder in own:
         try:
             return TrainerState.read(folder).began_from
-        except CheckpointError:  # damaged; it will be said when it is looked at
+        except CheckpointError:  # damaged: opening it will say so
             continue
     return None

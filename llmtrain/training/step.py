@@ -1,9 +1,10 @@
-"""One step of a training after another: what the ranks agree on, random numbers, learning rate, gradient, update.
+"""Runs training steps: what the ranks agree on, random numbers, learning rate, gradient, update.
 
 Work between steps (logs, evaluation, checkpoints, an outer optimizer) is done by the parts of a run (parts.py).
 
-A `step` is a count of optimizer steps done. The record, checkpoint and messages of a step have the count after it: the
-first is 1. Its rate, stage, random numbers and sequences are asked for with the count before it: the first is 0.
+A `step` is a number of completed optimizer steps. The metrics, checkpoint and messages of a step have the number after
+it, so the first step is 1. Its learning rate, stage, random numbers and sequences belong to the number before it, so
+for them the first step is 0.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class Position:
     sample_index: int = 0
     """Global index of the next sequence."""
     skipped_steps: int = 0
-    """Without `newest`, as `optimizer_step`."""
+    """Steps without an update. Neither this counter nor `optimizer_step` includes `newest`."""
     optimizer_step: int = 0
-    """Updates that the optimizer has applied. A foreign checkpoint may bring more of them than this run has steps.
-    Counted, not read from the optimizer: on a GPU its counter is a tensor, and reading it waits for the step."""
+    """Updates that the optimizer has applied; after a foreign checkpoint this may be more than the run has steps.
+    Counted here, since the optimizer's counter is a tensor on a GPU, and reading it waits for the step."""
     newest: Update | None = None
-    """The last step's update, while the host does not know whether the device has skipped it."""
+    """The last step's update, as long as the host does not know whether the device has skipped it."""
 
     def after(self, update: Update, sample_index: int, tokens: int) -> Position:
-        """Return the position after a step. Waits for the device's update before `update`, if any."""
+        """Return the position after a step. Waits for the previous step's update on the device."""
         position = replace(
             self.settled(),
             step=self.step + 1,
@@ -60,7 +61,7 @@ class Position:
         return position if update.is_late else position.settled()
 
     def settled(self) -> Position:
-        """Return the position with `newest` in its counts. Waits for that update of the device."""
+        """Return the position with `newest` counted, after waiting for the device to make that update."""
         if self.newest is None:
             return self
         skipped = int(self.newest.skipped)
@@ -81,8 +82,8 @@ class Request:
     save: bool = False
     """The rank was asked to save, or a checkpoint is due by its clock."""
     sums: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """A part's own numbers, to be added up over the ranks, by a name of its choice. All ranks give the same names, each
-    with as many numbers, in the same step: a part's numbers for each rank stand in a list of as many, 0 for others."""
+    """Name -> numbers of a part, which are summed over the ranks. In a step all ranks give the same names with equally
+    many numbers. To send one number per rank, a part gives a list of world_size numbers: its own, and 0 elsewhere."""
 
     def __or__(self, other: Request) -> Request:
         return Request(stop=self.stop or other.stop, save=self.save or other.save, sums={**self.sums, **other.sums})
@@ -109,7 +110,7 @@ class Agree:
         self._ranks = ranks
 
     def start(self, weight: int, asks: Request) -> Callable[[], Agreement]:
-        """Send this rank's part; the returned function waits for the sum."""
+        """Send this rank's numbers. The returned function waits for the sums."""
         sums = self._ranks.agree(weight, [asks.stop, asks.save, *chain.from_iterable(asks.sums.values())])
 
         def result() -> Agreement:
@@ -140,7 +141,7 @@ class Step:
     """A completed step. Reading a tensor here waits for the device: do it at log points only."""
 
     number: int
-    """Optimizer steps before it, skipped ones included."""
+    """Optimizer steps before this one, skipped ones included."""
     batch: StepBatch
     agreed: Agreement
     sums: list[Tensor]
@@ -179,9 +180,9 @@ class Session:
         before_update: Callable[[], None] = lambda: None,
         around: Callable[[Passes], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> Step:
-        """`around`: makes a context around the passes; a step without a counted token has none.
+        """Train one step. `around`: makes a context around the passes; a step without a counted token has no passes.
 
-        Raises TrainingStopped, on all ranks: fp16 has no smaller loss scale left."""
+        Raises TrainingStopped, on all ranks: when the loss scale of fp16 cannot become smaller."""
         if isinstance(self.objective, LooksAhead):
             with heart.during("reference"):
                 self.objective.look(batch.micro_batches, self.engine.evaluate)
@@ -189,7 +190,7 @@ class Session:
         agreement = self._agree.start(counted if self._place.leads else 0, request)
         self.seed()
         lr_factor = self.rate(self.step_number)
-        if not counted and not agreement().weight:  # nowhere: momentum alone would move the weights
+        if not counted and not agreement().weight:  # on no rank: momentum alone would move the weights
             before_update()
             nothing, update = (
                 torch.zeros(len(self.objective.figures), device=self.engine.device),
@@ -207,7 +208,7 @@ class Session:
         return Step(number=number, batch=batch, agreed=agreement(), sums=sums, lr_factor=lr_factor, update=update)
 
     def seed(self) -> None:
-        """Begin the random numbers of the step."""
+        """Seed the random numbers of the next step."""
         seed_step(self._seed, self.step_number, self._seeded_as)
 
     def figures(self, step: Step) -> dict[str, float]:
@@ -230,6 +231,6 @@ def is_due(every: int | None, steps: range) -> bool:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make a step's dropout a pure function of (seed, step, rank), so that a resume needs no generator state. Ranks in
-    a tensor-parallel group give the same `rank`; Span lets them differ for their own heads or features."""
-    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**64)  # torch takes no more bits
+    """Seed torch from (seed, step, rank) alone, so that a resume needs no generator state. The ranks of a
+    tensor-parallel group give the same `rank`; Span gives their own heads and features different random numbers."""
+    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**64)  # torch's seeds have 64 bits

@@ -207,7 +207,7 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("fault", "form", "says"),
     [
-        ("index", {}, "first sample of the step is not the same on all ranks: 48 on rank 0 ({host}), 60 on rank 1"),
+        ("index", {}, "first sequence of the step is not the same on all ranks: 48 on rank 0 ({host}), 60 on rank 1"),
         ("seed", {}, "random seed of the step is not the same"),
         ("seed", {"tensor": 2}, "random seed of the step is not the same"),
         ("step", {}, "step of the run is not the same on all ranks: 5 on rank 0 ({host}), 6 on rank 1 ({host})"),

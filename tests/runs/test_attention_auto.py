@@ -37,7 +37,7 @@ def test_a_start_says_what_attention_it_has_and_an_older_run_goes_on(tmp_path: P
         return output, json.loads((folder / "environment.json").read_text())["attention"], losses(folder)
 
     named, attention, first = run("run", "--model.attention", "sdpa", "--train.max_steps", "4", gpu=True)
-    assert attention == "sdpa" and "model.attention sdpa: with data.isolate_documents sdpa computes all pairs" in named
+    assert attention == "sdpa" and "model.attention sdpa: with data.isolate_documents it computes all pairs" in named
     resumed, attention, went_on = run("run", gpu=True)
     assert "model.attention auto: varlen, which computes within documents" in resumed
     assert attention == "varlen, documents one by one" and set(went_on) == {1, 2, 3, 4, 5, 6}

@@ -109,7 +109,7 @@ def test_a_static_loss_scale_that_overflows_is_a_fault(small_data, tmp_path, sta
     assert code == 3 and "Traceback" not in output and not (tmp_path / "run/export").exists(), output
     assert "warning: step 2 skipped: non-finite gradient" in output and "(2 in a row)" in output
     assert "error: 3 steps in a row were skipped" in output
-    assert "set fp16.loss_scale, a static 16777216, to 0, which adapts" in output
+    assert "set fp16.loss_scale from the static 16777216 to 0 (dynamic)" in output
     code, output = forked.finish(run, "--fault.max_skipped", "99", world_size=stages, before=have_fp16)
     assert code == 3 and not (tmp_path / "run/export").exists(), output
     assert "error: none of the 6 steps has changed a parameter: all were skipped, the last because its" in output

@@ -143,7 +143,7 @@ def test_a_run_that_freezes_leaves_those_in_their_folder_and_exports_them_byte_b
     freeze = ["model.embed_tokens.*", "model.layers.0.*"]
     path = recipe(tmp_path / "a", small_data, "zero1", {"pretrained": str(folder), "freeze": freeze})
     (tmp_path / "a" / "ds.json").write_text(json.dumps({**FORMS["zero1"], "optimizer": {"type": "Lion"}}))
-    assert f"they are read from {folder} again" in forked.train(path, "--train.max_steps", "2")
+    assert f"which a resume reads from {folder}" in forked.train(path, "--train.max_steps", "2")
     manifest = Manifest.read(at(tmp_path / "a" / "run", 2))
     frozen = {name for name, _ in model.named_parameters() if name.startswith(("model.embed", "model.layers.0."))}
     held = {(piece.kind, piece.name) for entry in manifest.files.values() for piece in entry.pieces}
