@@ -1,4 +1,5 @@
-"""`llmtrain checkpoint diff A B`, and `average A B ... OUT`: the mean of the parameters of one model's checkpoints."""
+"""`llmtrain checkpoint diff A B`, and `average A B ... OUT`, which writes the mean of the parameters of one model's
+checkpoints."""
 
 from __future__ import annotations
 
@@ -46,22 +47,22 @@ class Difference:
     elements: int
     """Number of elements that differ."""
     largest: float
-    """Largest absolute difference; infinite if only one side is a number."""
+    """Largest absolute difference; infinite if only one of the two values is a number."""
     index: tuple[int, ...]
     """Index of the largest difference."""
 
 
 def diff(a: Path, b: Path) -> tuple[list[str], bool]:
-    """Return (lines to print, True if the checkpoints are equal except for their place). Raises CheckpointError."""
+    """Return (lines to print, True if the checkpoints differ in nothing but their folder). Raises CheckpointError."""
     manifests = Manifest.read(a), Manifest.read(b)
     sources = [manifest.frozen for manifest in manifests]
-    alike = sources.pop() if sources[0] == sources[1] else NOWHERE  # its values are compared with checksums alone
+    alike = sources.pop() if sources[0] == sources[1] else NOWHERE  # equal sources have equal values
     if changed := next(filter(None, map(wrong_frozen, sources)), None):
         raise changed
     readers = CheckpointReader(a, manifests[0]), CheckpointReader(b, manifests[1])
     trainers = TrainerState.read(a), TrainerState.read(b)
     lines = [f"A  {a}", f"B  {b}"]
-    # One line for all entries that a conversion does not know, which are None.
+    # Entries that only one side has, since a conversion does not know them, get one line each without their contents.
     unequal = [key for key in _CONFIG if len({getattr(trainer, key) is None for trainer in trainers}) == 2]
     left, right = ({k: v for k, v in t.to_json().items() if k not in (*_CONFIG, "layout")} for t in trainers)
     for what, changes in {
@@ -128,16 +129,16 @@ def _compare_tensor(
 
 
 def _gap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(which elements differ, by how much). NaN equals NaN, and is infinitely far from a number."""
+    """Return (which elements differ, by how much). NaN equals NaN, and is infinitely far from a number."""
     differ = ~((a == b) | (a.isnan() & b.isnan()))
     gap = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     return differ, gap.where(differ, torch.zeros(()))
 
 
 def average(sources: list[Path], out: Path) -> list[str]:
-    """Write OUT/checkpoints/step-N, the mean of the parameters in fp64 without moments; N is the newest source's step.
-    Returns the report's lines. Raises CheckpointError: other tensors, another model, a damaged source, or OUT has
-    checkpoints already."""
+    """Write OUT/checkpoints/step-N with the mean of the parameters, computed in fp64, and no moments; N is the step of
+    the newest source. Returns the report's lines. Raises CheckpointError: when tensors or models differ, a source is
+    damaged, or OUT has checkpoints already."""
     if len({path.resolve() for path in sources}) != len(sources) or len(sources) < 2:
         raise CheckpointError("average takes two or more different checkpoints, then the folder to write.")
     if complete_checkpoints(out / "checkpoints"):
@@ -151,7 +152,7 @@ def average(sources: list[Path], out: Path) -> list[str]:
     first = readers[0]
     shapes = {name: first.shape(name) for name in first.order()}
     total = 4 * sum(map(numel, shapes.values()))
-    # A mean cannot be exported byte by byte as the folder of an import, and has no evaluation or variants of its own.
+    # A mean is no longer the imported folder byte by byte, and has neither an evaluation nor variants.
     others = ("source", "evaluation", *features.variants())
     entries = {k: v for k, v in trainers[newest].entries.items() if k not in others}
     entries |= {"weights_only": True, "averaged": [str(path) for path in sources]}
@@ -184,17 +185,18 @@ def _refuse_other_models(readers: list[CheckpointReader], trainers: list[Trainer
         changed += trainers[0].differences(trainer, ("vocab_size", "tokenizer"))
         if changed:
             both = f"{first.folder} and {reader.folder}"
-            raise CheckpointError(f"{both} have no mean: they are of different models: {'; '.join(changed)}.")
+            raise CheckpointError(f"{both} cannot be averaged, since their models differ: {'; '.join(changed)}.")
         other_shapes, first_shapes = ({name: r.shape(name) for name in r.order()} for r in (reader, first))
         if other_shapes != first_shapes:
             name = sorted(other_shapes.items() ^ first_shapes.items())[0][0]
             shapes = [tensors.get(name, "missing") for tensors in (first_shapes, other_shapes)]
             places = f"{shapes[0]} in {first.folder} and {shapes[1]} in {reader.folder}"
-            raise CheckpointError(f"{name} is {places}. Only checkpoints with the same tensors have a mean.")
+            raise CheckpointError(f"{name} is {places}. Only checkpoints with the same tensors can be averaged.")
 
 
 class _Mean:
-    """The mean of parameters, chunk by chunk and from several threads; checksums find a source's damage."""
+    """Computes the mean of parameters chunk by chunk, for several threads, and compares each source with its
+    checksums."""
 
     def __init__(self, readers: list[CheckpointReader]) -> None:
         self._readers = readers
@@ -203,8 +205,8 @@ class _Mean:
         self._lock = threading.Lock()
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the mean in fp32. Raises CheckpointError after the last element of a damaged
-        tensor."""
+        """Return elements [start, stop) of the mean in fp32. Raises CheckpointError: when these are the last elements
+        of a tensor and a source of it is damaged."""
         total = torch.zeros(stop - start, dtype=torch.float64)
         of_chunk = []
         for reader in self._readers:

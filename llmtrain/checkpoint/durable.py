@@ -18,8 +18,8 @@ import xxhash
 
 _PAGE = 4096
 _PIECE = 16 << 20  # bytes handed to the kernel at once
-_SYNCED = 256 << 20  # bytes after which a cache is emptied: one fsync of many GB would look like a disk that hangs
-_UNDER_WAY = 2  # pieces given to the disk: one is written, the next one waits, so that the disk never does
+_SYNCED = 256 << 20  # bytes between two fdatasync: a single fsync of many GB would look like a disk that hangs
+_UNDER_WAY = 2  # pieces queued for the disk: one is written, and the next one is ready
 
 
 class DurableFile:
@@ -50,8 +50,8 @@ class DurableFile:
         self._pending: deque[Future[None]] = deque()
 
     def write(self, data: memoryview, *, stays: bool = False) -> None:
-        """Append bytes. The memory may change after the return, unless the caller says that it `stays` until `close`:
-        then the disk may still be reading it."""
+        """Append bytes. The caller may change their memory after the return, unless it has said that the memory `stays`
+        as it is until `close`: then the disk may still be reading from it."""
         data = data.cast("B")
         done, lent = 0, False
         while done < data.nbytes:
@@ -109,7 +109,7 @@ class DurableFile:
         self._digest.update(piece)
 
     def _wait_for_writes(self, left: int = 0) -> None:
-        """Wait until at most `left` pieces are under way. Raises OSError for a failed one."""
+        """Wait until at most `left` pieces are queued. Raises OSError if a write has failed."""
         while len(self._pending) > left:
             self._pending.popleft().result()
 
@@ -121,7 +121,7 @@ class DurableFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                # The file system took O_DIRECT at open and does not support it, or a short write left an odd offset.
+                # The file system accepts O_DIRECT only at open, or a short write left an unaligned offset.
                 self._direct = False
                 fcntl.fcntl(self._handle, fcntl.F_SETFL, fcntl.fcntl(self._handle, fcntl.F_GETFL) & ~os.O_DIRECT)
         self._written += piece.nbytes
@@ -141,7 +141,7 @@ def write_durably(path: Path, text: str) -> tuple[int, str]:
 
 
 def sync(path: Path) -> None:
-    """fsync a file or a folder: rename alone does not survive a power cut."""
+    """fsync a file or a folder: a rename alone does not survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -150,7 +150,7 @@ def sync(path: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Rename a folder, then delete it: nobody can take a half-deleted folder for a complete one."""
+    """Rename a folder, then delete it, so that nobody takes a half-deleted folder for a complete one."""
     doomed = folder if folder.name.endswith(".trash") else folder.with_name(folder.name + ".trash")
     if doomed != folder:
         with contextlib.suppress(FileNotFoundError):

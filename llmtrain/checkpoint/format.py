@@ -42,30 +42,30 @@ TYPES = ("F32", "BF16", "F16")
 
 
 class FrozenSourceError(CheckpointError):
-    """The folder has changed; the checkpoint may be intact."""
+    """The folder of the frozen parameters has changed; the checkpoint itself may be intact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenSource:
-    """Source of the frozen parameters that checkpoints leave out; see NOWHERE."""
+    """Where the frozen parameters are that checkpoints leave out; NOWHERE if they leave out none."""
 
     folder: Path
     """Absolute."""
     checksums: dict[str, int]
-    """Checksum, equal in each layout, of the full tensor in the folder, by Hugging Face name."""
+    """Hugging Face name -> checksum of the full tensor in the folder, which does not depend on the layout."""
     parts: dict[str, list[tuple[str, str, Region]]]
-    """By Hugging Face name: (file, tensor in it, which elements of the flat parameter that is)."""
+    """Hugging Face name -> [(file, tensor in the file, the elements of the flat parameter that it holds)]."""
 
     def only(self, names: Collection[str]) -> FrozenSource:
         checksums = {name: self.checksums[name] for name in self.parts if name in names}
         return replace(self, checksums=checksums, parts={name: self.parts[name] for name in checksums})
 
     def files(self) -> list[Path]:
-        """Weight files with at least one of these parameters."""
+        """Return the weight files that hold at least one of these parameters."""
         return [self.folder / file for file in dict.fromkeys(f for parts in self.parts.values() for f, _, _ in parts)]
 
     def error(self, wrong: str) -> FrozenSourceError:
-        """Return the error for a reason. `wrong`: a clause that names file and tensor."""
+        """Return the error to raise. `wrong`: a clause that says what is wrong, and names file and tensor."""
         remedy = (
             "Put that folder back, or a link to it; or move away what is there now, and a resume reads "
             "model.pretrained instead"
@@ -87,25 +87,30 @@ class FrozenSource:
 
     @classmethod
     def from_json(cls, raw: Any) -> FrozenSource:
-        """Raises ValueError, TypeError, KeyError or AttributeError: every entry is checked."""
+        """Read what `to_json` returned, and check every entry. Raises ValueError, TypeError, KeyError or
+        AttributeError."""
         folder = Path(word(raw["folder"]))
         checksums, parts = {}, {}
         for name, (checksum, places) in raw["tensors"].items():
             checksums[word(name)] = natural(checksum, 2**64)
             parts[name] = [(word(f), word(tensor), Region(natural(at), natural(n))) for f, tensor, at, n in places]
         odd = [file for places in parts.values() for file, _, _ in places if Path(file).name != file]
-        if odd or not folder.is_absolute() or not all(parts.values()):
-            raise ValueError(f"{[*odd, str(folder)][0]!r} cannot be a place of frozen parameters")
+        if odd:
+            raise ValueError(f"a file with frozen parameters must have a plain name: {odd[0]!r}")
+        if not folder.is_absolute():
+            raise ValueError(f"the folder of the frozen parameters must be an absolute path: {str(folder)!r}")
+        if empty := [name for name, places in parts.items() if not places]:
+            raise ValueError(f"no part of the frozen parameter {empty[0]!r} is listed")
         return cls(folder=here(folder), checksums=checksums, parts=parts)
 
 
 NOWHERE = FrozenSource(folder=Path("/"), checksums={}, parts={})
-"""Nothing is left out."""
+"""For checkpoints that leave out no parameter."""
 
 
 def frozen_source(source: ParameterSource, names: Collection[str], checksums: dict[str, int]) -> FrozenSource:
-    """Return the frozen parameters that a run's checkpoints leave out because a folder holds them: also those of a
-    model with an adapter or a score."""
+    """Return the frozen parameters that a run's checkpoints leave out because a Hugging Face folder holds them, also if
+    the model has an adapter or a score on top. `checksums`: by name."""
     from llmtrain.models.source import SafetensorsSource  # not in the checkpoint writer's process
 
     while (base := getattr(source, "base", None)) is not None:
@@ -114,20 +119,20 @@ def frozen_source(source: ParameterSource, names: Collection[str], checksums: di
         return NOWHERE
     left_out = [name for name in source.order() if name in names and source.dtypes(name) <= {*TYPES}]
     return FrozenSource(
-        folder=source.folder.absolute(),  # links are not followed: hosts may have them to places of their own
+        folder=source.folder.absolute(),  # not resolved: on each host a link may lead elsewhere
         checksums={name: checksums[name] for name in left_out},
         parts={name: source.places(name) for name in left_out},
     )
 
 
-# Proof that pieces cover a tensor once, for the contents of a manifest, which may be anything. No torch.
+# Proof that pieces cover a tensor exactly once. They come from a manifest, so they may be anything. No torch.
 
 
 _RUNS = 4096  # a fused matrix has two or three sections; one with sections for each head still stays far below
 
 
 def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
-    """The first gap, overlap or piece beyond the tensor; None: each element is covered once."""
+    """Return the first gap, overlap or piece beyond the tensor, as text; None: each element is covered exactly once."""
     total = math.prod(shape)
     strides = {region.stride for region in regions if region.runs}
     if not strides:
@@ -145,7 +150,7 @@ def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
 
 
 def _chain(regions: Sequence[Region], total: int) -> str | None:
-    """Check contiguous pieces: each begins at the end of another."""
+    """Return the fault of contiguous pieces, each of which must begin where another ends; None: there is none."""
     end = 0
     for start, numel in sorted([(region.start, region.numel) for region in regions]):
         if start != end:
@@ -155,7 +160,8 @@ def _chain(regions: Sequence[Region], total: int) -> str | None:
 
 
 def _overlap(regions: Sequence[Region], stride: int) -> int | None:
-    """An element that two pieces hold, found by a sweep over the tensor in lines of `stride`."""
+    """Return an element that two pieces hold, or None. Found by a sweep over the tensor in lines of `stride`
+    elements."""
     cells = [cell for region in regions for block in region.blocks() for cell in block.on(stride)]
     events = sorted(
         event
@@ -183,7 +189,7 @@ def _overlap(regions: Sequence[Region], stride: int) -> int | None:
 
 
 def wrong_region(region: Region) -> str | None:
-    """The reason why `region`, with natural numbers, is not valid; None when it is."""
+    """Return why `region`, whose numbers are natural, is not valid; None if it is."""
     if not region.contiguous:
         end = 0
         if len(region.runs) > _RUNS:
@@ -204,20 +210,21 @@ def wrong_region(region: Region) -> str | None:
 
 
 FORMATS = (1, 2)
-"""Format 2 is for checkpoints whose frozen parameters are in another folder; a reader of format 1 would miss them."""
+"""Format 2 is for checkpoints that leave frozen parameters in another folder, which a reader of format 1 would not
+find."""
 OUTER = "outer."
-"""Prefix of the kinds that parts of a run save; a run without these parts ignores them."""
+"""Prefix of the kinds of tensors that a run's parts save; a run without these parts ignores them."""
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 HOSTS = "hosts"
-"""Key of a layout whose hosts have folders of their own: file -> the host that wrote it."""
+"""Key in a layout whose hosts have separate folders: file -> the host that wrote it."""
 _STEP_DIR = re.compile(r"step-([0-9]{8,18})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _JSON_LIMIT = 1 << 30  # bytes; 1,000 ranks with 6,000 pieces each stay below it
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Its files differ from its manifest; an older checkpoint may be intact."""
+    """The checkpoint's files differ from its manifest; an older checkpoint may be intact."""
 
 
 class UnknownFormat(CheckpointError):
@@ -226,10 +233,10 @@ class UnknownFormat(CheckpointError):
 
 @dataclass(frozen=True)
 class Piece:
-    """A flat piece of one tensor in a file (under the name that `keys` gives it)."""
+    """A flat piece of one tensor in a file, where it has the name that `keys` gives."""
 
     kind: str
-    """`param` (the fp32 master) or the optimizer's name of a moment."""
+    """`param` (the fp32 master), or the optimizer's name of a moment."""
     name: str
     """Hugging Face name of the parameter."""
     region: Region
@@ -238,14 +245,15 @@ class Piece:
     """Layout-free checksum of the elements (storage/checksum.py); the pieces of a tensor add up to the tensor's."""
 
     def to_json(self) -> list[Any]:
-        """[kind, name, start, elements, checksum]; a strided piece adds stride, skip, [[offset, length], ...]."""
+        """Return [kind, name, start, elements, checksum]; for a strided piece with stride, skip, [[offset, length],
+        ...] at the end."""
         where = self.region
         strided = [] if where.contiguous else [where.stride, where.skip, where.runs]
         return [self.kind, self.name, where.start, where.numel, self.checksum, *strided]
 
     @classmethod
     def from_json(cls, raw: Any) -> Piece:
-        """Raises ValueError or TypeError: every entry is checked."""
+        """Read what `to_json` returned, and check every entry. Raises ValueError or TypeError."""
         kind, name, start, numel, checksum, *strided = raw
         region = Region(natural(start), natural(numel))
         if strided:
@@ -253,7 +261,7 @@ class Piece:
             pairs = tuple((natural(offset), natural(length)) for offset, length in runs)
             region = replace(region, runs=pairs, stride=natural(stride), skip=natural(skip))
             if wrong := wrong_region(region):
-                raise ValueError(f"no piece of {name!r}: {wrong}")
+                raise ValueError(f"a piece of {name!r} is not valid: {wrong}")
         return cls(_kind(kind), word(name), region, natural(checksum, 2**64))
 
 
@@ -269,15 +277,16 @@ class FileEntry:
 class Manifest:
     step: int
     tensors: dict[str, list[int]]
-    """Full shape by Hugging Face name."""
+    """Hugging Face name -> full shape."""
     files: dict[str, FileEntry]
     layout: dict[str, Any]
-    """The layout of the save, for people: world_size, zero_stage, precision, parallel degrees above 1; see HOSTS."""
+    """The layout of the saving run, for people to read: world_size, zero_stage, precision, parallel degrees above 1;
+    see HOSTS."""
     frozen: FrozenSource = NOWHERE
-    """The source of the parameters that no file here holds."""
+    """Where the parameters are that no file of the checkpoint holds."""
 
     def checksums(self) -> dict[tuple[str, str], int]:
-        """Layout-free checksum of each complete tensor, by (kind, name)."""
+        """Return (kind, name) -> layout-free checksum of the complete tensor."""
         sums = {(PARAM, name): checksum for name, checksum in self.frozen.checksums.items()}
         for entry in self.files.values():
             for piece in entry.pieces:
@@ -286,7 +295,7 @@ class Manifest:
         return sums
 
     def elsewhere(self, folder: Path) -> dict[str, str]:
-        """Files that another host wrote into its own folder: {name: that host}."""
+        """Return the files that are only in another host's folder: name -> that host."""
         hosts = self.layout.get(HOSTS)
         if not isinstance(hosts, dict):
             return {}
@@ -308,7 +317,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read and check a manifest. Raises CheckpointError: none, or not valid."""
+        """Read and check the manifest of a checkpoint. Raises CheckpointError: when it is missing or not valid."""
         path = folder / MANIFEST
         try:
             signed = untrusted.loads(read_file(path))
@@ -340,7 +349,8 @@ class Manifest:
         return manifest
 
     def _check_pieces(self, path: Path) -> None:
-        """Check that every piece belongs to a tensor, and that the pieces of a tensor cover it once."""
+        """Raise CheckpointError unless every piece belongs to a tensor, and the pieces of a tensor cover it exactly
+        once."""
         if TRAINER not in self.files:
             raise CheckpointError(f"{path} does not list {TRAINER}.")
         regions: dict[tuple[str, str], list[Region]] = {}
@@ -369,7 +379,8 @@ class Manifest:
 
 
 def keys(pieces: list[Piece]) -> list[str]:
-    """Names in a file: `kind/NAME`, further ones of a tensor `kind/NAME#1`."""
+    """Return the pieces' names in their file: `kind/NAME` for the first piece of a tensor, then `kind/NAME#1` and so
+    on."""
     seen: dict[str, int] = {}
     names = []
     for piece in pieces:
@@ -406,7 +417,7 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def stale_folders(checkpoints: Path) -> list[Path]:
-    """Folders that a killed save or a killed deletion left."""
+    """Return the folders that a killed save or deletion left."""
     return [p for p in _children(checkpoints) if p.name.endswith((".tmp", ".trash"))]
 
 
@@ -418,12 +429,12 @@ def _children(folder: Path) -> Iterator[Path]:
 def open_file(path: Path) -> int:
     """Open a file of a checkpoint for reading; never a link, a pipe or a device. Raises OSError."""
     if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link, which a file of a checkpoint must not be")
+        raise OSError(errno.ELOOP, "it is a symbolic link, and files of a checkpoint must not be links")
     return open_regular(path, os.O_NOFOLLOW)
 
 
 def read_file(path: Path) -> bytes:
-    """Raises OSError."""
+    """Return the contents of a checkpoint's JSON file. Raises OSError."""
     with open(open_file(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > _JSON_LIMIT:
             raise OSError(errno.EFBIG, f"it has more than {_JSON_LIMIT} bytes")
@@ -431,7 +442,7 @@ def read_file(path: Path) -> bytes:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Lines `key: saved -> now` for every leaf that differs in two nested dicts."""
+    """Return a line `key: saved -> now` for every leaf that differs in two nested dicts."""
     lines = []
     for key in sorted(saved.keys() | now.keys()):
         path = f"{prefix}{key}"
@@ -446,14 +457,15 @@ def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") ->
 
 
 def misfit(file: TensorFile, entry: FileEntry) -> str | None:
-    """A tensor `kind/NAME` on which the file's header and its entry in the manifest disagree."""
+    """Return a tensor `kind/NAME` on which the file's header and its entry in the manifest disagree; None: they
+    agree."""
     in_header = {name: entry.numel for name, entry in file.entries.items()}
     listed = {key: piece.region.numel for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True)}
     return min(in_header.items() ^ listed.items())[0] if in_header != listed else None
 
 
 def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
-    """xxh3-64 of a file, hexadecimal; `advance` gets the size of each block (8 MiB). Raises OSError."""
+    """Return the file's xxh3-64 in hexadecimal; `advance` gets the size of each block (8 MiB). Raises OSError."""
     digest = xxhash.xxh3_64()
     with open(open_file(path), "rb", buffering=0) as file:
         while block := file.read(8 << 20):
@@ -463,7 +475,8 @@ def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -
 
 
 def problems(folder: Path, manifest: Manifest, names: list[str], *, contents: bool = True) -> list[str]:
-    """Missing files, other sizes and, with `contents`, other checksums."""
+    """Return a line for each of the files `names` that is missing, has another size or, with `contents`, another
+    checksum."""
     problems = []
     for name in names:
         path, entry = folder / name, manifest.files[name]

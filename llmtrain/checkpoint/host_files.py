@@ -1,6 +1,6 @@
-"""Finds complete checkpoints whose files are on several hosts, each in its own folder, and fetches their files.
+"""Finds complete checkpoints whose files are spread over hosts with separate folders, and copies files between hosts.
 
-A host gets the files that its ranks read and its folder lacks from another host, over the network.
+A host gets the files that its ranks read and its folder lacks, over the network from a host that has them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _CHUNK = 16 << 20  # bytes sent at a time
 @dataclass(frozen=True)
 class _Offer:
     manifest: str
-    """Its checksum: hosts may have different checkpoints of one step, because one was never completed."""
+    """Checksum of the manifest: hosts may have different checkpoints of one step if one of them was never completed."""
     files: frozenset[str]
     """Names of this host's files that have the right size."""
     all_files: frozenset[str]
     hosts: dict[str, str]
-    """Host that wrote each file."""
+    """File -> the host that wrote it."""
 
 
 def _offer(folder: Path) -> _Offer | None:
@@ -69,7 +69,7 @@ class _Version:
 
 
 def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
-    """Versions of a checkpoint: complete ones first, then by the number of leaders."""
+    """Return the versions of a checkpoint: complete ones first, then by the number of hosts that have them."""
     by_manifest: dict[str, dict[int, _Offer]] = {}
     for leader, offer in offers:
         if offer is not None:
@@ -82,8 +82,9 @@ def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
 
 
 def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list[Path], dict[Path, str]]:
-    """Return the checkpoints that are complete in all folders together, newest first, and the faults of the others."""
-    # The names are the same on all hosts, paths are not.
+    """Return (the checkpoints that are complete if all folders are taken together, newest first; path of each other one
+    -> what it lacks)."""
+    # Names are the same on all hosts, paths may differ.
     named = {path.name if path.parent == where.path else str(path): path for path in mine}
     offers = {name: _offer(path) for name, path in named.items()} if where.leads else {}
     shares = ranks.gather(offers)
@@ -109,9 +110,11 @@ def _what_lacks(versions: list[_Version]) -> str:
 
 
 def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, ranks: Ranks) -> None:
-    """Fetch the wanted files of a checkpoint, manifest and trainer.json into this rank's folder, on all ranks together.
+    """Copy the checkpoint's manifest, trainer.json and the `wanted` files into this rank's folder, from hosts that have
+    them. All ranks call it together.
 
-    Raises DamagedCheckpoint: a fetched file differs from the manifest; CheckpointError: a file could not be written.
+    Raises DamagedCheckpoint: when no host has a file, or a copied file differs from the manifest; CheckpointError: when
+    a file cannot be written.
     """
     if not where.split:
         return
@@ -126,7 +129,7 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
     moved = sorted(set().union(*lacks.values()))
     if not moved:
         return
-    log.info(f"{checkpoint.name}: {len(moved)} files are copied to the hosts whose ranks read them")
+    log.info(f"{checkpoint.name}: {len(moved)} files are copied to hosts whose ranks read them")
     takes = lacks[ranks.rank] if where.leads else set()
     problem: CheckpointError | None = None
     into = checkpoint
@@ -153,13 +156,14 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
 
 
 def fetch_all(checkpoint: Path, where: CheckpointFolder, ranks: Ranks) -> None:
-    """Complete the files in rank 0's folder. All ranks call it together; see `fetch`."""
+    """Copy all files that rank 0's folder lacks. All ranks call it together; see `fetch`."""
     wanted = Manifest.read(checkpoint).files if where.split and ranks.rank == 0 else ()
     fetch(checkpoint, wanted, where, ranks)
 
 
 def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> CheckpointError | None:
-    """Send a file from its owner to all ranks, and write it on those with a `target`; returns this rank's error."""
+    """Send a file from its owner to all ranks, and write it on ranks with a `target`. Returns this rank's error, or
+    None."""
     problem: CheckpointError | None = None
     sends = ranks.rank == owner
     with contextlib.ExitStack() as stack:
@@ -201,7 +205,8 @@ def _io_error(error: OSError, path: Path | None) -> CheckpointError:
 
 
 def _settle(into: Path, checkpoint: Path, names: set[str]) -> CheckpointError | None:
-    """Check fetched files against the manifest, and give them and a new folder their names."""
+    """Check copied files against the manifest, and give them and a new folder their final names. Returns the error, or
+    None."""
     try:
         for name in names:
             (into / f"{name}.part").rename(into / name)

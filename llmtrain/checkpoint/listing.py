@@ -1,4 +1,4 @@
-"""Finds the checkpoints at a path; lists a run's folder, and deletes its old checkpoints by hand. No torch."""
+"""Finds the checkpoints at a path, lists a run's checkpoints, and deletes old ones by hand. No torch."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class Row:
     path: Path | str
     """Folder or URL of the checkpoint."""
     state: str
-    """complete, part (other files are on other hosts, or gone), damaged, incomplete, tmp, trash or set aside."""
+    """complete, part (files are on other hosts, or the frozen parameters are gone), damaged, incomplete, tmp, trash or
+    set aside."""
     detail: str
-    """The reason why it is not complete; else empty."""
+    """Why the checkpoint is not complete; else empty."""
     bytes: int
     age_s: float
     step: int | None = None
@@ -50,16 +51,17 @@ class Row:
     layout: dict[str, Any] | None = None
     weights_only: bool = False
     stage: str = ""
-    """Stage and data of a run with several stages, for example `1: data/b`; empty for others."""
+    """Stage and data, for example `1: data/b`; empty for the first stage."""
     began_from: str = ""
-    """The checkpoint of another run that its run began from, for example `a/step-500`."""
+    """The checkpoint of another run from which this run began, for example `a/step-500`; empty: none."""
     best: str = ""
-    """Figure of a checkpoint that checkpoint.keep_best keeps, for example `eval/loss 2.3100`; empty for others."""
+    """The figure for which checkpoint.keep_best keeps the checkpoint, for example `eval/loss 2.3100`; empty: not kept
+    by it."""
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """Return the complete checkpoints of a run folder or its checkpoints/, newest first. `path` may also name a single
-    checkpoint, or RUN/step-N. Raises CheckpointError: there is none."""
+    """Return the complete checkpoints of a run folder, newest first. `path`: the run folder, its checkpoints/, a single
+    checkpoint, or RUN/step-N. Raises CheckpointError: when there is none."""
     _refuse_data(path)
     folders = [path] if (path / MANIFEST).exists() else complete_checkpoints(checkpoints_of(path))
     short = _SHORT_STEP.fullmatch(path.name)
@@ -75,15 +77,13 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 _TRIES = 5
-"""Attempts to read a checkpoint of a live run, whose checkpoint.keep may delete it meanwhile."""
+"""Attempts to read a checkpoint of a live run, which may delete it meanwhile (checkpoint.keep)."""
 
 
 def read_while_there(find: Callable[[], Path], read: Callable[[Path], T]) -> tuple[Path, T]:
-    """Return (checkpoint, result of `read` for it); if a live run deletes a checkpoint in the meantime, `find` gives
-    another.
-
-    Raises: any error of the two; CheckpointError after five deleted ones.
-    """
+    """Return (checkpoint from `find`, what `read` returned for it). If the checkpoint was deleted meanwhile, as a live
+    run may do, tries again with the next one from `find`, five times in all. Raises CheckpointError after that; errors
+    of `find`, and of `read` if the checkpoint is still there."""
     for left in reversed(range(_TRIES)):
         folder = find()
         try:
@@ -97,7 +97,7 @@ def read_while_there(find: Callable[[], Path], read: Callable[[Path], T]) -> tup
 
 
 def _refuse_data(path: Path) -> None:
-    """A data folder has a manifest.json, too. Raises CheckpointError."""
+    """Raise CheckpointError if `path` is a data folder, which has a manifest.json, too."""
     try:
         manifest = untrusted.loads(read_file(path / MANIFEST))
     except (OSError, ValueError):  # none, or a damaged one, which is reported elsewhere
@@ -110,8 +110,8 @@ def _refuse_data(path: Path) -> None:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """RUN/checkpoints, from either; or a folder with another name that holds checkpoints: checkpoint.dir allows any
-    name."""
+    """Return the folder with the checkpoints. `path`: the run folder, or the folder itself, which may have any name
+    (checkpoint.dir)."""
     below = path / "checkpoints"
     return path if not below.is_dir() and (path.name == "checkpoints" or complete_checkpoints(path)) else below
 
@@ -124,7 +124,8 @@ def step_folders(path: Path) -> list[Path]:
 
 
 def rows(path: Path) -> list[Row]:
-    """Everything in a run's checkpoints/, newest step first; or the one checkpoint. Raises CheckpointError."""
+    """Return a row for everything in a run's checkpoints/, newest step first; or for the one checkpoint at `path`.
+    Raises CheckpointError."""
     folder = checkpoints_of(path)
     _refuse_data(path)
     if not folder.is_dir():
@@ -138,8 +139,7 @@ def rows(path: Path) -> list[Row]:
 
 
 def best_wanted(checkpoints: Path) -> Best | None:
-    """Return the run's choice of best checkpoints, from its newest readable checkpoint; None: the run keeps no best
-    ones."""
+    """Return which best checkpoints the run keeps, by its newest readable checkpoint; None: it keeps none."""
     for folder in complete_checkpoints(checkpoints):
         with contextlib.suppress(CheckpointError):
             return Best.of(TrainerState.read(folder))
@@ -152,12 +152,13 @@ def _best(checkpoints: Path) -> list[tuple[Best, Path, float]]:
 
 
 def best_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that a run's checkpoint.keep_best keeps, best first. Raises CheckpointError: there is none."""
+    """Return the checkpoints that checkpoint.keep_best keeps, best first. Raises CheckpointError: when there is
+    none."""
     best = _best(checkpoints_of(path))
     if not best:
         raise CheckpointError(
-            f"{path}: holds no checkpoint with the figure of an evaluation that checkpoint.keep_best names. Give the "
-            "folder of a run that has it, or choose by `llmtrain checkpoint ls`."
+            f"{path}: holds no checkpoint with the figure that checkpoint.keep_best names. Give the "
+            "folder of a run with one, or choose a checkpoint from `llmtrain checkpoint ls`."
         )
     return [folder for _, folder, _ in best]
 
@@ -203,7 +204,7 @@ def _stage(record: list[dict[str, Any]]) -> str:
     try:
         last = record[-1]
         return f"{last['stage']}: {', '.join(last['folders'])}" if last["stage"] else ""
-    except (KeyError, IndexError, TypeError):  # a conversion wrote it
+    except (KeyError, IndexError, TypeError):  # as a conversion may write it
         return ""
 
 
@@ -241,7 +242,7 @@ def _age_s(path: Path) -> float:
 
 
 def layout_words(layout: dict[str, Any], weights_only: bool) -> str:
-    """'ZeRO 1 x 8 ranks (pipeline 2, tensor 2), bf16', from the entries that a manifest has."""
+    """Return text such as 'ZeRO 1 x 8 ranks (pipeline 2, tensor 2), bf16', from what a manifest has of it."""
     stage, ranks = layout.get("zero_stage"), layout.get("world_size")
     degrees = ", ".join(f"{key} {layout[key]}" for key in _DEGREES if layout.get(key))
     how = str(layout.get("made_by") or f"ZeRO {stage} x {ranks} ranks" + (f" ({degrees})" if degrees else ""))
@@ -250,7 +251,7 @@ def layout_words(layout: dict[str, Any], weights_only: bool) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Aligned lines under a heading. STAGE and FROM appear if a row has one."""
+    """Return aligned lines under a heading. The columns STAGE and FROM appear only if a row has a value for them."""
     more = {"STAGE": [row.stage for row in rows], "FROM": [row.began_from for row in rows]}
     more = {name: column for name, column in more.items() if any(column)}
     lines = [("STEP", "TOKENS", *more, "SIZE", "LAYOUT", "AGE", "STATE", "FOLDER")]
@@ -274,15 +275,16 @@ def table(rows: Sequence[Row]) -> list[str]:
 class Pruned:
     lines: list[str]
     failed: bool
-    """Something could not be deleted."""
+    """True if something could not be deleted."""
 
 
 def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
-    """Delete all but the `keep` newest good checkpoints, those of checkpoint.keep_best, the newest that verifies, and,
-    while its frozen parameters are gone, those with another source; also unlocked leftovers. Raises CheckpointError: no
-    checkpoint verifies, or `keep` is below 1."""
+    """Delete old checkpoints, and leftovers that no process has locked. Kept are the `keep` newest good ones, those of
+    checkpoint.keep_best, and the newest that verifies; while the frozen parameters of that one are gone, also those
+    with another source of them. `dry_run`: only list. Raises CheckpointError: when no checkpoint verifies, or `keep` is
+    below 1."""
     if keep < 1:
-        raise CheckpointError(f"--keep {keep}: at least one checkpoint stays. Give 1 or more.")
+        raise CheckpointError(f"--keep {keep}: at least one checkpoint must stay. Give 1 or more.")
     checkpoints = checkpoints_of(run)
     lines = []
     for newest in complete_checkpoints(checkpoints):
@@ -325,7 +327,7 @@ def _frozen_of(folder: Path) -> FrozenSource | None:
 
 @contextlib.contextmanager
 def _leftovers(checkpoints: Path) -> Iterator[list[Path]]:
-    """Folders that killed processes left, if no live launch may be writing there."""
+    """A context with the folders that killed processes left, locked; none if a live launch may be writing there."""
     with contextlib.ExitStack() as locks:
         free = lock(checkpoints.parent, locks) and lock(checkpoints, locks)
         yield locks.enter_context(leftovers(checkpoints)) if free else []

@@ -1,4 +1,4 @@
-"""Read a checkpoint into an engine of any layout, and compare it with the run that resumes."""
+"""Reads a checkpoint into an engine of any layout, and compares the checkpoint with the run that resumes."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ _PARAMETERS_ALONE = (
 class Resumed:
     folder: Path
     trainer: TrainerState
-    """State in the checkpoint, with this run's fingerprints of data that continues."""
+    """The checkpoint's state, in which data that continues has this run's fingerprints."""
     step: int
     weights_only: bool
-    """Only the parameters were taken: the run begins at step 0."""
+    """True if only the parameters were taken, and the run begins at step 0."""
     began_from: dict[str, Any] | None
-    """Origin of the run, for its own checkpoints: see `origin`."""
+    """What the run's own checkpoints record as the run's origin: see `origin`."""
     frozen: FrozenSource
-    """Source of the frozen parameters that its checkpoints leave out."""
+    """Where the frozen parameters are that the checkpoint leaves out."""
     lines: list[str]
-    """To log: skipped checkpoints, taken weights, missing records, changes."""
+    """Lines to log: skipped checkpoints, what was resumed, changes, warnings."""
 
 
 def resume(
     engine: Engine, config: RunConfig, candidates: Candidates, where: CheckpointFolder, now: TrainerState, ranks: Ranks
 ) -> Resumed:
-    """Fill the engine from the newest intact one of the `candidates` (not empty). `now`: this run's state. All ranks
+    """Fill the engine from the newest intact checkpoint of `candidates` (not empty). `now`: this run's state. All ranks
     call it together, and raise the same CheckpointError, FrozenSourceError or ModelError."""
     own_run, rejected = candidates.own, dict(candidates.incomplete)
     for candidate in candidates.paths:
@@ -114,7 +114,7 @@ def resume(
 
 
 def _rate_jump(saved: TrainerState, now: TrainerState) -> list[str]:
-    """Warn if another length or schedule makes the learning rate jump at the resumed step."""
+    """Return a warning if a changed length or schedule makes the learning rate jump at the resumed step."""
     step = saved.step
     planned, last, first = _rate(saved, step), _rate(saved, step - 1), _rate(now, step)
     if not step or planned is None or last is None or first is None or math.isclose(planned, first, rel_tol=0.01):
@@ -127,7 +127,7 @@ def _rate_jump(saved: TrainerState, now: TrainerState) -> list[str]:
 
 
 def _rate(state: TrainerState, step: int) -> float | None:
-    """Return the learning rate of a step (0: the first); None: it is not recorded."""
+    """Return the learning rate of a step (0 is the first); None if it is not recorded."""
     run = state.run or {}
     try:
         train, stages = run["train"], saved_stages(run)
@@ -138,12 +138,12 @@ def _rate(state: TrainerState, step: int) -> float | None:
         if steps is None and stages.at(step).schedule.needs_length:
             return None
         return float(run["optim"]["lr"] * stages.factor(step, steps))
-    except (KeyError, TypeError, ConfigError):  # made by other tools, or by another version
+    except (KeyError, TypeError, ConfigError):  # written by another tool or version
         return None
 
 
 def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
-    """Files that this rank reads; none of a damaged checkpoint, which `_open` reports."""
+    """Return the files that this rank reads; none if the checkpoint is damaged, which `_open` reports."""
     try:
         reader = CheckpointReader(folder)
     except CheckpointError:
@@ -162,15 +162,15 @@ def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
 def _open(
     folder: Path, pretrained: Path | None, where: CheckpointFolder, ranks: Ranks, *, parts: bool
 ) -> tuple[CheckpointReader, TrainerState]:
-    """Check everything but the values, on all ranks together, each file once.
+    """Check everything except the values. The ranks do it together, and each file is checked once.
 
-    `pretrained`: the folder for frozen parameters if theirs is gone. `parts`: also check the values of the run's parts
-    (such as an average), which read them when no older checkpoint can be taken any more.
+    `pretrained`: folder for the frozen parameters if their own is gone. `parts`: also check the tensors of the run's
+    parts (such as an average), which are read later, when no older checkpoint can be taken instead.
 
     Raises:
         FrozenSourceError: the frozen parameters are missing.
-        DamagedCheckpoint: no manifest, a missing file, another size, another header, another trainer.json.
-        UnknownFormat: another version's; that is no damage, and the search ends there.
+        DamagedCheckpoint: the manifest, a file's size or header, or trainer.json is wrong.
+        UnknownFormat: another version wrote it. That is no damage, so no older checkpoint is tried.
     """
     wrong: list[str] = []
     trainer = TrainerState()
@@ -225,9 +225,10 @@ def _joined(shares: list[list[str]]) -> list[str]:
 def load_checkpoint(
     engine: Engine, reader: CheckpointReader, trainer: TrainerState, ranks: Ranks, *, weights_only: bool = False
 ) -> None:
-    """Fill the engine from a checkpoint of any layout and prove that every value arrived; each rank reads its slices in
-    chunks of a few MiB. `weights_only` leaves the optimizer unchanged. Raises DamagedCheckpoint, FrozenSourceError,
-    CheckpointError: other moments; ModelError: other parameters or shapes."""
+    """Fill the engine from a checkpoint of any layout, and prove that every value arrived. Each rank reads its slices
+    in chunks of a few MiB. `weights_only`: leave the optimizer's state unchanged. Raises DamagedCheckpoint,
+    FrozenSourceError; CheckpointError: when the moments differ in kind or name; ModelError: when parameters or shapes
+    differ."""
     live = engine.state()
     check_names(engine, reader)
     if not weights_only:
@@ -255,7 +256,8 @@ def load_checkpoint(
 
 
 def _fill(pieces: list[StateTensor], reader: CheckpointReader) -> dict[Key, int]:
-    """Return the checksums of exact values that the engine rounds (Muon's momentum, frozen bf16 weights)."""
+    """Fill the pieces. Returns the checksums of the saved values for tensors that the engine rounds (Muon's momentum,
+    frozen bf16 weights)."""
     exact: dict[Key, int] = {}
     for piece in pieces:
         key = (piece.kind, piece.name)
@@ -309,7 +311,8 @@ def _listed(keys: list[Key]) -> str:
 
 
 def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> CheckpointError:
-    """Name the cause of tensors that differ from the manifest: all ranks read their files again."""
+    """Return the error for tensors that differ from the manifest, after all ranks have read their files again to find
+    the cause."""
     files = {
         name
         for name, entry in reader.manifest.files.items()
@@ -332,7 +335,8 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
 
 
 def _refuse_other_adapter(saved: TrainerState, now: TrainerState, folder: Path) -> None:
-    """Refuse an adapter of another scale, which no shape shows, and an adapter that only one of the two has."""
+    """Raise CheckpointError if only one of checkpoint and run has an adapter, or if their scales differ, which no shape
+    shows."""
     saved_adapter, current_adapter = saved.section("adapter"), now.section("adapter")
     if bool(saved_adapter.get("r")) != bool(current_adapter.get("r")):
         holds, wants, merge = "no adapter", "trains one", ""
@@ -356,11 +360,11 @@ def _other_data(saved: TrainerState, now: TrainerState) -> str:
         for key in keys
         if was and was.get(key) != now_is.get(key)
     ]
-    return "; ".join(changes) or "The prepared data has been prepared again or changed since"
+    return "; ".join(changes) or "The data was prepared again, or has changed since"
 
 
 def as_of(step: int, now: TrainerState) -> TrainerState:
-    """Return this run's state after a step, with the data and the model of that stage."""
+    """Return this run's state after a step, with the data and the model configuration of its stage."""
     planned = [stage for stage in now.plan if stage[0] < max(1, step)]
     if not planned:
         return now
@@ -371,14 +375,15 @@ def as_of(step: int, now: TrainerState) -> TrainerState:
 def refuse_other_model(
     saved: TrainerState, now: TrainerState, folder: Path, *, weights_only: bool, meant: bool
 ) -> list[str]:
-    """Compare model, teacher and tokenizer; `meant` (resume_model: new) only warns."""
+    """Raise CheckpointError if model, teacher or tokenizer differ in what they compute. `meant` (resume_model: new):
+    return a warning instead."""
     changes = other_meaning(saved.model_config, now.model_config)
     if weights_only and saved.tokenizer not in (None, now.tokenizer):
         changes.append(f"tokenizer of the data: {saved.tokenizer} -> {now.tokenizer}")
     if not weights_only:
         changes += [f"teacher's {text}" for text in other_meaning(saved.teacher_config, now.teacher_config)]
     if meant and changes:
-        return [f"warning: resume_model new: the weights of {folder} compute something else now: {'; '.join(changes)}"]
+        return [f"warning: resume_model new: the weights of {folder} now compute something else: {'; '.join(changes)}"]
     if changes:
         raise CheckpointError(
             f"{folder}: its weights would compute something else in this run: {'; '.join(changes)}. Give the run "
@@ -390,7 +395,7 @@ def refuse_other_model(
 
 
 def _left_out(state: TrainerState, step: int) -> dict[str, list[Any]]:
-    """Return the sequences, by stage, and the steps up to `step` that count no token, by their keys."""
+    """Return the sequences of each stage and the steps up to `step` that count no token, by their keys."""
     data = state.section("data")
     return {
         "data.exclude": [sorted(stage.get("exclude") or ()) for stage in (data, *(data.get("stages") or ()))],
@@ -401,9 +406,9 @@ def _left_out(state: TrainerState, step: int) -> dict[str, list[Any]]:
 def refuse_other_run(
     saved: TrainerState, now: TrainerState, folder: Path, *, own: bool = False, other_data: bool = False
 ) -> list[str]:
-    """Refuse a checkpoint of another optimizer, vocabulary or data; `now` is `as_of` its step. If the checkpoint is not
-    the run's `own`, the run may exclude other sequences of the data. `other_data` accepts other data of the same
-    tokenizer. Returns a note if the checkpoint names no data. Raises CheckpointError."""
+    """Raise CheckpointError if optimizer, vocabulary or data differ. `now`: this run `as_of` the checkpoint's step.
+    `own`: False for another run's checkpoint, after which this run may exclude other sequences. `other_data`: accept
+    other data of the same tokenizer. Returns a note if the checkpoint names no data."""
     step = saved.step
     if own and saved.order == now.order:
         before, current = _left_out(saved, step), _left_out(now, step)
@@ -444,10 +449,8 @@ def refuse_other_run(
 def compare_checksums(
     folder: Path, mine: Mapping[str, int], expected: Mapping[str, int], ranks: Ranks, what: str = ""
 ) -> None:
-    """Compare the sums of all ranks' checksums with the manifest of `folder`, on all ranks together.
-
-    `what`: first word of a name in the message. Raises AgreedError.
-    """
+    """Compare the sums over all ranks of their checksums with the manifest's values, on all ranks together. `what`: put
+    before a name in the message. Raises AgreedError."""
     parts = ranks.gather(dict(mine))
     with ranks.together():
         for name, value in expected.items():

@@ -33,7 +33,7 @@ _READERS = 2
 
 
 def claim(partial: Path) -> int:
-    """Make a folder to write into and take its lock, held by the returned handle. Raises CheckpointError."""
+    """Make a folder to write into, and lock it. Returns the handle that holds the lock. Raises CheckpointError."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
         return lock_folder(partial)
@@ -44,9 +44,9 @@ def claim(partial: Path) -> int:
 
 
 class OutputFolder:
-    """A folder that appears under its name by `commit`. Until then it is NAME.tmp, with a journal of finished files,
-    and the same conversion (an equal `plan`) continues it after a kill. A user's mistake inside removes it. Raises
-    CheckpointError: the folder exists, is being written, or cannot be."""
+    """A folder that has its final name only after `commit`. Until then it is NAME.tmp, with a journal of the finished
+    files, and after a kill the same conversion (one with an equal `plan`) continues it. A UserError inside the context
+    removes it. Raises CheckpointError: when the folder exists, another process writes it, or it cannot be made."""
 
     def __init__(self, out: Path, plan: dict[str, Any]) -> None:
         self.out = out
@@ -67,7 +67,7 @@ class OutputFolder:
     ) -> None:
         if isinstance(error, UserError):
             remove_tree(self.partial)
-            with contextlib.suppress(OSError):  # it holds something else by now
+            with contextlib.suppress(OSError):  # a folder with other contents stays
                 for folder in self._made:
                     folder.rmdir()
         os.close(self._lock)
@@ -78,7 +78,8 @@ class OutputFolder:
             ) from error
 
     def need(self, total_bytes: int) -> None:
-        """Raises CheckpointError when `total_bytes` (finished files included) do not fit."""
+        """Raise CheckpointError if the disk has no room for `total_bytes`, of which finished files are already
+        there."""
         have = sum(info["bytes"] for info in self._finished.values())
         free = shutil.disk_usage(self.partial).free
         if total_bytes - have > free:
@@ -87,7 +88,8 @@ class OutputFolder:
             )
 
     def file(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Have `write` make the file, unless an earlier start did, and record its result ("bytes" is required)."""
+        """Call `write` to make the file, unless an earlier start has finished it. Records and returns what `write`
+        returns, a dict with at least "bytes"."""
         if name not in self._finished:
             info = write(self.partial / name)
             with open(self.partial / JOURNAL, "a") as journal:
@@ -98,7 +100,7 @@ class OutputFolder:
         return self._finished[name]
 
     def commit(self) -> Path:
-        """Rename to the final name. Every file must be durable by now, or small enough to be synced here."""
+        """Give the folder its final name. Syncs every file and folder in it before."""
         (self.partial / JOURNAL).unlink()
         for path in [*self.partial.rglob("*"), self.partial]:
             sync(path)
@@ -185,15 +187,15 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a checkpoint that no run saves will hold: complete fp32 tensors."""
+    """The contents of a checkpoint that a conversion makes: complete fp32 tensors."""
 
     step: int
     shapes: Mapping[str, tuple[int, ...]]
     """By Hugging Face name."""
     moments: Mapping[str, set[str]] = field(default_factory=dict)
-    """Kind of optimizer moments -> the names that have it. Empty for weights alone."""
+    """Kind of optimizer moments -> names of the parameters that have it. Empty: parameters alone."""
     read: Callable[[str, str, int, int], Tensor]
-    """(kind, name, start, stop) -> the flat fp32 elements; called from several threads."""
+    """(kind, name, start, stop) -> those elements of the flat tensor in fp32; called from several threads."""
     trainer: dict[str, Any]
     layout: dict[str, Any]
 
@@ -209,12 +211,12 @@ def build_checkpoint(
     """Write the checkpoint folder `out` (for example step-00000500).
 
     Args:
-        plan: identifies the conversion, so that a restart continues the same one.
+        plan: identifies the conversion; a restart with an equal plan continues it.
         advance: gets the bytes written.
-        read_again: read every byte back before it gets its name, unless the caller does so itself.
+        read_again: read every byte back before the folder gets its name; False if the caller does that.
 
     Raises:
-        CheckpointError: see OutputFolder; or the file differs from its source.
+        CheckpointError: as OutputFolder, or when a file that is read back is damaged.
     """
     shapes, moments = contents.shapes, contents.moments
     keys = {f"{kind}/{name}": (kind, name) for kind, names in {PARAM: set(shapes), **moments}.items() for name in names}
@@ -248,7 +250,7 @@ def build_checkpoint(
             from llmtrain.checkpoint.verify import verify
 
             if wrong := verify(folder.partial):
-                raise CheckpointError(f"{out} was not written as it should be, and nothing was kept: {wrong[0]}.")
+                raise CheckpointError(f"{out}: the files differ when they are read back: {wrong[0]}. Nothing was kept.")
         return folder.commit()
 
 

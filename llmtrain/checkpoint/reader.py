@@ -1,4 +1,4 @@
-"""Slices of one checkpoint's tensors, read from any number of files. Also a ParameterSource."""
+"""Reads slices of a checkpoint's tensors, from any number of files. Also a ParameterSource."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 class _Held:
     region: Region
     file: str
-    """File in the checkpoint's folder; for a frozen parameter the path in its source."""
+    """Name in the checkpoint's folder; for a frozen parameter the path of the file in its model's folder."""
     key: str
 
 
 class CheckpointReader:
-    """Reads for several threads, without a cache. Raises CheckpointError: no or damaged checkpoint."""
+    """Reads a checkpoint's tensors for several threads, without a cache. Raises CheckpointError: when the checkpoint is
+    missing or damaged."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None, parameters: str = PARAM) -> None:
-        """`parameters`: kind of the tensors to read for the parameters that have one, such as an average."""
+        """`parameters`: kind of tensor, such as an average, that is read in place of each parameter that has one."""
         self.folder = folder
         self.origin = f"resume: {folder}"
         self.manifest = manifest or Manifest.read(folder)
         self._where: dict[tuple[str, str], list[_Held]] = {}
-        """By (kind, name), in the order of their first elements."""
+        """(kind, name) -> pieces, in the order of their first elements."""
         for file, entry in self.manifest.files.items():
             for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True):
                 self._where.setdefault((piece.kind, piece.name), []).append(_Held(piece.region, file, key))
@@ -59,7 +60,7 @@ class CheckpointReader:
         self._lock = threading.Lock()
 
     def checksums(self) -> dict[tuple[str, str], int]:
-        """(kind, name) -> checksum of the values that a read returns."""
+        """Return (kind, name) -> checksum of the values that `read_kind` returns."""
         sums = self.manifest.checksums()
         return sums | {(PARAM, name): sums[self._kind, name] for name in self._instead}
 
@@ -76,22 +77,22 @@ class CheckpointReader:
         return tuple(self.manifest.tensors[name])
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read elements of a parameter in fp32."""
+        """Return elements of a parameter in fp32."""
         return self.read_kind(PARAM, name, start, stop)
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        """Read a region of a parameter in fp32."""
+        """Return a region of a parameter in fp32."""
         return self.read_kind_region(PARAM, name, region)
 
     def read_kind(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """fp32 values [start, stop) of a flat parameter or moment. Raises CheckpointError."""
+        """Return elements [start, stop) of a flat parameter or moment in fp32. Raises CheckpointError."""
         return self.read_kind_region(kind, name, Region(start, stop - start))
 
     def read_kind_region(self, kind: str, name: str, region: Region) -> Tensor:
-        """Read a region; gaps below 1 KiB are read, too. Raises CheckpointError, also for a missing part."""
+        """Return a region of a parameter or moment in fp32. Raises CheckpointError, also when a part is missing."""
         wanted = list(self._overlapping(kind, name, region))
         for piece, _ in wanted:
-            self._check_piece(piece)  # before memory is allocated for its claim
+            self._check_piece(piece)  # before memory is allocated for its elements
         overlap = sum(some.rows * some.length for _, rows in wanted for some in rows)
         if overlap < region.numel:
             raise CheckpointError(f"{self.folder} holds {overlap} of {region.numel} elements of {kind} of {name}.")
@@ -106,16 +107,16 @@ class CheckpointReader:
         return out
 
     def files_of(self, kind: str, name: str, region: Region) -> set[str]:
-        """Files that a read of the region opens. Raises CheckpointError."""
+        """Return the checkpoint's files that a read of the region opens. Raises CheckpointError."""
         return {piece.file for piece, _ in self._overlapping(kind, name, region)} & self.manifest.files.keys()
 
     def _overlapping(self, kind: str, name: str, region: Region) -> Iterator[tuple[_Held, list[Shared]]]:
-        """The pieces that overlap the region, with the common elements."""
+        """Yield the pieces that overlap the region, with the common elements."""
         parts = self._where.get((kind, name))
         if parts is None:
             raise CheckpointError(f"{self.folder} holds no {kind} of {name}.")
         index = 0
-        if (kind, name) not in self._strided:  # then one ends where the next begins
+        if (kind, name) not in self._strided:  # each piece then begins where the previous one ends
             index = max(0, bisect_right(parts, region.first, key=lambda piece: piece.region.start) - 1)
         for piece in parts[index:]:
             if piece.region.first >= region.end:
@@ -129,7 +130,7 @@ class CheckpointReader:
             self._files.popitem()[1].close()
 
     def check(self, file: str) -> None:
-        """Check by a rank file's header that it holds the pieces in the manifest. Raises CheckpointError."""
+        """Raise CheckpointError if the header of a rank's file does not list the pieces in the manifest."""
         entry = self.manifest.files[file]
         handle = self._open(file)
         if handle.bytes != entry.bytes:
@@ -138,7 +139,8 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {odd}.")
 
     def frozen_types(self) -> dict[str, str]:
-        """Frozen parameter -> its type in its source, if all its parts have one type. Raises FrozenSourceError."""
+        """Return frozen parameter -> its dtype in its model's folder, unless its parts have several. Raises
+        FrozenSourceError."""
         types: dict[str, str] = {}
         for name in self.manifest.frozen.parts:
             for piece in self._where[PARAM, name]:
@@ -161,7 +163,7 @@ class CheckpointReader:
             if file not in self._files:
                 path = self.folder / file
                 try:
-                    mine = file in self.manifest.files  # a model's folder may be one of links, as a hub's cache is
+                    mine = file in self.manifest.files  # a model's folder may hold links, as the Hub's cache does
                     self._files[file] = TensorFile(path, open_file(path) if mine else None)
                 except OSError as error:
                     host = self.manifest.elsewhere(self.folder).get(file)

@@ -1,4 +1,4 @@
-"""Checkpoints at a URL: outlined for a look, fetched into this user's cache to be read.
+"""Checkpoints at a URL: listed without downloading their files, or downloaded into this user's cache.
 
 A URL names a folder of checkpoints, a run's folder, a checkpoint's folder, or FOLDER/step-N.
 """
@@ -26,13 +26,13 @@ _STEP = re.compile(r"step-([0-9]{1,18})")
 
 
 def name_of(step: int, name: str) -> str:
-    """Return the name in a store's folder of a file of a checkpoint."""
+    """Return the name that a checkpoint's file has in a store."""
     return f"{step_folder(Path(), step).name}/{name}"
 
 
 def download(store: Store, step: int, into: Path, beat: Callable[[], None] = lambda: None) -> None:
-    """Download a checkpoint; calls `beat` before each file. Raises CheckpointError: not a valid file name; StoreError,
-    FileNotFoundError."""
+    """Download a checkpoint; calls `beat` before each file. Raises CheckpointError: when its manifest is not valid;
+    StoreError, FileNotFoundError."""
     into.mkdir(parents=True)
     store.get(name_of(step, MANIFEST), into / MANIFEST)
     for name in Manifest.read(into).files:
@@ -42,7 +42,7 @@ def download(store: Store, step: int, into: Path, beat: Callable[[], None] = lam
 
 class Remote:
     def __init__(self, url: str) -> None:
-        """Raises CheckpointError: the store cannot be used."""
+        """Raises CheckpointError: when the store cannot be used."""
         self._given = redact_text(url)
         if problems := problem_of(url):
             raise self._wrong("; ".join(problems))
@@ -59,8 +59,8 @@ class Remote:
 
     @contextlib.contextmanager
     def outline(self) -> Iterator[Path]:
-        """A temporary run folder: manifests and trainer.json are read, other files are holes of equal sizes and ages.
-        Raises CheckpointError."""
+        """A context with a temporary run folder for the checkpoints at the URL. Manifests and trainer.json are
+        downloaded; other files are holes with the right sizes and ages. Raises CheckpointError."""
         with scratch_folder("outline") as scratch:
             checkpoints = scratch / (self._name or "run") / "checkpoints"
             checkpoints.mkdir(parents=True)
@@ -86,7 +86,7 @@ class Remote:
 
     @contextlib.contextmanager
     def filled(self, path: Path) -> Iterator[None]:
-        """Context in which a file of an outline has its contents. Raises CheckpointError."""
+        """A context in which a file of an outline has its contents. Raises CheckpointError."""
         if path.name in (MANIFEST, TRAINER):
             yield
             return
@@ -100,7 +100,8 @@ class Remote:
             os.truncate(path, size)
 
     def fetch(self, outlined: Path) -> Path:
-        """Fetch a checkpoint of an outline, once for a host; checksums are compared. Raises CheckpointError."""
+        """Download a checkpoint of an outline into the cache, unless it is there, and verify it. Returns its folder.
+        Raises CheckpointError."""
         place = place_of(self.url)
         checkpoints = place / (self._name or "run") / "checkpoints"
         folder, partial = checkpoints / outlined.name, checkpoints / f"{outlined.name}.tmp"
@@ -120,7 +121,7 @@ class Remote:
                     download(self._store, manifest.step, partial)
                 if wrong := verify(partial):
                     shutil.rmtree(partial)
-                    raise self._wrong(f"{outlined.name} is damaged there: {wrong[0]}. Take another one")
+                    raise self._wrong(f"{outlined.name} is damaged in the store: {wrong[0]}. Take another checkpoint")
                 return partial.rename(folder)
         except OSError as error:
             text = f"{place} cannot be written: {error.strerror}. Set LLMTRAIN_CACHE to a folder with room"
@@ -139,7 +140,8 @@ class Remote:
 
 
 def checkpoints_at(path: str, count: int = 1, find: Callable[[Path], list[Path]] = find_checkpoints) -> list[Path]:
-    """The first `count` checkpoints that `find` gives for a path, or for a URL, fetched. Raises CheckpointError."""
+    """Return the first `count` checkpoints that `find` returns for a path; for a URL, after downloading them. Raises
+    CheckpointError."""
     if not is_url(path):
         return find(Path(path))[:count]
     remote = Remote(path)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def looks_good(folder: Path) -> bool:
-    """True if the manifest is complete and every file of this host has its size. Reads the manifest only."""
+    """Return True if the manifest is valid and every file of this host has the listed size. Reads no other file than
+    the manifest."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError:
@@ -34,7 +35,7 @@ def looks_good(folder: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """A run's choice of its best checkpoints: `checkpoint.keep_best`."""
+    """Which checkpoints a run keeps as its best: `checkpoint.keep_best`."""
 
     metric: str
     keep: int
@@ -43,14 +44,14 @@ class Best:
 
     @classmethod
     def chosen(cls, settings: KeepBest) -> Best | None:
-        """Return None for a run without `checkpoint.keep_best`."""
+        """Return the settings as a `Best`; None without `checkpoint.keep_best`."""
         if settings.metric is None:
             return None
         return cls(metric=settings.metric, keep=settings.keep, mode=settings.mode or "min")
 
     @classmethod
     def of(cls, trainer: TrainerState) -> Best | None:
-        """Read it from a checkpoint, with every type checked; None: the run keeps no best ones."""
+        """Return what a checkpoint's run keeps, with every type checked; None: it keeps no best checkpoints."""
         saved = trainer.section("checkpoint").get("keep_best")
         if not isinstance(saved, dict) or not isinstance(saved.get("metric"), str):
             return None
@@ -59,7 +60,8 @@ class Best:
         return cls(metric=saved["metric"], keep=keep if type(keep) is int and keep > 0 else 1, mode=mode)
 
     def figure(self, trainer: TrainerState) -> float | None:
-        """The metric of the evaluation at the checkpoint's own step; None: there was none, or it is not finite."""
+        """Return the metric of the evaluation at the checkpoint's step; None: there was none, or its value is not
+        finite."""
         evaluation = trainer.entries.get("evaluation")
         if not isinstance(evaluation, dict) or evaluation.get("step") != trainer.step:
             return None
@@ -68,7 +70,7 @@ class Best:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
     def first(self, figures: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-        """Best first; of equal figures the earlier."""
+        """Return the `keep` best of the (step, figure), best first; of equal figures the earlier step comes first."""
         sign = -1 if self.mode == "max" else 1
         return sorted(figures, key=lambda pair: (sign * pair[1], pair[0]))[: self.keep]
 
@@ -87,8 +89,8 @@ def best_of(checkpoints: Path, best: Best | None) -> dict[Path, float]:
 
 
 def outdated(checkpoints: Path, keep: int, *, best: Best | None = None) -> list[Path]:
-    """The complete checkpoints older than the `keep` (at least 1) newest good ones, newest first, without the `best`
-    and those that a feature keeps."""
+    """Return the checkpoints to delete, newest first: the complete ones that are older than the `keep` (at least 1)
+    newest good ones, except the `best` and those that a feature keeps."""
     good = 0
     complete = complete_checkpoints(checkpoints)
     for index, folder in enumerate(complete):
@@ -102,7 +104,7 @@ def outdated(checkpoints: Path, keep: int, *, best: Best | None = None) -> list[
 
 
 def remove(folders: list[Path], complain: Callable[[str], None] = log.warn) -> list[Path]:
-    """Returns the deleted ones. `complain` gets each failure; none is raised."""
+    """Delete folders, and return those that are gone. `complain` gets a message for each failure; nothing is raised."""
     gone = []
     for folder in folders:
         problem = "not all of it could be deleted"
@@ -118,7 +120,7 @@ def remove(folders: list[Path], complain: Callable[[str], None] = log.warn) -> l
 
 
 def set_aside(damaged: list[Path]) -> None:
-    """Rename damaged checkpoints, because retention would count them as the newest."""
+    """Rename damaged checkpoints, since retention would count them among the newest."""
     for folder in damaged:
         try:
             if folder.exists():
@@ -130,7 +132,8 @@ def set_aside(damaged: list[Path]) -> None:
 def keep_newest(
     checkpoints: Path, keep: int, complain: Callable[[str], None] = log.warn, *, best: Best | None = None
 ) -> list[Path]:
-    """Delete all but the `keep` newest good checkpoints, newer ones and the best; returns the deleted ones."""
+    """Delete all checkpoints except the `keep` newest good ones, any newer than these, and the best. Returns the
+    deleted ones."""
     try:
         doomed = outdated(checkpoints, keep, best=best)
     except OSError as error:
@@ -141,19 +144,19 @@ def keep_newest(
 
 @contextlib.contextmanager
 def leftovers(checkpoints: Path) -> Iterator[list[Path]]:
-    """Folders that killed saves, deletions and conversions left; locked until this context ends."""
+    """A context with the folders that killed saves, deletions and conversions left, which are locked until it ends."""
     with contextlib.ExitStack() as locks:
         yield [folder for folder in stale_folders(checkpoints) if lock(folder, locks)]
 
 
 def tidy(checkpoints: Path) -> None:
-    """Delete what failed saves and killed processes left. The caller is the only writer."""
+    """Delete what failed saves and killed processes left. No other process may be writing there."""
     with leftovers(checkpoints) as leftover:
         remove(leftover)
 
 
 def lock(folder: Path, locks: contextlib.ExitStack) -> bool:
-    """Take the lock of a folder until `locks` closes. False: another process has it."""
+    """Lock a folder until `locks` closes. Returns False if another process has the lock."""
     try:
         locks.callback(os.close, lock_folder(folder))
     except OSError:

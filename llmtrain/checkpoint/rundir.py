@@ -1,4 +1,4 @@
-"""The run's folder: one live launch at a time, and cleanup after a killed one."""
+"""The run's folder, which only one live launch may use, and its cleanup after a killed launch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from llmtrain.storage.addresses import is_url
 
 
 class RunDirectory:
-    """Paths of a run and the lock on its folder (flock: the kernel drops it with the process). Only rank 0 opens it."""
+    """Paths of a run, and the lock on its folder (flock, which the kernel releases when the process ends). Only rank 0
+    enters this context."""
 
     def __init__(self, path: str | Path, checkpoints: str | Path | None = None) -> None:
-        """`checkpoints`: their place outside of this folder, which then has a link to it."""
+        """`checkpoints`: the folder for checkpoints outside of the run's folder, which then has a link to it."""
         self.path = Path(path)
         self.checkpoints = Path(checkpoints) if checkpoints else self.path / "checkpoints"
         self.export = self.path / "export"
         self._locks = contextlib.ExitStack()
 
     def __enter__(self) -> RunDirectory:
-        """Raises CheckpointError: another launch holds the folder, or it cannot be made."""
+        """Lock the folder and clean it up. Raises CheckpointError: when another launch has it, or it cannot be made."""
         with contextlib.ExitStack() as locks:
             claim(self.path, "train.run_dir", locks)
             try:
@@ -54,13 +55,13 @@ class RunDirectory:
         self._locks.close()
 
     def _link_checkpoints(self) -> None:
-        """Link `checkpoints` in the run's folder to their place. Raises CheckpointError, OSError."""
+        """Make `checkpoints` in the run's folder a link to their folder. Raises CheckpointError, OSError."""
         link = self.path / "checkpoints"
         if self.checkpoints == link or (link.exists() and self.checkpoints.resolve() == link.resolve()):
             return
         if complete_checkpoints(link):
             raise CheckpointError(
-                f"checkpoint.dir: {self.checkpoints}, but the checkpoints of this run lie in {link.resolve()}. Move "
+                f"checkpoint.dir: {self.checkpoints}, but the checkpoints of this run are in {link.resolve()}. Move "
                 "them there on every host, or set checkpoint.dir as it was."
             )
         if link.is_symlink():
@@ -70,7 +71,7 @@ class RunDirectory:
         link.symlink_to(self.checkpoints.absolute())
 
     def refuse_old_checkpoints(self) -> None:
-        """Check for `--resume none`. Raises CheckpointError when the folder holds a run already."""
+        """For `--resume none`: raise CheckpointError if the folder holds a run already."""
         checkpoints = complete_checkpoints(self.checkpoints)
         if checkpoints:
             raise CheckpointError(
@@ -79,7 +80,7 @@ class RunDirectory:
             )
 
     def refuse_going_back(self, chosen: str) -> None:
-        """Check for `--resume PATH`. Raises CheckpointError for a checkpoint of this run that is not its newest."""
+        """For `--resume PATH`: raise CheckpointError if the path is a checkpoint of this run other than its newest."""
         newest = next(iter(complete_checkpoints(self.checkpoints)), None)
         of_this_run = Path(chosen).resolve().parent == self.checkpoints.resolve()
         if newest is not None and of_this_run and newest.resolve() != Path(chosen).resolve() and Path(chosen).exists():
@@ -90,7 +91,8 @@ class RunDirectory:
 
 
 def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
-    """Make a folder if need be and lock it until `locks` closes; `key` names it. Raises CheckpointError."""
+    """Make a folder if need be, and lock it until `locks` closes. `key`: names the folder in messages. Raises
+    CheckpointError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -106,7 +108,7 @@ def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
 
 
 _APPEARS_S = 5.0
-"""Seconds: a file server may show a file to other hosts a moment later."""
+"""Seconds to wait for a file, which a file server may show to other hosts a moment later."""
 _POLL_S = 0.05
 
 
@@ -114,9 +116,9 @@ _POLL_S = 0.05
 class CheckpointFolder:
     path: Path
     leaders: tuple[int, ...]
-    """By rank: the rank that makes, completes and deletes checkpoints in the folder of this rank."""
+    """For each rank, the rank that makes, completes and deletes checkpoints in its folder."""
     hosts: tuple[str, ...]
-    """Host name by rank."""
+    """For each rank, the name of its host."""
     rank: int
 
     @property
@@ -136,7 +138,7 @@ class CheckpointFolder:
 
 @contextlib.contextmanager
 def open_checkpoints(folder: RunDirectory, config: RunConfig, ranks: Ranks) -> Iterator[CheckpointFolder]:
-    """Find out which ranks see which folder, and lock each. All ranks call it together, and raise the same
+    """A context with the folder for checkpoints, locked by the leaders. All ranks call it together, and raise the same
     CheckpointError."""
     shared = find_folder(folder.checkpoints, ranks, own=config.checkpoint.dir is not None)
     with contextlib.ExitStack() as locks:
@@ -148,9 +150,10 @@ def open_checkpoints(folder: RunDirectory, config: RunConfig, ranks: Ranks) -> I
 
 
 def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFolder:
-    """Make the folder at `path` if it is missing, and find the ranks that share it.
+    """Make the folder at `path` if it is missing, and find which ranks share it.
 
-    `own`: each host may have its own folder there. All ranks call it together, and raise the same CheckpointError.
+    `own`: True if each host may have a folder of its own there. All ranks call it together, and raise the same
+    CheckpointError.
     """
     hosts = tuple(seat.host for seat in ranks.seats) or ("this host",) * ranks.world_size
     mark = path / ranks.first(lambda: f".seen-{secrets.token_hex(8)}")
@@ -179,7 +182,7 @@ def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFol
 
 
 def _leave(mark: Path, rank: int) -> str | None:
-    """Mark this rank as the leader if it is first in the folder. Returns the error if it cannot write there."""
+    """Mark this rank as the leader if it is the first in the folder. Returns the error, or None."""
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         with open(mark, "x") as file:
@@ -192,7 +195,7 @@ def _leave(mark: Path, rank: int) -> str | None:
 
 
 def _read(mark: Path) -> int | None:
-    """The rank that leads the folder; None if the mark does not appear."""
+    """Return the rank that leads the folder; None if the mark does not appear."""
     until = time.monotonic() + _APPEARS_S
     while time.monotonic() < until:
         with contextlib.suppress(OSError, ValueError):  # a file server may show it before its contents
@@ -203,14 +206,14 @@ def _read(mark: Path) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The checkpoints that a launch may resume from; false: it begins a run."""
+    """The checkpoints that a launch may resume from. False if there are none, so that a run begins."""
 
     paths: list[Path]
     """Newest first."""
     own: bool
-    """They are the run's own, not those of another run."""
+    """True if the checkpoints are of this run, not of another."""
     incomplete: dict[Path, str] = field(default_factory=dict)
-    """Checkpoints of which no host has all files, with the reason."""
+    """Checkpoint -> why it is incomplete: of some of its files no host has a copy."""
 
     def __bool__(self) -> bool:
         return bool(self.paths or self.incomplete)

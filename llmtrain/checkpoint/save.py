@@ -1,10 +1,11 @@
-"""Save without stopping: copy at the step boundary, write in another process, commit when every rank's file is durable.
+"""Saves without stopping the training: copies at the step boundary, writes in another process, and commits when every
+rank's file is durable.
 
 A save passes through stages that all ranks enter together. Two numbers in the message that the ranks exchange at every
 step (training/step.py) report their progress; a save adds one broadcast at its start and one gather at its end.
 
-Where hosts have separate folders, each host has a leader with the duties of rank 0 in a common folder: the checkpoint
-in that folder gets the files of the host's ranks, trainer.json, and the manifest of all files.
+If hosts have separate folders, each host has a leader, which does there what rank 0 does in a common folder: the
+checkpoint in its folder has the files of the host's ranks, trainer.json, and the manifest of all files.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from llmtrain.optim.optimizers import PARAM
 # Room on a disk for checkpoints, checked when a run begins and before each save.
 
 
-_HEADROOM = 64 << 20  # headers, the manifest, and the run's other files in the meantime
+_HEADROOM = 64 << 20  # bytes for headers, the manifest, and what else the run writes meanwhile
 
 
 def lacks(checkpoints: Path, bytes_each: int) -> str | None:
-    """The reason why one more checkpoint has no room there. Raises OSError."""
+    """Return why one more checkpoint has no room in the folder; None: it has. Raises OSError."""
     free = shutil.disk_usage(checkpoints).free
     if free >= bytes_each + _HEADROOM:
         return None
@@ -75,7 +76,8 @@ def lacks(checkpoints: Path, bytes_each: int) -> str | None:
 
 
 def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
-    """The reason why a run that saves often will run out of space: `keep` checkpoints stay while one is written."""
+    """Return why a run will run out of space later, when `keep` checkpoints stay while another is written; None: it
+    will not."""
     try:
         free = shutil.disk_usage(checkpoints).free
         to_come = max(1, max(1, keep) + 1 - len(complete_checkpoints(checkpoints)))
@@ -95,8 +97,9 @@ def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
 
 
 class HostCopy:
-    """An image of a rank's file with its writer. A thread gets and page-locks the memory (seconds for 15 GB) and stays
-    until `close`: the kernel kills the writer when the thread that started it ends (PR_SET_PDEATHSIG)."""
+    """The memory for a copy of a rank's file, and the process that writes it. A thread gets and page-locks the memory
+    (seconds for 15 GB). It lives until `close`, since the kernel kills the writer when the thread that started it ends
+    (PR_SET_PDEATHSIG)."""
 
     def __init__(self, plan: RankFile, table: dict[str, Any], device: torch.device) -> None:
         """`table`: facts for the writer (`writer.perform`)."""
@@ -115,14 +118,14 @@ class HostCopy:
                 torch.cuda.set_device(self._device)
             self._image = HostImage(self._plan, cuda=cuda)
             self._writer = WriterProcess(self._image, self._table)
-        except Exception as problem:  # the other ranks have to hear of any error
+        except Exception as problem:  # any error: the other ranks must hear of it
             self._problem = f"a copy takes {size(self._plan.bytes)} of host memory and a process: {problem}"
         finally:
             self._done.set()
         self._closing.wait()
 
     def problem(self) -> str | None:
-        """Wait for the memory and the writer; return the reason if one of them is missing."""
+        """Wait for the memory and the writer. Returns why one of them is missing; None: both are there."""
         self._done.wait()
         return self._problem
 
@@ -132,7 +135,7 @@ class HostCopy:
         return self._image
 
     def writer(self) -> WriterProcess:
-        """The process; after `drop_writer` a new one. Raises OSError."""
+        """Return the writer; after `drop_writer` a new one. Raises OSError."""
         if self._writer is None:
             self._writer = WriterProcess(self.image, self._table)
         return self._writer
@@ -165,11 +168,11 @@ _POLL_S = 0.01
 class _Stage(Enum):
     IDLE = 0
     WRITING = 1
-    """Every rank's file is copied and written."""
+    """Ranks copy and write their files."""
     ENDING = 2
-    """The folder's leader commits the checkpoint, or removes what a failed save left."""
+    """The folder's leader commits the checkpoint, or removes a failed save."""
     TIDYING = 3
-    """With several folders: leaders delete old checkpoints after all have committed, or this one if one has not."""
+    """Only with several folders: the leaders delete old checkpoints if all have committed, else this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,13 +182,14 @@ class Outcome:
     """The complete checkpoint, or None when the save failed."""
     error: str | None
     seconds: float
-    """Seconds from the step boundary until it was durable."""
+    """Seconds from the step boundary until the checkpoint was durable."""
     blocked_s: float
-    """Seconds of it in which training waited."""
+    """The part of these seconds in which training waited."""
 
 
 class Saver:
-    """Saves of one run. All ranks call every method together, except `before_update`. Use as a context manager."""
+    """Makes the saves of a run. All ranks call every method together, except `before_update`. Use as a context
+    manager."""
 
     def __init__(
         self,
@@ -197,8 +201,8 @@ class Saver:
         frozen: FrozenSource = NOWHERE,
         more: Callable[[], list[StateTensor]] = list,
     ) -> None:
-        """`mix`: recorded in the checkpoint. `frozen`: parameters that it names but does not hold. `more`: further
-        tensors for it, which stay unchanged between a step and the next update."""
+        """`mix`: recorded in the checkpoint. `frozen`: parameters that checkpoints name but do not hold. `more`:
+        returns further tensors to save, which stay unchanged between a step and the next update."""
         self._engine, self._folder, self._ranks, self._frozen = engine, folder, ranks, frozen
         self._more, self._keep = more, settings.keep
         best = Best.chosen(settings.keep_best)
@@ -216,15 +220,16 @@ class Saver:
         self._plan: RankFile | None = None
         self._copy: HostCopy | None = None
         self._has_copy = False
-        """Every rank has a copy."""
+        """True once every rank has its copy."""
         self._snapshot = Snapshot(ranks.device)
         self._stage = _Stage.IDLE
         self._table: dict[str, Any] = {}
-        """Facts for the writer: the pieces of its file; for a leader those of all files, and the shapes."""
+        """Facts for the writer: the pieces of this rank's file; on a leader also the pieces of all files, and the
+        shapes."""
         self._need_bytes = 0
         """Bytes of a checkpoint in this rank's folder."""
         self._answer: dict[str, Any] | None = None
-        """Result of this rank's part of the stage: {"error"} or the writer's answer; None while it is at work."""
+        """Result of this rank's work in the stage: {"error"} or the writer's answer; None while it is under way."""
         self._trainer = ""
         self._errors: list[str] = []
 
@@ -245,14 +250,14 @@ class Saver:
         return self._stage is not _Stage.IDLE
 
     def prepare(self) -> None:
-        """Lay out the files, and begin to get the memory for asynchronous saves."""
+        """Lay out the files, and start to get the memory for asynchronous saves."""
         if self._plan is not None:
             return
         self._plan = RankFile(self._pieces())
         pieces = [piece.to_json() for piece in self._plan.pieces]
         mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, boot_id())
         shares = self._ranks.gather(mine)
-        frozen = self._ranks.first(self._frozen.to_json)  # hosts may use other paths, a manifest has one
+        frozen = self._ranks.first(self._frozen.to_json)  # hosts may have different paths, a manifest has one
         self._need_bytes = sum(shares[rank][2] for rank in self._folder.members)
         self._table = {"own": [(offset, dtype, piece.to_json()) for offset, dtype, piece in self._plan.layout]}
         if self._folder.leads:
@@ -264,13 +269,13 @@ class Saver:
             if (wanted := sum(share[2] for share in shares if share[3] == boot_id())) > 0.9 * free:  # on this host
                 error = f"a copy takes {units.size(wanted)} of host memory, {units.size(free)} are available"
             if any(piece.on_disk for piece in self._pieces()):
-                error = "the optimizer's state lies on a disk because host memory is short"
+                error = "the optimizer's state is on a disk, because host memory is short"
             if not self._save_without_copy(self._ranks.gather(error)):
                 self._copy = HostCopy(self._plan, self._table, self._ranks.device)
 
     def shortage(self, keep: int) -> str | None:
-        """The reason why a folder will have no room for `keep` checkpoints and the next one; call `prepare` before.
-        Raises CheckpointError on every rank: no room for a single one."""
+        """Return why a folder will have no room for `keep` checkpoints and the next one, or None. Call `prepare`
+        before. Raises CheckpointError on every rank: when there is no room for a single one."""
         none = few = None
         if self._folder.leads:
             with contextlib.suppress(OSError):  # the save will report it
@@ -282,15 +287,15 @@ class Saver:
         return next((few for _, few in reports if few), None)
 
     def begin(self, step: int, trainer: dict[str, Any]) -> None:
-        """Start to save step `step`; `before_update` delays the next optimizer update. Raises CheckpointError on every
-        rank: no space, or the folder cannot be written."""
+        """Start a save. Until the copy is made, `before_update` delays the next optimizer update. Raises
+        CheckpointError on every rank: when there is no space, or the folder cannot be written."""
         assert not self.busy
         self._began_s = time.monotonic()
         self.prepare()
         if self._copy is not None and not self._has_copy:  # wait until every rank has one, or all save without
             self._has_copy = not self._save_without_copy(self._ranks.gather(self._copy.problem()))
         self._step, self._final = step, step_folder(self._folder.path, step)
-        # A name for this save alone: late writes of a dead launch go to another folder.
+        # A name for this save alone, so that late writes of a dead launch go elsewhere.
         name = f"{self._final.name}.{secrets.token_hex(4)}.tmp"
         name, self._trainer, error = self._ranks.first(
             lambda: (name, json.dumps(trainer, indent=1), self._make_folder(name))
@@ -322,7 +327,8 @@ class Saver:
             self._blocked_s += time.monotonic() - began_s
 
     def status(self) -> tuple[bool, bool]:
-        """(this rank's part of the stage has ended, it has failed), for the ranks' next message."""
+        """Return (True if this rank's work in the stage has ended, True if it has failed), for the ranks' next
+        message."""
         if self._stage is _Stage.IDLE:
             return False, False
         if self._answer is None:
@@ -330,7 +336,8 @@ class Saver:
         return self._answer is not None, bool(self._answer and "error" in self._answer)
 
     def advance(self, ended: int, failed: int) -> Outcome | None:
-        """Continue with the sums of the ranks' `status`; returns the outcome when the save has ended."""
+        """Enter the next stage if all ranks have ended this one. `ended`, `failed`: sums of the ranks' `status`.
+        Returns the outcome when the save has ended, else None."""
         if self._stage is _Stage.IDLE or ended < self._ranks.world_size:
             return None
         if self._stage is _Stage.WRITING:
@@ -369,7 +376,8 @@ class Saver:
         return written((*self._engine.state(), *self._more()), self._frozen.parts)
 
     def check_shares(self) -> None:
-        """Prove that the ranks' parts of each parameter add up to it, which finds a layout with wrong pieces."""
+        """Prove that the ranks' pieces of each parameter add up to its number of elements, which a layout with wrong
+        pieces violates."""
         shapes = self._engine.shapes()
         elements = dict.fromkeys(sorted(shapes), 0)
         for piece in self._engine.state():
@@ -382,7 +390,7 @@ class Saver:
         return f"rank-{rank:05d}.safetensors"
 
     def _save_without_copy(self, errors: list[str | None]) -> bool:
-        """Save without a copy from now on if any rank has an error. Returns True then."""
+        """If any rank has an error, save without a copy from now on and return True."""
         if not any(errors):
             return False
         log.warn(f"checkpoint.mode async: {next(e for e in errors if e)}. Saving without a copy: training waits.")
@@ -391,7 +399,7 @@ class Saver:
         return True
 
     def _make_folder(self, name: str) -> str | None:
-        """Make the folder of a save, on a leader. Returns the reason for a failure."""
+        """Make the folder of a save, on a leader. Returns the error, or None."""
         checkpoints = self._folder.path
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
@@ -416,7 +424,7 @@ class Saver:
             self._answer = self._replace_writer(error)
 
     def _write_here(self, path: Path, pieces: list[StateTensor]) -> dict[str, Any]:
-        """Write synchronously, a chunk at a time, without a copy of the state."""
+        """Write this rank's file now, a chunk at a time, without a copy of the state."""
         assert self._plan is not None
         sums = []
         with DurableFile(path) as file:
@@ -436,12 +444,13 @@ class Saver:
             return self._replace_writer(error)
 
     def _replace_writer(self, error: BaseException) -> dict[str, Any]:
-        """Give the next save a new writer, or, after an `error` of the device, no copy."""
+        """Drop the writer, so that the next save starts a new one. Returns this rank's answer, whose "copy" asks to
+        save without a copy after an `error` of the device."""
         if self._copy is not None:
             self._copy.drop_writer()
         if self._stage is _Stage.ENDING and not self._errors:
             if not self._partial.exists() and (self._final / MANIFEST).is_file():
-                return {}  # it died after the last rename
+                return {}  # the writer died after the last rename
             remove_tree(self._partial)
         return {"error": str(error), "copy": isinstance(error, RuntimeError)}
 
@@ -454,7 +463,7 @@ class Saver:
             return {"error": str(error)}
 
     def _commit_or_discard(self, failed: bool) -> None:
-        """Commit the files on the leaders if all are durable, else remove them."""
+        """Order the leaders to commit the checkpoint if all files are durable, else to remove it."""
         answers = self._ranks.gather(self._answer)
         self._answer = {}
         self._stage = _Stage.ENDING
@@ -477,7 +486,7 @@ class Saver:
         self._order_leader(message)
 
     def _delete_old(self) -> None:
-        """Delete old checkpoints if all folders have committed, else this one."""
+        """Order the leaders to delete old checkpoints if all have committed, else the new one."""
         self._answer = {}
         self._stage = _Stage.TIDYING
         if self._errors:
@@ -490,7 +499,7 @@ class Saver:
         return [f"rank {rank} could not {what}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
 
     def _order_leader(self, message: dict[str, Any]) -> None:
-        """To the folder's leader only."""
+        """Send an order to the writer of this folder's leader, or do it here without a writer."""
         if not self._folder.leads:
             return
         if not self.asynchronous:

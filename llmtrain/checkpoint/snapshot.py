@@ -1,4 +1,4 @@
-"""A copy of a rank's optimizer state in host memory, made while the next step computes, and its writer process."""
+"""Copies a rank's optimizer state into host memory while the next step computes, for the writer process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def memory_available() -> int:
-    """Bytes that this process may still take, from the machine and its container (cgroup 2)."""
+    """Return the bytes of memory that this process may still allocate, by its host and its container (cgroup 2)."""
     free = psutil.virtual_memory().available
     try:
         limit = int((_GROUP / "memory.max").read_text())  # "max" is no number: no limit
@@ -43,7 +43,7 @@ def memory_available() -> int:
 
 
 def boot_id() -> str:
-    """An id that all processes on this host share and no process elsewhere has."""
+    """Return an id that all processes on this host share, and no process on another host has."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -54,11 +54,11 @@ _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class RankFile:
-    """A safetensors header, then the owned part of each piece in order."""
+    """Layout of a rank's file: a safetensors header, then in order the part of each piece that this rank owns."""
 
     def __init__(self, pieces: Sequence[StateTensor]) -> None:
         self.pieces = _entries(pieces)
-        """The checksums are not known yet."""
+        """The pieces of the file, whose checksums are not yet known."""
         dtypes = [_DTYPES[piece.dtype] for piece in pieces]
         names = keys(self.pieces)
         described: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -78,8 +78,8 @@ class RankFile:
 
 
 def written(pieces: Iterable[StateTensor], elsewhere: Container[str]) -> list[StateTensor]:
-    """Pieces that this rank writes, in the order of its file: largest elements first, so that each is aligned.
-    `elsewhere`: names of parameters that the checkpoint does not hold."""
+    """Return the pieces that this rank writes, in the order of its file: largest dtype first, so that each is aligned.
+    `elsewhere`: parameters that the checkpoint does not hold."""
     owned = [piece for piece in pieces if piece.own.stop > piece.own.start]
     saved = [piece for piece in owned if piece.kind != PARAM or piece.name not in elsewhere]
     return sorted(saved, key=lambda piece: -piece.dtype.itemsize)
@@ -90,7 +90,7 @@ def _entries(pieces: Sequence[StateTensor]) -> list[Piece]:
 
 
 def write_piece(file: DurableFile, piece: StateTensor) -> int:
-    """Append this rank's part, a chunk at a time; returns its checksum."""
+    """Append the part of a piece that this rank owns, a chunk at a time. Returns its checksum."""
     region, total = piece.own_region, 0
     with piece.open() as view:
         values = view[piece.own]
@@ -102,14 +102,14 @@ def write_piece(file: DurableFile, piece: StateTensor) -> int:
 
 
 class HostImage:
-    """Shared memory for a rank's file; page-locked when the values come from a GPU. Raises OSError."""
+    """Shared memory for a rank's file, page-locked if values come from a GPU. Raises OSError."""
 
     def __init__(self, plan: RankFile, *, cuda: bool) -> None:
         self.bytes = plan.bytes
         self._size = -(-plan.bytes // _PAGE) * _PAGE
-        self.handle = os.memfd_create("llmtrain-checkpoint")  # without a name in /dev/shm that a kill would leave
+        self.handle = os.memfd_create("llmtrain-checkpoint")  # freed if the process is killed
         try:
-            os.posix_fallocate(self.handle, 0, self._size)  # fails now, not as a signal in the middle of a copy
+            os.posix_fallocate(self.handle, 0, self._size)  # fails now instead of with a signal during a copy
             self._memory = mmap.mmap(self.handle, self._size)
         except BaseException:
             os.close(self.handle)
@@ -125,7 +125,7 @@ class HostImage:
             [view.view(_TORCH_DTYPES[dtype]) for view in between_locks(image, offset, end)]
             for (offset, dtype, _), end in zip(plan.layout, ends, strict=True)
         ]
-        """The place of each piece, in views that a GPU copies to."""
+        """For each piece, its place in the image, as views to which a GPU can copy."""
 
     def close(self) -> None:
         if self._locked:
@@ -134,11 +134,11 @@ class HostImage:
 
 
 LOCKED_AT_ONCE = 2**28
-"""Bytes: while the driver locks pages, another thread's kernels wait, for seconds with a complete image."""
+"""Bytes to lock at once: meanwhile another thread's kernels wait, for seconds if the whole image is locked at once."""
 
 
 def lock_pages(address: int, size: int) -> bool:
-    """Page-lock host memory for copies from the GPU. False: CUDA refused; the memory stays usable."""
+    """Page-lock host memory for copies from the GPU. Returns False if CUDA refuses; the memory can still be used."""
     runtime = torch.cuda.cudart()
     for low in range(0, size, LOCKED_AT_ONCE):
         if int(runtime.cudaHostRegister(address + low, min(LOCKED_AT_ONCE, size - low), 0)) != 0:
@@ -146,7 +146,7 @@ def lock_pages(address: int, size: int) -> bool:
             break
     else:
         return True
-    # The runtime keeps the error, and torch would raise it after its next kernel. torch has no name for the call.
+    # The CUDA runtime keeps the error, and torch would raise it after its next kernel. torch has no call to clear it.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()
     return False
@@ -158,8 +158,8 @@ def unlock_pages(address: int, size: int) -> None:
 
 
 def between_locks(memory: Tensor, start: int, stop: int) -> list[Tensor]:
-    """Views of bytes [start, stop) of locked memory, each within one registration: CUDA refuses a copy over two of
-    them as an invalid argument, though they are neighbours."""
+    """Return views of bytes [start, stop) of locked memory, each within one registration: CUDA refuses a copy across
+    two registrations as an invalid argument, even if they are neighbours."""
     cuts = range((start // LOCKED_AT_ONCE + 1) * LOCKED_AT_ONCE, stop, LOCKED_AT_ONCE)
     return [memory[low:high] for low, high in itertools.pairwise((start, *cuts, stop))]
 
@@ -178,18 +178,19 @@ class Snapshot:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: Any = None
         self._waiting: tuple[Any, Any] | None = None
-        """Events around the GPU's wait for the copy."""
+        """CUDA events before and after the GPU's wait for the copy."""
         self._thread: threading.Thread | None = None
         self._host_done = threading.Event()
         self.error: BaseException | None = None
 
     def start(self, pieces: Sequence[StateTensor], slots: Sequence[Sequence[Tensor]], then: Any) -> None:
-        """Another thread calls `then()` after the copy if there is no `error`. `slots`: a piece's place, in views.
+        """Start to copy. Another thread calls `then()` after the copy, if there is no `error`. `slots`: for each piece
+        its place, as views.
 
-        Raises RuntimeError: the device refuses a copy. None is under way then.
+        Raises RuntimeError: when the device refuses a copy; none is then under way.
         """
         if self._thread is not None:
-            self._thread.join()  # of a save that failed early: a later error of its thread is not this save's
+            self._thread.join()  # left by a save that failed early, whose errors are not this save's
         self.error, self._copied, self._waiting = None, None, None
         host = []
         try:
@@ -219,8 +220,8 @@ class Snapshot:
                 _copy(values[piece.own], slot)
 
     def wait_before_update(self) -> None:
-        """Delay the optimizer until the old values are copied: the host waits for host memory, only the GPU for its
-        own."""
+        """Delay the optimizer until the old values are copied: for values in host memory the host waits, for values on
+        a GPU only the GPU."""
         if self._thread is None:
             return
         self._host_done.wait()
@@ -233,7 +234,8 @@ class Snapshot:
             self._copied, self._waiting = None, (began, ended)
 
     def device_wait_s(self) -> float:
-        """Seconds that the GPU waited before the update, which the host does not see. Call after the copy is done."""
+        """Return the seconds that the GPU waited before the update, which the host does not see. Call it after the copy
+        is done."""
         if self._waiting is None:
             return 0.0
         began, ended = self._waiting
@@ -243,7 +245,7 @@ class Snapshot:
     def _finish(self, host: list[tuple[StateTensor, Sequence[Tensor]]], copied: Any, then: Any) -> None:
         try:
             if copied is not None:
-                torch.cuda.set_device(self._device)  # a new thread has GPU 0: a context there takes 0.5 GB
+                torch.cuda.set_device(self._device)  # a new thread would make a context of 0.5 GB on GPU 0
             for piece, slot in host:
                 with piece.open() as values:
                     _copy(values[piece.own], slot)
@@ -267,11 +269,11 @@ class WriterDied(Exception):
 
 
 class WriterProcess(Child):
-    """checkpoint/writer.py as a child process that shares an image. Raises OSError."""
+    """Runs checkpoint/writer.py as a child process that shares an image. Raises OSError."""
 
     def __init__(self, image: HostImage, table: dict[str, Any]) -> None:
         words = of_module("llmtrain.checkpoint.writer", str(image.handle), str(image.bytes), str(os.getpid()))
-        # Signals to a process group or tree are for the rank to answer: it needs the writer for its last checkpoint.
+        # Signals to a process group or tree are for the rank, which needs the writer for its last checkpoint.
         # Signals that are blocked here stay blocked in the child, from its first instruction on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
         try:
@@ -282,7 +284,7 @@ class WriterProcess(Child):
         self.send(table)
 
     def answer(self) -> dict[str, Any] | None:
-        """The next answer, or None if there is none yet. Raises WriterDied."""
+        """Return the writer's next answer, or None if there is none yet. Raises WriterDied."""
         self._answers += self.received()
         if self._answers:
             return self._answers.pop(0)

@@ -1,4 +1,4 @@
-"""trainer.json: the state of a run that a resume needs next to the tensors, and the settings that it compares."""
+"""trainer.json: the state that a resume needs beside the tensors, and the settings that it compares."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _WORDS = {int: "a number", str: "text", dict: "a map", list: "a list"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """The content of trainer.json. None and empty values are not recorded: a conversion knows fewer of them than a
-    run."""
+    """The content of trainer.json. A value that is None or empty is not known: a conversion knows less than a run."""
 
     step: int = 0
     tokens: int = 0
@@ -31,26 +30,26 @@ class TrainerState:
     """Global index of the next sequence."""
     skipped_steps: int = 0
     optimizer_step: int | None = None
-    """Updates that the optimizer has applied; None: as many as steps."""
+    """Updates that the optimizer has applied; None: one for each step."""
     loss_scale: dict[str, Any] = field(default_factory=dict)
     run_id: str | None = None
     """The same in every launch of the run."""
     began_from: dict[str, Any] | None = None
-    """The checkpoint of another run that this one started from: `origin`, and its folder."""
+    """The checkpoint of another run from which this one started: `origin`, and the checkpoint's folder."""
     model_config: dict[str, Any] | None = None
-    """config.json of the model, which stages change."""
+    """config.json of the model, as the current stage has changed it."""
     data_fingerprint: str | None = None
     data_stages: list[dict[str, Any]] = field(default_factory=list)
-    """The stages trained so far: `Course.record`."""
+    """Record of the stages trained so far, from `Course.record`."""
     entries: dict[str, Any] = field(default_factory=dict)
     """Entries of the run's parts, by key, and of conversions."""
     optimizer: str | None = None
     vocab_size: int | None = None
     epoch_sequences: int | None = None
     plan: list[list[Any]] = field(default_factory=list)
-    """(first step, fingerprint, fields of the rope, tokens of a sequence) of each stage."""
+    """For each stage (first step, data fingerprint, fields of the rope, tokens of a sequence)."""
     orders: dict[str, str] = field(default_factory=dict)
-    """Fingerprints of data with exclusions -> fingerprint of its order without them."""
+    """Fingerprint of data with exclusions -> fingerprint of its order, which is that of the data without exclusions."""
     reference: list[str] | None = None
     """Hashes of the reference's weights."""
     teacher: str | None = None
@@ -60,9 +59,9 @@ class TrainerState:
     tokenizer: str | None = None
     """Fingerprint of the tokenizer."""
     sampling: dict[str, Any] | None = None
-    """The base model's defaults of generation."""
+    """The base model's sampling defaults."""
     run: dict[str, Any] | None = None
-    """The configuration."""
+    """The run's configuration."""
     deepspeed: dict[str, Any] | None = None
     versions: dict[str, Any] | None = None
     plugins: dict[str, Any] = field(default_factory=dict)
@@ -111,23 +110,23 @@ class TrainerState:
         return tree
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section of the configuration; empty: not recorded."""
+        """Return a section of the run's configuration; empty if it is not recorded."""
         section = (self.run or {}).get(name)
         return section if isinstance(section, dict) else {}
 
     @property
     def source(self) -> dict[str, Any] | None:
-        """The Hugging Face folder from which `from-hf` made the checkpoint."""
+        """What `from-hf` has recorded of the imported Hugging Face folder; None for other checkpoints."""
         source = self.entries.get("source")
         return source if isinstance(source, dict) else None
 
     @property
     def order(self) -> str | None:
-        """Fingerprint of the order of the data's sequences, which exclusions leave as it is."""
+        """Fingerprint of the order of the data's sequences, which exclusions do not change."""
         return self.data_fingerprint and self.orders.get(self.data_fingerprint, self.data_fingerprint)
 
     def with_names_of(self, now: TrainerState) -> TrainerState:
-        """Return the state with this run's fingerprints of data that continues in the same order: exclusions change a
+        """Return the state with this run's fingerprints, if its data continues in the same order: exclusions change a
         fingerprint, but not the order."""
         if self.order != now.order:
             return self
@@ -138,7 +137,8 @@ class TrainerState:
         return replace(self, data_fingerprint=now.data_fingerprint, data_stages=record)
 
     def record(self, fingerprint: str) -> list[dict[str, Any]]:
-        """`data_stages`; a checkpoint without them is assumed to be of the data of `fingerprint`, if it names none."""
+        """Return `data_stages`. A checkpoint without them is taken to have one stage, with its own data or else that of
+        `fingerprint`."""
         if self.data_stages or not self.step:
             return self.data_stages
         data = self.section("data")
@@ -147,7 +147,7 @@ class TrainerState:
         return [{"stage": 0, "from_step": 0, "folders": folders, "fingerprint": data_of, "next": self.sample_index}]
 
     def differences(self, other: TrainerState, keys: Sequence[str] = _SETTINGS) -> list[str]:
-        """Lines `key: self -> other` of the settings that both record."""
+        """Return a line `key: self -> other` for each setting that both record and that differs."""
         lines = []
         for key in sorted(keys):
             saved, current = getattr(self, key), getattr(other, key)
@@ -159,7 +159,7 @@ class TrainerState:
         return lines
 
     def disagreements(self, folder: Path, manifest: Manifest) -> list[str]:
-        """Each mismatch of step among the folder's name, the manifest and trainer.json."""
+        """Return a line for each mismatch of step among the folder's name, the manifest and trainer.json."""
         problems = []
         named = step_of(folder)
         if named is not None and named != manifest.step:
@@ -171,14 +171,14 @@ class TrainerState:
 
 @cache
 def _kinds() -> dict[str, tuple[Any, ...]]:
-    """The types of each key."""
+    """Return key -> the types that its value may have."""
     hints = get_type_hints(TrainerState)
     del hints["entries"]
     return {key: get_args(kind) if isinstance(kind, UnionType) else (kind,) for key, kind in hints.items()}
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Check a value's type. `kind`: a type, or a list or map with a type of its elements."""
+    """Return True if the value has the type `kind`: a type, or a list or map with a type of its elements."""
     of = [argument for argument in get_args(kind) if argument is not Any]
     if get_origin(kind) is list:
         return type(value) is list and (not of or all(_fits(element, of[0]) for element in value))
@@ -193,14 +193,14 @@ def _wrong(file: Path, key: str, value: Any, rule: str) -> CheckpointError:
 
 
 def _in_todays_form(run: dict[str, Any]) -> dict[str, Any]:
-    """Add the fields that a checkpoint of other tools may lack, with their defaults."""
+    """Return the run with the fields that a checkpoint from another tool may lack, at their defaults."""
     from llmtrain import features
-    from llmtrain.config.reader import read_saved  # many processes read the state alone
+    from llmtrain.config.reader import read_saved  # imported here: many processes read only the state
     from llmtrain.config.run import FaultConfig, TrainConfig
     from llmtrain.config.stages import DataConfig
 
     run = {**{name: json.loads(json.dumps(asdict(section))) for name, section in features.defaults().items()}, **run}
     for section, cls in (("fault", FaultConfig), ("train", TrainConfig), ("data", DataConfig)):
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # other tools made it
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # another tool wrote the section
             run[section] = json.loads(json.dumps(asdict(read_saved(cls, run[section]))))
     return run

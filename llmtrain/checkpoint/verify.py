@@ -45,10 +45,10 @@ def verify(
     whole: bool = True,
     filled: Callable[[Path], contextlib.AbstractContextManager[None]] = lambda path: contextlib.nullcontext(),
 ) -> list[str]:
-    """Return the faults of a checkpoint, one line each; reads every byte, on all cores.
+    """Return the faults of a checkpoint, one line each, after reading every byte on all cores.
 
-    `verify_frozen` checks the frozen parameters. Not `whole`: files in other hosts' folders may be missing. `filled`:
-    context in which a file has its contents, not only its size.
+    The frozen parameters are left to `verify_frozen`. `whole`: False if files in other hosts' folders may be missing.
+    `filled`: context in which a file has its contents, not only its size.
     """
     try:
         manifest = Manifest.read(folder)
@@ -64,7 +64,7 @@ def verify(
         of_rank = _RANK_FILE.fullmatch(name)
         lines.append(f"{name} (rank {int(of_rank[1])}): {text}" if of_rank else f"{name}: {text}")
     if len(wrong) == len(files) > 1 and all((folder / name).exists() for name in wrong):
-        lines.insert(0, f"{MANIFEST} belongs to another checkpoint, it seems: no file has the contents that it lists")
+        lines.insert(0, f"{MANIFEST} seems to belong to another checkpoint: no file has the contents that it lists")
     if TRAINER not in wrong:
         try:
             lines += TrainerState.read(folder).disagreements(folder, manifest)
@@ -74,7 +74,8 @@ def verify(
 
 
 def verify_frozen(folder: Path) -> list[str]:
-    """Reads all bytes of the frozen parameters."""
+    """Return the fault of the frozen parameters in a list, after reading all their bytes; empty: none, or an invalid
+    manifest."""
     try:
         changed = wrong_frozen(Manifest.read(folder).frozen)
     except CheckpointError:
@@ -83,7 +84,8 @@ def verify_frozen(folder: Path) -> list[str]:
 
 
 def wrong_frozen(source: FrozenSource, names: Iterable[str] | None = None) -> FrozenSourceError | None:
-    """The first fault of the frozen parameters (those of `names`) in their folder. Reads all their bytes."""
+    """Compare the frozen parameters (only those of `names`) in their folder with their checksums. Returns the error, or
+    None."""
     some = source.only(source.parts.keys() if names is None else set(names))
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
@@ -99,7 +101,7 @@ def wrong_frozen(source: FrozenSource, names: Iterable[str] | None = None) -> Fr
 
 
 def _frozen_sum(source: FrozenSource, files: dict[str, TensorFile], name: str) -> int | None:
-    """None if a part is missing in the folder's files."""
+    """Return the checksum of a frozen parameter; None if the folder's files lack a part."""
     total = 0
     for file, tensor, region in source.parts[name]:
         entry = files[file].entries.get(tensor)
@@ -137,7 +139,7 @@ def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
     TensorFileError."""
     with TensorFile(path, open_file(path)) as file:
         if odd := misfit(file, entry):
-            return f"it does not hold the tensors that the manifest lists: see {odd}"
+            return f"its tensors are not those in the manifest: see {odd}"
         strange = [key for key, entry in file.entries.items() if entry.dtype not in TYPES]
         if strange:
             return f"{strange[0]} has the type {file.entries[strange[0]].dtype}, which no checkpoint has"
@@ -146,14 +148,15 @@ def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
         named = zip(keys(entry.pieces), entry.pieces, strict=True)
         bad = [piece for key, piece in named if _checksum(file, key, piece) != piece.checksum]
     if not bad:
-        return "its header or the space behind it was changed; its tensors are as they were"
+        return "its header or the padding behind it was changed; its tensors are intact"
     texts = [f"{piece.kind} of {piece.name} [{_where(piece.region)}]" for piece in bad[:_NAMED]]
     more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
     return f"{len(bad)} of {len(entry.pieces)} tensors are damaged: {', '.join(texts)}{more}"
 
 
 def damaged_parts(folder: Path, name: str, entry: FileEntry, beat: Callable[[], None]) -> list[str]:
-    """The run's parts in a file that differ from the manifest; calls `beat` before each. Raises CheckpointError."""
+    """Return a line for each tensor of the run's parts in a file that differs from the manifest. Calls `beat` before
+    each tensor. Raises CheckpointError."""
     damaged = []
     with TensorFile(folder / name, open_file(folder / name)) as file:
         for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True):

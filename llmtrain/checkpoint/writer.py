@@ -1,7 +1,7 @@
 """The process that makes a rank's checkpoint durable while the rank continues training. No torch import.
 
-It shares the image of the file with its rank, which fills it. Each JSON message is one job and gets one answer. The
-process ends with its rank, also after a kill.
+It shares the image of the file with its rank, which fills it. Each JSON message is a job and gets one answer. The
+process ends with its rank, also if the rank is killed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BLOCK = 16 << 20  # bytes hashed, summed and written at a time
 
 
 def write_image(image: memoryview, path: Path, pieces: list[tuple[int, str, list[Any]]]) -> dict[str, Any]:
-    """Write the image as a file; `pieces`: (first byte in it, dtype, `Piece.to_json`), in order. Returns {"bytes",
-    "xxh3", "checksums"}. Raises OSError; then no file is left."""
+    """Write the image to a file. `pieces`: (first byte in the image, dtype, `Piece.to_json`), in order. Returns
+    {"bytes", "xxh3", "checksums"}. Raises OSError, and then leaves no file."""
     with DurableFile(path) as file:
         sums = []
         done = 0
@@ -40,7 +40,7 @@ def write_image(image: memoryview, path: Path, pieces: list[tuple[int, str, list
                 total += checksum_part_array(values, region.part(low, low + count))
             sums.append(total % 2**64)
             end = offset + region.numel * (4 if dtype == "F32" else 2)
-            while end - done >= _BLOCK:  # complete blocks leave from aligned memory
+            while end - done >= _BLOCK:  # complete blocks are written from aligned memory
                 file.write(image[done : done + _BLOCK], stays=True)
                 done += _BLOCK
         file.write(image[done:], stays=True)
@@ -49,7 +49,7 @@ def write_image(image: memoryview, path: Path, pieces: list[tuple[int, str, list
 
 
 def as_fp32(image: memoryview, offset: int, first: int, count: int, dtype: str) -> npt.NDArray[np.float32]:
-    """Elements [first, first + count) of the piece at `offset`, as fp32."""
+    """Return elements [first, first + count) of the piece at byte `offset`, as fp32."""
     if dtype == "F32":
         return np.frombuffer(image, dtype=np.float32, count=count, offset=offset + 4 * first)
     raw = np.frombuffer(image, dtype=np.uint16, count=count, offset=offset + 2 * first)
@@ -60,14 +60,14 @@ def as_fp32(image: memoryview, offset: int, first: int, count: int, dtype: str) 
 
 
 def commit(partial: Path, final: Path, message: dict[str, Any], table: dict[str, Any]) -> None:
-    """Complete a checkpoint whose files are durable, give it its name, and delete the checkpoints that `keep` (unless
-    None) and `best` (fields of a `Best`) do not cover.
+    """Write trainer.json and the manifest of a checkpoint whose other files are durable, give it its final name, and
+    delete the checkpoints that `keep` (unless None) and `best` (fields of a `Best`) do not cover.
 
     Args:
-        message: step, layout, trainer (the text of trainer.json), keep, best if there is one, and "written": by file
+        message: step, layout, trainer (the text of trainer.json), keep, best if there is one, and "written": file ->
             the answer of `write_image`.
-        table: "tensors" (shapes), "frozen" (`FrozenSource.to_json` of parameters that no file holds), and "pieces": by
-            file `Piece.to_json` of each; these checksums are ignored.
+        table: "tensors" (shapes), "frozen" (`FrozenSource.to_json` of parameters that no file holds), and "pieces":
+            file -> `Piece.to_json` of each piece, without valid checksums.
 
     Raises OSError.
     """
@@ -94,20 +94,20 @@ def commit(partial: Path, final: Path, message: dict[str, Any], table: dict[str,
     )
     write_durably(partial / MANIFEST, manifest.to_json())
     sync(partial)
-    if final.exists():  # saved before at this step, by this run or by one that was resumed from an earlier step
+    if final.exists():  # an earlier save of this step, such as before a rewind
         remove_tree(final)
     partial.rename(final)
     sync(final.parent)
-    tidy(final.parent)  # a read-only disk, or a file server that was away, may have kept files of a failed save
+    tidy(final.parent)  # files of a failed save may be left if the disk was read-only or away
     if message["keep"] is not None:
         keep_newest(final.parent, message["keep"], best=None if best is None else Best(**best))
 
 
 def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | None) -> dict[str, Any]:
-    """Do the job of a message; {"error"} for a fault of the disk.
+    """Do the job of a message. Returns its answer, or {"error"} for a fault of the disk.
 
     Args:
-        table: "own": the pieces of this rank's image; a leader's also "pieces" of every file, "tensors" (shapes) and
+        table: "own": the pieces of this rank's image; on a leader also "pieces" of every file, "tensors" (shapes) and
             "frozen".
     """
     message = dict(message)
@@ -135,10 +135,10 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
 
 
 def main(memory: int, size: int, parent: int) -> int:
-    """`memory`: a file descriptor. The first message is the table."""
+    """`memory`: file descriptor of the image. The first message is the table."""
     ending_with_parent()()
     if os.getppid() != parent:
-        return 1  # the rank died before the kernel knew of the signal
+        return 1  # the rank died before the signal for its end was set up
     image = memoryview(mmap.mmap(memory, size))
     os.close(memory)
     rank = Parent()

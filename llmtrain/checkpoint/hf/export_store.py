@@ -1,4 +1,5 @@
-"""Export to an object store: refused where something else is, and replacing an earlier one of the same run."""
+"""Exports to an object store. An export replaces an earlier one of the same run, and is refused if anything else is
+there."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ from llmtrain.models.parameters import CONFIG
 from llmtrain.storage.object_store import Store, StoreError, problem_of
 
 _LAST_IN_STORE = ("config.json", CONFIG)
-"""Files that readers look for first: of a model, of an adapter."""
+"""Files that readers look for first, of a model and of an adapter: written last, and removed first."""
 
 
 class ExportStore:
     def __init__(self, url: str, checkpoint: Path, asked_by: str) -> None:
-        """Raises CheckpointError: the store cannot be used, or holds something else."""
+        """`asked_by`: command or key in messages. Raises CheckpointError: when the store cannot be used, or holds
+        something else."""
         self._url, self._asked_by = redact_text(url), asked_by
         self._run = run_id(checkpoint, TrainerState.read(checkpoint))
         if problems := problem_of(url, writes=True):
@@ -40,11 +42,11 @@ class ExportStore:
         return CheckpointError(f"{self._asked_by} {self._url}: {text}.")
 
     def put(self, folder: Path) -> str:
-        """Replace an earlier export. Returns a description. Raises CheckpointError."""
+        """Upload `folder`, and remove an earlier export before. Returns a description. Raises CheckpointError."""
         names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
         with self._name_errors(folder):
             before = self._refuse_others()
-            if before:  # readers find no export that lacks a file, and the record of its run stays to the end
+            if before:  # readers must find no partial export; the record of the run goes last
                 stored = self._store.files().keys()
                 leading = [name for name in _LAST_IN_STORE if name in stored]
                 for some in (leading, sorted(stored - {MARK, *leading}), [MARK]):
@@ -57,8 +59,8 @@ class ExportStore:
 
     @contextlib.contextmanager
     def scratch(self, url: str) -> Iterator[Path]:
-        """A path on this host's disk for the export, the same at each start of a command, so that it can continue. It
-        is removed when the block ends without an error. Raises CheckpointError."""
+        """A context with a path on this host's disk for the export. It is the same at each start of a command, so that
+        an export can continue, and is removed if the block ends without an error. Raises CheckpointError."""
         folder = cache_folder() / "uploads" / hashlib.sha256(url.encode()).hexdigest()[:16]
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ class ExportStore:
             raise self.wrong(text) from error
         try:
             out = folder / (url.rstrip("/").rpartition("/")[2] or "out")
-            shutil.rmtree(out, ignore_errors=True)  # of a start whose upload failed
+            shutil.rmtree(out, ignore_errors=True)  # left by a start whose upload failed
             yield out
             shutil.rmtree(folder)
         finally:
@@ -78,7 +80,8 @@ class ExportStore:
 
     @contextlib.contextmanager
     def _name_errors(self, left: Path | None = None) -> Iterator[None]:
-        """`left`: path of the complete local copy. Raises CheckpointError for an error of the store in the block."""
+        """A context that turns an error of the store into a CheckpointError. `left`: the complete local copy, for the
+        message."""
         try:
             yield
         except StoreError as error:
@@ -87,9 +90,10 @@ class ExportStore:
             raise self.wrong(text) from error
 
     def _refuse_others(self) -> Mapping[str, Any]:
-        """The record of an earlier export; empty: there is none."""
+        """Return the record of an earlier export of this run, empty if there is none. Raises CheckpointError: when
+        other files are there."""
         stored = self._store.files()
-        if not stored.keys() - {MARK}:  # an upload or a deletion that ended early
+        if not stored.keys() - {MARK}:  # left by an upload or a deletion that ended early
             return {}
         try:
             mark = untrusted.loads(self._store.read(MARK), infinite=True) if MARK in stored else {}
@@ -103,7 +107,7 @@ class ExportStore:
 
 
 def export_to_store(checkpoint: Path, url: str, export: Callable[[Path], Report]) -> Report:
-    """Have `export` write a folder on this host's disk, and upload it. Raises CheckpointError."""
+    """Call `export` to write a folder on this host's disk, and upload the folder. Raises CheckpointError."""
     store = ExportStore(url, checkpoint, "to-hf")
     with store.scratch(url) as folder:
         report = export(folder)

@@ -1,6 +1,6 @@
-"""Export of a checkpoint to a Hugging Face folder: streamed, restartable, proved. No GPU, no torch.distributed.
+"""Exports a checkpoint to a Hugging Face folder: streamed, restartable, proved. No GPU, no torch.distributed.
 
-An adapter becomes a PEFT folder, or is added to the model's own weights.
+An adapter becomes a PEFT folder, or is merged into the model's weights.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ from llmtrain.storage.pieces import DTYPE_OF
 from llmtrain.storage.tensorfile import numel
 
 _ROUNDING = 1e-4
-"""Allowed difference of logits as a share of the largest: (W + s B A) x and Wx + s B A x have different rounding."""
+"""Allowed difference of logits, relative to the largest: (W + s B A) x and Wx + s B A x round differently."""
 
 
 def adapter_of(reader: CheckpointReader, trainer: TrainerState) -> AdapterConfig | None:
-    """The adapter in the checkpoint, by its run's settings. Raises CheckpointError: trainer.json has none that fits."""
+    """Return the settings of the checkpoint's adapter; None: it holds none. Raises CheckpointError: when trainer.json
+    does not record settings that fit the matrices."""
     if not any(name.endswith(A) for name in reader.order()):
         return None
     from llmtrain.models.adapter import scale
@@ -91,7 +92,7 @@ def adapter_of(reader: CheckpointReader, trainer: TrainerState) -> AdapterConfig
 
 
 class Merge:
-    """The model's own weights with the adapter added, in fp32. Threads may call it."""
+    """Adds the adapter to the model's own weights, in fp32. Several threads may call it."""
 
     def __init__(
         self,
@@ -100,8 +101,8 @@ class Merge:
         dtype: torch.dtype = torch.float32,
         saved: Collection[str] = (),
     ) -> None:
-        """`adapter`: None leaves all values unchanged. `dtype`: the adapter's values, and those of `saved`, parameters
-        that train with it, are rounded to this type first."""
+        """`adapter`: None leaves all values unchanged. `saved`: the model's own parameters that train with the adapter.
+        `dtype`: the type to which the values of the adapter and of `saved` are rounded first."""
         self._reader, self._adapter, self._dtype = reader, adapter, dtype
         names = reader.order() if adapter is not None else []
         self.names = {name for name in names if name.endswith((A, B, MAGNITUDE))}
@@ -117,7 +118,7 @@ class Merge:
             self._scale = scale(adapter)
 
     def check(self) -> None:
-        """Raises CheckpointError: a value differs from its checksum."""
+        """Raise CheckpointError if the adapter, or a parameter that trains with it, differs from its checksum."""
         sums = self._reader.checksums()
         for name in sorted(self.trained):
             if checksum(self._reader.read(name, 0, numel(self._reader.shape(name)))) != sums[PARAM, name]:
@@ -127,7 +128,8 @@ class Merge:
                 )
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements of a flat tensor of the checkpoint, in fp32; the adapter's are rounded. Raises CheckpointError."""
+        """Return elements of a flat tensor of the checkpoint as fp32; values that were trained with the adapter are
+        first rounded to `dtype`. Raises CheckpointError."""
         values = self._reader.read(name, start, stop)
         return values.to(self._dtype).float() if name in self.trained else values
 
@@ -135,12 +137,13 @@ class Merge:
         return self(name, start, self.read(name, start, stop))
 
     def __call__(self, name: str, start: int, values: Tensor) -> Tensor:
-        """Return `values`, the elements of a flat parameter from `start` on, merged. Raises CheckpointError."""
+        """Return `values`, the elements of a flat parameter from `start` on, with the adapter added. Raises
+        CheckpointError."""
         if self._adapter is None or name not in self._path_of:
             return values
         path, read = self._path_of[name], self.read
         _, inputs = self._reader.shape(name)
-        first, last = start // inputs, -(-(start + values.numel()) // inputs)  # its rows
+        first, last = start // inputs, -(-(start + values.numel()) // inputs)  # rows of the matrix
         r, _ = self._reader.shape(path + A)
         product = read(path + B, first * r, last * r).view(-1, r) @ read(path + A, 0, r * inputs).view(r, inputs)
         rows = read(name, first * inputs, last * inputs).view(-1, inputs).add_(product, alpha=self._scale)
@@ -151,8 +154,8 @@ class Merge:
 
 
 def prove_merge(made: Export, merge: Merge, hf: nn.Module, file: Mapping[str, Tensor] | None = None) -> None:
-    """Compare the merged weights' logits in fp32 with those of `hf`, the skeleton with peft's layers. `file`: tensors
-    of a PEFT folder to use as the adapter's values; default: the checkpoint's. Raises ProofError."""
+    """Compare the logits of the merged weights, in fp32, with those of `hf`, the skeleton with peft's layers. `file`:
+    tensors of a PEFT folder to take as the adapter's values; None: the checkpoint's. Raises ProofError."""
     from llmtrain.models.adapter import plain_name
 
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in (file or {}).items()}
@@ -175,14 +178,15 @@ def prove_merge(made: Export, merge: Merge, hf: nn.Module, file: Mapping[str, Te
 
 
 def _as_peft_loads(folder: Path, layout: FolderLayout) -> nn.Module:
-    """Adapt the skeleton with peft by the folder's configuration. Raises ProofError: peft wants other tensors."""
+    """Return the skeleton with peft's layers, made from the folder's configuration. Raises ProofError: when peft
+    expects other tensors."""
     from peft import PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
     with warnings.catch_warnings():  # peft 0.21 asks transformers 5.23 for a deprecated name; no user can act on it
         warnings.simplefilter("ignore", FutureWarning)
         model = PeftModel.from_pretrained(copy.deepcopy(layout.skeleton), str(folder), low_cpu_mem_usage=True)
-    # By default peft adds embeddings that are longer than the base's; the folder has them by their own names.
+    # By default peft adds embeddings that are longer than the base's, which the folder has under their own names.
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     held_names = load_peft_weights(str(folder), device="cpu").keys()
     if odd := sorted(wanted ^ held_names):
@@ -192,9 +196,10 @@ def _as_peft_loads(folder: Path, layout: FolderLayout) -> nn.Module:
 
 
 def base_fields(model: Mapping[str, Any]) -> dict[str, str | None]:
-    """The fields of adapter_config.json that name the base: a base on the Hub by its name and commit, for any host."""
+    """Return the fields of adapter_config.json that name the base model: one on the Hub by name and commit, so that any
+    host finds it."""
     base, commit = model.get("pretrained"), model.get("revision")
-    if base and is_url(base):  # for `llmtrain generate`; peft wants the folder
+    if base and is_url(base):  # `llmtrain generate` reads a URL; peft would need a folder
         return {"base_model_name_or_path": base, "revision": None}
     if base and commit and is_name(base):
         return {"base_model_name_or_path": base, "revision": commit}
@@ -203,7 +208,7 @@ def base_fields(model: Mapping[str, Any]) -> dict[str, str | None]:
 
 def write_peft(folder: Path, made: Export, adapter: AdapterConfig, dtype: str) -> int:
     """Write the adapter's two files in the form of `PeftModel.save_pretrained`, and prove them. Returns the bytes of
-    the weights. Raises ProofError: the file or peft's logits differ; ConfigError: peft is not installed."""
+    the weights. Raises ProofError: when the file or peft's logits differ; ConfigError: when peft is not installed."""
     from safetensors.torch import load_file, save_file
 
     from llmtrain.models.adapter import aliases, lora_config, saved_names, saved_paths
@@ -215,7 +220,7 @@ def write_peft(folder: Path, made: Export, adapter: AdapterConfig, dtype: str) -
         values = reader.read(name, 0, numel(reader.shape(name))).view(reader.shape(name))
         tensors[PREFIX + name] = values.to(DTYPE_OF[dtype])
     for other, name in aliases(layout.skeleton).items():
-        if name in saved:  # by each of its names, which peft requires
+        if name in saved:  # peft requires a tied tensor under each of its names
             tensors[PREFIX + other] = tensors[PREFIX + name].clone()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     back = load_file(folder / WEIGHTS)
@@ -232,21 +237,21 @@ def write_peft(folder: Path, made: Export, adapter: AdapterConfig, dtype: str) -
     unmoved = [name for name in merge.names if name.endswith(B) and not bool(tensors[PREFIX + name].any())]
     moved = f"; {len(unmoved)} of the lora_B are still zero" if unmoved else ""
     also = f" and of {len(modules)} complete modules" if modules else ""
-    report.add("read back", f"{len(tensors)} tensors on {len(merge.paths)} maps{also}, equal bit by bit{moved}")
+    report.add("read back", f"{len(tensors)} tensors of {len(merge.paths)} maps{also}, equal bit by bit{moved}")
     if made.check != "none":
         prove_merge(made, merge, _as_peft_loads(folder, layout), back)
     if vocabulary := model.get("vocabulary"):
-        report.add("tokens", f"call resize_token_embeddings({vocabulary}) of the base first; `llmtrain generate` does")
+        report.add("tokens", f"first call resize_token_embeddings({vocabulary}) of the base; `llmtrain generate` does")
     if adapter.dora:
         report.add("vLLM", "does not load DoRA: serve the merged model there (--merge)")
     elif modules:
         report.add("vLLM", "does not load modules_to_save: serve the merged model there (--merge)")
     elif (r := adapter.r or 0) > 16:
-        report.add("vLLM", f"takes ranks up to 16 unless it is started with --max-lora-rank {r}")
+        report.add("vLLM", f"start it with --max-lora-rank {r}: by default it takes adapter ranks up to 16")
     return (folder / WEIGHTS).stat().st_size
 
 
-_SPACE = 64 << 20  # bytes for the other files
+_SPACE = 64 << 20  # bytes for the files other than weights
 
 
 def export_hf(
@@ -260,20 +265,18 @@ def export_hf(
     weights: str | None = None,
     trust_remote_code: bool = False,
 ) -> Report:
-    """Write `out` so that AutoModelForCausalLM.from_pretrained loads it; a tied weight is written once.
-
-    A reward model loads by AutoModelForSequenceClassification.
+    """Write the folder `out`, which AutoModelForCausalLM.from_pretrained loads (a reward model:
+    AutoModelForSequenceClassification). A tied weight is written once.
 
     Args:
-        dtype: fp32, bf16 or fp16; default: the precision of the training, or the types of the folder that the
-            checkpoint was imported from.
-        max_shard_bytes: largest weight file; default 5 GB, or the files of the imported folder.
+        dtype: fp32, bf16 or fp16; None: the precision of the training, or the dtypes of the imported folder.
+        max_shard_bytes: largest weight file; None: 5 GB, or the files of the imported folder.
         merge: write the complete model with the adapter added to its weights, in fp32, rounded once.
         weights: write this variant (training/parts.py) of the trained parameters instead of their last values.
 
     Raises:
-        CheckpointError: `checkpoint` is none or damaged, `out` exists and is no earlier export of the same run, it
-            has no such variant, a value does not fit into the type.
+        CheckpointError: `checkpoint` is no checkpoint, is damaged, or lacks the variant; `out` exists and is no earlier
+            export of the same run; or a value does not fit into the dtype.
         ModelError: the model cannot be built, or its files cannot be written.
         ProofError: the files differ from their source. Nothing is left at `out`.
     """
@@ -305,10 +308,10 @@ def export_hf(
     with OutputFolder(target, _plan(checkpoint, files, check, merge=merge, weights=weights)) as folder:
         folder.need(files.bytes + _SPACE)
         rounded = _write_weights(folder, made, files, merged)
-        whose = f", of {weights} of what trains" if weights is not None else ""
+        whose = f", with the values of {weights}" if weights is not None else ""
         report.add("source", f"{len(layout.shapes)} checksums are those of the manifest{whose}")
         if merge:
-            report.add("merged", f"{len(merged.paths)} maps, each in fp32 and rounded once")
+            report.add("merged", f"{len(merged.paths)} maps, computed in fp32 and rounded once")
         write_others(folder.partial, made, files)
         if adapter is not None and check != "none":
             prove_merge(made, merged, adapted(layout.skeleton, adapter))
@@ -320,15 +323,15 @@ def export_hf(
 
 
 def _refuse_other_weights(reader: CheckpointReader, name: str) -> None:
-    """Raises CheckpointError: the checkpoint has no such variant."""
+    """Raise CheckpointError if the checkpoint has no such variant."""
     variants = [variant for variant in features.variants() if OUTER + variant in reader.kinds()]
     if name not in variants:
         remedy = f"Give {' or '.join(variants)}" if variants else "Leave it out"
-        raise CheckpointError(f"{reader.folder}: --weights {name}: its run kept no such values. {remedy}.")
+        raise CheckpointError(f"{reader.folder}: --weights {name}: the checkpoint has no such values. {remedy}.")
 
 
 def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool, weights: str | None) -> dict[str, str]:
-    """A restart continues an interrupted export with an equal plan."""
+    """Return the plan of the export; a restart with an equal plan continues it."""
     shards = json.dumps({name: asdict(shard) for name, shard in files.shards.items()})
     plan = {"to-hf": str(checkpoint.resolve()), "manifest": hash_file(checkpoint / MANIFEST), "check": check}
     return (
@@ -352,7 +355,7 @@ def _finish(folder: OutputFolder, made: Export) -> None:
 def _export_adapter(
     made: Export, adapter: AdapterConfig, dtype: str | None, target: Path, weights: str | None
 ) -> Report:
-    """Write a PEFT folder. `target`: folder to write into."""
+    """Write a PEFT folder. `target`: the folder to write into."""
     reader, trainer, report = made.reader, made.trainer, made.report
     kind = DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"]
     plan = {"to-hf": str(reader.folder.resolve()), "adapter": kind, "weights": str(weights)}
@@ -366,7 +369,7 @@ def _export_adapter(
             base = trainer.section("model")
             base_config = load_config(ModelConfig(pretrained=base.get("pretrained"), revision=base.get("revision")))
             refuse_other_base(folder.partial / MARK, base_config)
-        except ModelError as error:  # also: the base is not on this host
+        except ModelError as error:  # or the base is not on this host
             log.warn(str(error).replace(str(folder.partial), str(report.path)))
         _finish(folder, made)
     report.add("written", f"{report.path}: {units.size(size)} for peft")
@@ -374,7 +377,7 @@ def _export_adapter(
 
 
 def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
-    """Return the layout of a model's parameters. Raises ModelError: transformers cannot build the model."""
+    """Return the layout of a model's parameters. Raises ModelError: when transformers cannot build the model."""
     try:
         config = load_config(model, trust_remote_code=trust_remote_code)
         return FolderLayout(skeleton(config, trust_remote_code=trust_remote_code))
@@ -387,8 +390,8 @@ def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
 
 
 def _target(checkpoint: Path, out: Path, trainer: TrainerState, report: Report) -> Path:
-    """`out`, or a neighbour that replaces an earlier export at `out` at the end, which the report says. Raises
-    CheckpointError: `out` is something else, or has files that the export did not write."""
+    """Return the folder to write into: `out`, or if an earlier export is there, a folder next to it that will replace
+    it. Raises CheckpointError: when `out` is something else, or has files that the export did not write."""
     if not out.exists():
         return out
     in_run_folder = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, by any command
@@ -401,17 +404,17 @@ def _target(checkpoint: Path, out: Path, trainer: TrainerState, report: Report) 
         raise CheckpointError(
             f"{out} exists and is no earlier export of this run; nothing was written. Give another name."
         )
-    if not in_run_folder:  # a note in its export must not make the end of a run fail
+    if not in_run_folder:  # a file added to a run's own export must not make its end fail
         refuse_more(str(out), mark, {str(file.relative_to(out)) for file in out.rglob("*") if not file.is_dir()})
     report.add("replaced", f"{out}: the export of step {mark.get('step')}" if marked else str(out))
     target = out.with_name(out.name + ".new")
-    if (target / MARK).is_file():  # a kill in `_replace` left it
+    if (target / MARK).is_file():  # left by a kill in `_replace`
         remove_tree(target)
     return target
 
 
 def refuse_more(out: str, mark: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raises CheckpointError: an earlier export has additional files. `mark`: its record."""
+    """Raise CheckpointError if files were added to an earlier export. `mark`: its record. `names`: its files now."""
     written = mark.get("files")
     if isinstance(written, list) and (more := sorted(set(names).difference(written, [MARK]))):
         others = f" and {len(more) - 1} more" if len(more) > 1 else ""
@@ -437,13 +440,14 @@ def _model(checkpoint: Path, trainer: TrainerState) -> ModelConfig:
     if trainer.model_config is None:
         raise CheckpointError(f"{checkpoint / TRAINER} does not record model_config, so no model can be written.")
     config = {key: value for key, value in trainer.model_config.items() if key != "use_cache"}  # off in training
-    if "auto_map" in config:  # the code is in the folder of the configuration that names it
+    if "auto_map" in config:  # the code is in the imported folder
         return ModelConfig(pretrained=str(checkpoint.parent.parent / SOURCE), attention="eager")
     return ModelConfig(config=config, attention="eager")
 
 
 def _check_names(made: Export, adapter: Collection[str]) -> None:
-    """Require every parameter of the model class with its shape, and no other tensor except an adapter's."""
+    """Raise CheckpointError unless the checkpoint has every parameter of the model class with its shape, and no other
+    tensors than the adapter's."""
     reader, layout, report = made.reader, made.layout, made.report
     model = type(layout.skeleton).__name__
     shapes = {name: reader.shape(name) for name in reader.order() if name not in adapter}
@@ -455,7 +459,7 @@ def _check_names(made: Export, adapter: Collection[str]) -> None:
             "another version of transformers? Convert with that one."
         )
     outer: list[Any] = [layout.skeleton.get_input_embeddings(), layout.skeleton.get_output_embeddings()]
-    ends = {id(module.weight) for module in outer if module is not None}  # a reward model has no head of words
+    ends = {id(module.weight) for module in outer if module is not None}  # a reward model has no output embeddings
     padded = {name for name, parameter in layout.skeleton.named_parameters() if id(parameter) in ends}
     for name, shape in layout.shapes.items():
         if name in padded and shapes[name][1:] == shape[1:] and shapes[name][0] > shape[0]:
@@ -472,7 +476,7 @@ def _weight_files(made: Export, dtype: str | None, max_shard_bytes: int | None) 
     reader, layout, trainer = made.reader, made.layout, made.trainer
     dtypes = dict.fromkeys(layout.shapes, DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"])
     if dtype is None:
-        dtypes |= reader.frozen_types()  # byte by byte from their source
+        dtypes |= reader.frozen_types()  # frozen ones as in their source
     dtypes |= dict.fromkeys(layout.frozen, "F32")  # unchanged: transformers keeps router biases in fp32, too
     if trainer.source is not None:
         imported = as_described(layout, trainer.source["files"])
@@ -485,7 +489,8 @@ def _weight_files(made: Export, dtype: str | None, max_shard_bytes: int | None) 
 
 
 class _Rounding:
-    """Reads a file's tensors from the checkpoint in the file's type, and adds up checksums."""
+    """Reads a file's tensors from the checkpoint, adds the adapter, rounds to the file's dtype, and records the
+    checksum of each chunk before and after."""
 
     def __init__(self, reader: CheckpointReader, files: WeightFiles, merge: Merge, *, rounded: bool) -> None:
         self._reader, self._files, self._merge = reader, files, merge
@@ -493,10 +498,10 @@ class _Rounding:
         self._dtype_of_parameter = {files.parts[tensor].parameter: kind for tensor, kind in self._dtype_of.items()}
         self._rounded = rounded
         self.sums: dict[str, dict[int, tuple[int, int]]] = {}
-        """Tensor -> {first element: (checksum in the source, checksum after rounding)}, one entry a chunk."""
+        """Tensor -> {first element of a chunk: (checksum in the source, checksum after rounding)}."""
 
     def read(self, tensor: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor of the file, for stream_tensors. Raises CheckpointError."""
+        """Return elements [start, stop) of a tensor of the file, for stream_tensors. Raises CheckpointError."""
         part, dtype = self._files.parts[tensor], DTYPE_OF[self._dtype_of[tensor]]
         at = part.start + start
         read = self._reader.read(part.parameter, at, part.start + stop)
@@ -510,7 +515,7 @@ class _Rounding:
         return out
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements with the file's rounding, in fp32."""
+        """Return elements of a parameter with the file's rounding, as fp32."""
         values = self._merge(name, start, self._reader.read(name, start, stop))
         return values.to(DTYPE_OF[self._dtype_of_parameter[name]]).float()
 
@@ -525,7 +530,7 @@ class _Rounding:
 
 
 def _write_weights(folder: OutputFolder, made: Export, files: WeightFiles, merge: Merge) -> dict[str, int]:
-    """Write the files and compare the source with its manifest. Returns the checksums of the written values."""
+    """Write the files, and compare what was read with the manifest. Returns each parameter's checksum as written."""
     reader, layout = made.reader, made.layout
     rounding = _Rounding(reader, files, merge, rounded=made.check != "none")
 
@@ -547,7 +552,7 @@ def _write_weights(folder: OutputFolder, made: Export, files: WeightFiles, merge
                 after[files.parts[tensor].parameter] += two
     expected = reader.checksums()
     for name, shape in layout.shapes.items():
-        beyond = range(numel(shape), numel(reader.shape(name)), CHUNK)  # padding, not written, has a checksum
+        beyond = range(numel(shape), numel(reader.shape(name)), CHUNK)  # padding is not written, but in the checksum
         stops = [min(start + CHUNK, numel(reader.shape(name))) for start in beyond]
         before[name] += sum(checksum(reader.read(name, a, b), a) for a, b in zip(beyond, stops, strict=True))
         if before[name] % 2**64 != expected[PARAM, name]:
@@ -568,7 +573,7 @@ def _prove(
     files: WeightFiles,
     rounded: Mapping[str, int],
 ) -> None:
-    """Raises ProofError."""
+    """Compare the written weights, loaded by themselves and by transformers, with their source. Raises ProofError."""
     layout = made.layout
     written = SafetensorsSource(folder, layout, asked_by="to-hf")
     if odd := sorted(written.file_of.keys() ^ files.parts.keys()):

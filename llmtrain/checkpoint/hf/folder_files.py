@@ -1,4 +1,4 @@
-"""Files for a Hugging Face folder: weights, cut by the rule of `save_pretrained` or by an imported folder,
+"""Makes the files of a Hugging Face folder: weights (split as `save_pretrained` does, or as in an imported folder),
 configuration, tokenizer, index, and the record of their origin."""
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from llmtrain.models.source import INDEX, SINGLE, SafetensorsSource, refuse_esca
 from llmtrain.storage.tensorfile import ITEM_BYTES, TensorFile, header_bytes, numel
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-"""safetensors' name of a type by ours."""
-_ORDER = ("F32", "BF16", "F16")  # of the types in a file that the safetensors library writes
+"""Our name of a dtype -> its name in safetensors."""
+_ORDER = ("F32", "BF16", "F16")  # order of the dtypes in a file that the safetensors library writes
 MAX_SHARD_BYTES = 5 * 10**9
-"""Largest weight file by default: a restart after a kill repeats at most one file."""
+"""Default size of the largest weight file. A restart after a kill repeats at most one file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     tensors: dict[str, str]
-    """Tensor -> safetensors' name of its type, in the order of the file."""
+    """Tensor -> its dtype in safetensors, in the order of the file."""
     metadata: dict[str, str]
     align: int
     """The data starts at a multiple of this number of bytes."""
@@ -53,20 +53,20 @@ class Shard:
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
     shards: dict[str, Shard]
-    """By file name, in the order of writing."""
+    """File name -> its tensors, in the order of writing."""
     parts: dict[str, Part]
-    """The part of the model in each tensor."""
+    """Tensor -> the part of a parameter that it holds."""
 
     @property
     def bytes(self) -> int:
         return sum(ITEM_BYTES[d] * self.parts[t].numel for s in self.shards.values() for t, d in s.tensors.items())
 
     def dtype_of(self) -> dict[str, str]:
-        """Tensor -> safetensors' name of its type."""
+        """Return tensor -> its dtype in safetensors."""
         return {tensor: dtype for shard in self.shards.values() for tensor, dtype in shard.tensors.items()}
 
     def index(self, parameters: int) -> str | None:
-        """model.safetensors.index.json in the form of `save_pretrained`; None for a single file."""
+        """Return the text of model.safetensors.index.json in the form of `save_pretrained`; None for a single file."""
         if list(self.shards) == [SINGLE]:
             return None
         weight_map = {tensor: file for file, shard in self.shards.items() for tensor in shard.tensors}
@@ -75,8 +75,9 @@ class WeightFiles:
 
 
 def cut(layout: FolderLayout, dtypes: Mapping[str, str], max_shard_bytes: int) -> WeightFiles:
-    """The files that `save_pretrained` writes for parameters of these types (name -> "F32", ...), by the rule and names
-    of huggingface_hub, serialization/_base.py. The experts of a layer, views of one parameter, count as one tensor."""
+    """Return the files that `save_pretrained` would write for parameters of these dtypes (name -> "F32", ...), by the
+    rule and names of huggingface_hub, serialization/_base.py. The experts of a layer, which are views of one parameter,
+    count as one tensor."""
     dtype_of = {tensor: dtypes[part.parameter] for tensor, part in layout.tensors.items()}
     members: dict[int, list[str]] = {}
     for tensor in layout.tensors:
@@ -99,13 +100,14 @@ def cut(layout: FolderLayout, dtypes: Mapping[str, str], max_shard_bytes: int) -
     names = [SINGLE] if total == 1 else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
     shards = {}
     for name, group in zip(names, groups, strict=True):
-        in_order = sorted(group, key=lambda tensor: (_ORDER.index(dtype_of[tensor]), tensor))  # of safetensors
+        in_order = sorted(group, key=lambda tensor: (_ORDER.index(dtype_of[tensor]), tensor))  # as safetensors does
         shards[name] = Shard(tensors={t: dtype_of[t] for t in in_order}, metadata={"format": "pt"}, align=8)
     return WeightFiles(shards=shards, parts=layout.tensors)
 
 
 def describe(source: SafetensorsSource) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint's record of its imported folder, and the files that an export cannot restore byte by byte."""
+    """Return (the record of an imported folder that its checkpoint keeps, the weight files that an export cannot
+    restore byte by byte)."""
     left_out = {*source.placement.derived, *source.placement.twins}
     files: dict[str, TensorFile] = {file.path.name: file for file in source.file_of.values()}
     record, changed = {}, []
@@ -127,7 +129,7 @@ def _begins(file: TensorFile, header: bytes) -> bool:
 
 
 def as_described(layout: FolderLayout, record: Mapping[str, Any]) -> WeightFiles:
-    """The files in a record of `describe`."""
+    """Return the weight files in a record that `describe` made."""
     shards = {name: Shard(**fields) for name, fields in record.items()}
     placement = layout.place(tensor for shard in shards.values() for tensor in shard.tensors)
     parts = {tensor: part for parts in placement.parts.values() for tensor, part in parts}
@@ -135,15 +137,16 @@ def as_described(layout: FolderLayout, record: Mapping[str, Any]) -> WeightFiles
 
 
 MARK = "llmtrain_export.json"
-"""Record of the checkpoint that a folder was made from; a later export of the same run may replace the folder."""
+"""File in an exported folder that records its checkpoint; a later export of the same run may replace such a folder."""
 SOURCE = "source"
-"""Folder next to `checkpoints`: the files of an imported Hugging Face folder, except weights."""
+"""Folder next to `checkpoints` with the files of an imported Hugging Face folder, except its weights."""
 _LOCAL_BASES = {
     "gemma3": ("rope_theta", "rope_local_base_freq"),
     "modernbert": ("global_rope_theta", "local_rope_theta"),
     "olmo3": ("rope_theta", ""),
 }
-"""Families with a rope for each kind of layer in transformers 4 -> its keys for the rotary bases, full and local."""
+"""Families that have a rope for each kind of layer in transformers 4 -> their keys of the rotary bases: (full
+attention, local attention)."""
 _HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _BESIDE_LIMIT = 256 << 20  # bytes; the largest tokenizers have 40 MB
@@ -182,7 +185,7 @@ def write_others(folder: Path, made: Export, files: WeightFiles) -> None:
         elif (ids or sampling) and not (folder / "generation_config.json").exists():  # else an imported folder's own
             settings = generation_settings(config, ids, sampling)
             (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        fields = json.loads(config.to_json_string())  # infinite numbers keep this transformers' spelling
+        fields = json.loads(config.to_json_string())  # infinite numbers as the installed transformers writes them
         for_older_readers(fields)
         (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     index = files.index(sum(map(numel, layout.shapes.values())))
@@ -195,17 +198,17 @@ def write_others(folder: Path, made: Export, files: WeightFiles) -> None:
 
 
 def for_older_readers(fields: dict[str, Any]) -> None:
-    """Add the rotary keys of transformers 4, also in nested sections: that version ignores `rope_parameters` and
-    computes with the family's default base, without a warning."""
+    """Add the rotary keys of transformers 4 to config.json, also in nested sections: version 4 ignores
+    `rope_parameters`, and silently computes with the family's default base."""
     for section in [value for value in fields.values() if isinstance(value, dict)]:
         for_older_readers(section)
     rope, family = fields.get("rope_parameters"), str(fields.get("model_type"))
     if not isinstance(rope, dict):
         return
-    if isinstance(rope.get("full_attention"), dict):  # by the kind of layer
+    if isinstance(rope.get("full_attention"), dict):  # one rope for each kind of layer
         full, local = rope["full_attention"], rope.get("sliding_attention") or {}
         bases = next((names for begin, names in _LOCAL_BASES.items() if family.startswith(begin)), None)
-        if bases is None:  # transformers 4 has no such family, and 5 takes `rope_scaling` for the rope of all layers
+        if bases is None:  # unknown to transformers 4, and 5 reads `rope_scaling` as the rope of all layers
             return
         older = {bases[0]: full.get("rope_theta"), bases[1]: local.get("rope_theta")}
     else:
@@ -216,11 +219,11 @@ def for_older_readers(fields: dict[str, Any]) -> None:
     kind, length = full.get("rope_type", "default"), full.get("original_max_position_embeddings")
     scaling = {key: value for key, value in full.items() if key not in ("rope_theta", "partial_rotary_factor")}
     if kind == "longrope" and length:
-        older["original_max_position_embeddings"] = length  # read from the same level, and then the ratio is the factor
+        older["original_max_position_embeddings"] = length  # at this level; the factor is then the ratio
         factor, most = full.get("factor"), fields.get("max_position_embeddings")
         if factor and most and factor * length != most and "attention_factor" not in scaling:
             scaling["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    if family.startswith("phi3"):  # reads these three and no other
+    if family.startswith("phi3"):  # phi3 reads only these three keys
         scaling = {"type": kind} | {key: scaling.get(key) for key in ("short_factor", "long_factor")}
     elif family in ("olmo", "olmo2") and kind in ("linear", "dynamic"):
         scaling = {"type": kind, "factor": full.get("factor")}
@@ -234,7 +237,8 @@ def for_older_readers(fields: dict[str, Any]) -> None:
 
 
 def copy_beside(folder: Path, trainer: TrainerState, checkpoint: Path, report: Report) -> Path | None:
-    """Copy the tokenizer, or an imported folder's other files; returns their source. Raises CheckpointError."""
+    """Copy the tokenizer, or the files of an imported folder other than weights. Returns the folder that they come
+    from, or None. Raises CheckpointError: when the tokenizer is not the run's."""
     imported = trainer.source is not None
     source = checkpoint.parent.parent / SOURCE if imported else tokenizer_here(trainer)
     if source is not None and source.is_dir():
@@ -243,7 +247,7 @@ def copy_beside(folder: Path, trainer: TrainerState, checkpoint: Path, report: R
         for file in beside_weights(source, python=imported):
             copy_into(folder, source, file)
     elif source is not None:
-        report.add("tokenizer", f"none: {source}, the run's source, is gone")
+        report.add("tokenizer", f"none: {source}, where the run had it, is gone")
     return source
 
 
@@ -257,7 +261,7 @@ def _refuse_other_tokenizer(folder: Path, trainer: TrainerState) -> None:
 
 
 def copy_into(folder: Path, source: Path, file: Path) -> Path:
-    """Copy a file of `beside_weights(source)`; returns the copy."""
+    """Copy a file that `beside_weights(source)` lists; returns the copy."""
     target = folder / file.relative_to(source)
     target.parent.mkdir(exist_ok=True)
     shutil.copy2(file, target)
@@ -281,11 +285,8 @@ def _weight_map(index: str | bytes) -> Any:
 
 
 def beside_weights(folder: Path, *, python: bool) -> list[Path]:
-    """The files of a model folder except weights: configurations, tokenizer, templates, card; with `python` also code.
-
-    Raises:
-        ModelError: one is a link that leaves the folder.
-    """
+    """Return the files of a model folder except weights: configurations, tokenizer, templates, model card, and with
+    `python` also code. Raises ModelError: when a file is a link that leaves the folder."""
     files = []
     for file in (*sorted(folder.iterdir()), *tokenizer_folder.named_templates(folder)):
         plain = file.suffix in _BESIDE or file.name.startswith(("LICENSE", "NOTICE"))
@@ -295,7 +296,7 @@ def beside_weights(folder: Path, *, python: bool) -> list[Path]:
 
 
 def _keep_config(path: Path, source: Mapping[str, Any], files: WeightFiles, dtype: str) -> None:
-    """Keep the imported config.json, byte by byte unless the weights have another type now."""
+    """Keep the imported config.json byte by byte, unless the weights now have another dtype."""
     shards, config = source["files"], dict(source["config"])
     before = {tensor: kind for shard in shards.values() for tensor, kind in shard["tensors"].items()}
     same = all(files.dtype_of().get(tensor) == kind for tensor, kind in before.items())

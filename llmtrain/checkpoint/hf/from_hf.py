@@ -1,4 +1,4 @@
-"""Import of a Hugging Face folder as a checkpoint of parameters alone: streamed, restartable, proved."""
+"""Imports a Hugging Face folder as a checkpoint of parameters alone: streamed, restartable, proved."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _ASKED_BY = "from-hf"
 def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_code: bool = False) -> Report:
     """Write `out`/checkpoints/step-00000000 with the parameters of a Hugging Face folder in fp32.
 
-    `out` also keeps the files that are no weights, so that to-hf restores the folder byte by byte.
+    `out` also keeps the folder's other files, so that to-hf can restore the folder byte by byte.
 
     Raises:
         CheckpointError: `out` exists, or another process writes it.
-        ModelError: the folder is none, does not fit its own configuration, or needs code that is not trusted.
+        ModelError: the folder is no model, does not fit its own configuration, or needs code that is not trusted.
         ProofError: the files differ from their source. Nothing is left at `out`.
     """
     if out.exists():
@@ -53,7 +53,7 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
     partial = out.with_name(out.name + ".tmp")
     lock = claim(partial)
     try:
-        # An earlier start may have left files: the checkpoint alone is continued.
+        # Of what an earlier start left, only the checkpoint is continued.
         kept_step = step_folder(partial / "checkpoints", 0)
         for child in (*partial.glob("*"), *partial.glob("checkpoints/*")):
             if child not in (kept_step.parent, kept_step, kept_step.with_name(kept_step.name + ".tmp")):
@@ -67,7 +67,7 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
         partial.rename(out)
         sync(out.parent)
     except UserError as error:
-        if not isinstance(error.__cause__, OSError):  # after a full disk the same command continues
+        if not isinstance(error.__cause__, OSError):  # after a full disk the same command can continue
             remove_tree(partial)
         raise
     except OSError as error:
@@ -104,13 +104,13 @@ def _check_names(source: SafetensorsSource, layout: FolderLayout, report: Report
     if lacking := sorted(layout.shapes.keys() - names):
         raise ModelError(
             f"{source.origin} lacks {len(lacking)} of the {len(layout.shapes)} parameters of {model}, first "
-            f"{', '.join(lacking[:3])}. Is its config.json the one of these weights (tie_word_embeddings, "
+            f"{', '.join(lacking[:3])}. Does config.json belong to these weights (tie_word_embeddings, "
             "num_hidden_layers)?"
         )
     if surplus := source.placement.surplus:
         raise ModelError(
             f"{source.origin} holds {len(surplus)} tensors for which {model} has no place, first "
-            f"{', '.join(surplus[:3])}. Is its config.json the one of these weights?"
+            f"{', '.join(surplus[:3])}. Does config.json belong to these weights?"
         )
     for name, shape in layout.shapes.items():
         if source.shape(name) != shape:
@@ -129,7 +129,7 @@ def _check_names(source: SafetensorsSource, layout: FolderLayout, report: Report
 def _write(
     partial: Path, source: SafetensorsSource, layout: FolderLayout, config: Mapping[str, Any], report: Report
 ) -> Path:
-    """Write the checkpoint, unless an earlier start of the same conversion finished it."""
+    """Write the checkpoint, unless an earlier start of the same conversion has finished it. Returns its folder."""
     step = step_folder(partial / "checkpoints", 0)
     files, changed = describe(source)
     described = _described(source, files, config)
@@ -167,7 +167,7 @@ def _write(
 
 
 def _described(source: SafetensorsSource, files: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `to-hf` needs to write the folder again."""
+    """Return what `to-hf` needs to write the folder again."""
     kinds = [kind for file in files.values() for kind in file["tensors"].values()]
     most = max(sorted(set(kinds)), key=kinds.count)
     stats = {file.path: os.stat(file.path) for file in source.file_of.values()}
@@ -188,7 +188,7 @@ def _keep(files: list[Path], folder: Path, target: Path) -> None:
 
 
 def _prove(step: Path, source: SafetensorsSource, made: Conversion) -> None:
-    """Raises ProofError."""
+    """Read the checkpoint back and compare it with its source. Raises ProofError."""
     reader, layout = CheckpointReader(step), made.layout
     expected = {name: value for (kind, name), value in reader.manifest.checksums().items() if kind == PARAM}
     check_extents(read_back(reader, layout, expected, "reading back"), made)

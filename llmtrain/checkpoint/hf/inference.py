@@ -1,4 +1,4 @@
-"""A trained model that answers: finds the folder for a path, loads model and tokenizer, and samples tokens."""
+"""Loads a trained model with its tokenizer from a folder, and generates text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_othe
 from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
 _ENDS = ("generation_config.json", "config.json")
-"""Files that name the tokens where generation stops."""
+"""Files that may name the tokens at which generation stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Sampling:
     seed: int = 0
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of transformers' `generate`."""
+        """Return keyword arguments for transformers' `generate`."""
         chosen: dict[str, Any] = {"do_sample": self.temperature > 0, "logits_processor": [_refuse_nan]}
         if self.temperature > 0:
             chosen |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -45,7 +45,7 @@ class Sampling:
 
 
 def _refuse_nan(ids: Any, scores: Any) -> Any:
-    """Raises ModelError: a score [batch, vocabulary] is NaN."""
+    """Return the scores [batch, vocabulary]; raise ModelError if one is NaN."""
     if scores.isnan().any():
         raise ModelError(
             "the model's scores are NaN: its weights are damaged (see `llmtrain checkpoint verify`), or training has "
@@ -63,12 +63,13 @@ class Answerer:
     adapted: bool
     """True if an adapter is active on the model's own weights."""
     ends: tuple[int, ...]
-    """Ids at which generation stops: the tokenizer's eos_token, and those in the folder's files."""
+    """Ids at which generation stops: the tokenizer's eos_token, and those that the folder's files name."""
 
     @classmethod
     def load(cls, folder: Path, device: Any = "auto") -> Answerer:
-        """`folder`: Hugging Face or PEFT. `device`: see `load`. Raises ModelError: no usable tokenizer, an unknown base
-        model, or a reward model; ConfigError: peft is not installed."""
+        """`folder`: a Hugging Face or PEFT folder. `device`: as for `load` in usable.py. Raises ModelError: when there
+        is no usable tokenizer, the adapter's base is not found, or the model is a reward model; ConfigError: when peft
+        is not installed."""
         base = _base(folder)
         config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would run code
         peft = untrusted.loads((folder / CONFIG).read_bytes()) if (folder / CONFIG).is_file() else {}
@@ -87,27 +88,29 @@ class Answerer:
             rows = _rows(folder, model)
             with _loading(folder), quietly():
                 if rows:
-                    model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has all of them
+                    model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter's folder has all rows
                 loaded = model.load_adapter(str(folder))
             _load_magnitudes(folder, model)
             _refuse_lost(folder, model, loaded.unexpected_keys | loaded.missing_keys)
         return cls(model.eval(), tokenizer, folder, base != folder, _ends(base, folder, tokenizer))
 
     def room(self, prompt_tokens: int, wanted: int) -> int:
-        """Limit the tokens to generate to the model's free positions. Raises ModelError: there are none."""
+        """Return how many tokens to generate, at most `wanted`, within the model's context length. Raises ModelError:
+        when the prompt fills it."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if not isinstance(positions, int) or prompt_tokens + wanted <= positions:
             return wanted
         if prompt_tokens >= positions:
             raise ModelError(
-                f"the prompt has {prompt_tokens} tokens, the model {positions} positions. Shorten the prompt."
+                f"the prompt has {prompt_tokens} tokens, and the model's context only {positions}. Shorten the prompt."
             )
-        log.warn(f"at most {positions - prompt_tokens} tokens follow: the model has {positions} positions")
+        log.warn(f"generating at most {positions - prompt_tokens} tokens: the model's context has {positions}")
         return positions - prompt_tokens
 
 
 def _base(folder: Path) -> Path:
-    """`folder` itself, or the base that its adapter names. Raises ModelError, or ConfigError: no peft."""
+    """Return `folder`, or the base model's folder if it holds an adapter. Raises ModelError; ConfigError: when peft is
+    not installed."""
     if not (folder / CONFIG).is_file():
         return folder
     from llmtrain.models.adapter import need_peft
@@ -118,12 +121,12 @@ def _base(folder: Path) -> Path:
         config = untrusted.loads((folder / CONFIG).read_bytes())
         return model_folder(config["base_model_name_or_path"], config.get("revision"), asked_by=str(folder / CONFIG))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{folder / CONFIG} names no model that the adapter belongs to ({error!r}).") from error
+        raise ModelError(f"{folder / CONFIG} does not name the adapter's base model ({error!r}).") from error
 
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[None]:
-    """Context that turns an error of transformers or peft about a folder's files into a sentence. Raises ModelError."""
+    """A context that turns an error of transformers or peft about a folder's files into a ModelError."""
     try:
         yield
     except UserError:
@@ -137,18 +140,16 @@ def _loading(folder: Path) -> Iterator[None]:
 
 
 def _check_weights(folder: Path, config: Any) -> None:
-    """Read the weights with training's checks: transformers would unpickle, follow an index out of the folder, and draw
+    """Check the weights as training does: transformers would unpickle them, follow an index out of the folder, and draw
     missing tensors at random. Raises ModelError."""
-    plain = not getattr(config, "quantization_config", None)  # else the tensors differ from the model's own
+    plain = not getattr(config, "quantization_config", None)  # quantized tensors have other names and shapes
     layout = None
     if plain:
         try:
             layout = layout_of(ModelConfig(pretrained=str(folder), attention="eager"), trust_remote_code=False)
         except TooLargeError:
             raise
-        except (
-            ModelError
-        ):  # a class whose files cannot be followed (docs/developers/families.md) loads without the check
+        except ModelError:  # an unsupported class (docs/developers/families.md) loads without the check
             pass
     with closing(SafetensorsSource(folder, layout, asked_by=str(folder))) as source:
         if layout is not None:
@@ -166,7 +167,8 @@ def _model(folder: Path, device: Any) -> Any:
 
 
 def _rows(folder: Path, model: Any) -> int:
-    """Rows of the embedding or head in an adapter's folder; 0: it holds none. Raises ModelError."""
+    """Return the number of rows of the embedding or head in an adapter's folder; 0: it holds neither. Raises
+    ModelError."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [f"{PREFIX}{path}.weight" for path, module in model.named_modules() if module in ends]
     try:
@@ -178,7 +180,7 @@ def _rows(folder: Path, model: Any) -> int:
 
 
 def _load_magnitudes(folder: Path, model: Any) -> None:
-    """Load the lengths of DoRA's rows, which have another name in transformers 5 than in peft."""
+    """Load DoRA's magnitudes, which have another name in transformers 5 than in peft."""
     from safetensors import safe_open
 
     with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -190,9 +192,9 @@ def _load_magnitudes(folder: Path, model: Any) -> None:
 
 
 def _refuse_lost(folder: Path, model: Any, reported: Collection[str]) -> None:
-    """Raises ModelError: a tensor of the adapter's folder went nowhere, or a place in the model got none. `reported`:
-    names that transformers did not match. peft may write a tensor under two names, and `_load_magnitudes` loads some:
-    those whose values are in the model are right."""
+    """Raise ModelError if a tensor in the adapter's folder has no place in the model, or a place has got no tensor.
+    `reported`: names that transformers did not match. Some of these are right after all: peft may write a tensor under
+    two names, and `_load_magnitudes` loads others. They are recognised by the values in the model."""
     from safetensors.torch import load_file
 
     from llmtrain.models.adapter import plain_name
@@ -208,7 +210,7 @@ def _refuse_lost(folder: Path, model: Any, reported: Collection[str]) -> None:
     places: dict[str, list[Any]] = {}
     for name, tensor in state.items():
         places.setdefault(plain_name(name), []).append(tensor)
-    # Tied places share one tensor, which peft saves once; AdaLoRA's ranknum it never saves.
+    # Tied places share one tensor, which peft saves once; peft never saves AdaLoRA's ranknum.
     filled = {tensor.data_ptr() for name, tensor in state.items() if plain_name(name) in saved} - {0}
     loaded = {name for name in state if state[name].data_ptr() in filled or name.endswith(".ranknum")}
     reported = [name for name in reported if name not in loaded]
@@ -225,7 +227,7 @@ def _refuse_lost(folder: Path, model: Any, reported: Collection[str]) -> None:
     if lost:
         groups = {"of its tensors have no place in the model": odd, "places of the adapter get no tensor": unset}
         faults = [f"{len(names)} {what}, first {', '.join(names[:2])}" for what, names in groups.items() if names]
-        hint = strange_part(odd, unset) or f" Is the base in {CONFIG} the one that the adapter was made for?"
+        hint = strange_part(odd, unset) or f" Does {CONFIG} name the base that the adapter was made for?"
         raise ModelError(f"{folder / WEIGHTS} does not fit: {'; '.join(faults)}.{hint}")
 
 
@@ -243,7 +245,8 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _ends(base: Path, folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ids at which generation stops. A file that cannot be read names none: transformers has read what it needs."""
+    """Return the ids at which generation stops. A file that cannot be read adds none: transformers has read what it
+    needs."""
     ids = [tokenizer.eos_token_id]
     for path in (place / name for place in dict.fromkeys((folder, base)) for name in _ENDS):
         try:
@@ -258,7 +261,7 @@ def _ends(base: Path, folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def streamer(tokenizer: Any, *, skip_prompt: bool = False) -> Any:
-    """Printer of a text while it is generated, without special tokens and control characters for a terminal."""
+    """Return a TextStreamer that prints text while it is generated, without special tokens and control characters."""
     from transformers import TextStreamer
 
     class Printer(TextStreamer):
@@ -269,8 +272,8 @@ def streamer(tokenizer: Any, *, skip_prompt: bool = False) -> Any:
 
 
 def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "auto", stream: bool = False) -> str:
-    """The prompt and its continuation, without special tokens. `stream`: print the text while it is generated. Raises
-    ModelError: the folder has no usable tokenizer, or the prompt fills the model's positions."""
+    """Return the prompt and its continuation, without special tokens. `stream`: print the text while it is generated.
+    Raises ModelError: when the folder has no usable tokenizer, or the prompt fills the model's context."""
     import torch
 
     loaded = Answerer.load(folder, device)

@@ -1,4 +1,4 @@
-"""Proofs that a conversion kept every value under its name. A conversion that cannot prove itself leaves nothing."""
+"""Proves that a conversion kept every value under its name. If a proof fails, nothing of the conversion is left."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from llmtrain.storage.checksum import checksum
 from llmtrain.storage.tensorfile import numel
 
 Check = Literal["auto", "logits", "none"]
-"""Extent of a conversion's proof: `none` does not read back, `auto` reads back and compares logits if they fit in
-memory, `logits` requires both."""
+"""How much of a conversion is proved: `none` does not read back; `auto` reads back, and compares logits if the models
+fit in memory; `logits` requires both."""
 CHUNK = 4 << 20  # elements in memory at a time
 _READERS = 2
 _TOKENS = 64
 _ROUNDING = 1e-5
-"""Allowed difference of logits as a share of the largest. Both sides compute in fp32 with the same values and are equal
-to the bit unless a kernel takes another path. Two matrices of one shape in exchanged places change a new model's logits
-by at least 8e-4 (Gemma-2 with a hidden size of 32, the least of five families)."""
+"""Allowed difference of logits, relative to the largest logit. Both sides compute in fp32 with the same values, and are
+equal bit by bit unless a kernel takes another path. Two matrices of one shape that are exchanged change a new model's
+logits by at least 8e-4 (Gemma-2 with a hidden size of 32, the least of five families)."""
 
 
 class ProofError(CheckpointError):
@@ -55,7 +55,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A conversion that its proofs report on."""
+    """A conversion, and the report to which its proofs add lines."""
 
     layout: FolderLayout
     check: Check
@@ -64,7 +64,7 @@ class Conversion:
 
 
 class Values(Protocol):
-    """Values of flat parameters by the model's names."""
+    """Reads elements of flat parameters, by the model's names."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor: ...
 
@@ -77,7 +77,8 @@ class Extent:
 
 
 def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int], what: str) -> dict[str, Extent]:
-    """Compare all parameters' checksums; returns the extent of every tensor in the files. Raises ProofError."""
+    """Read the tensors back and compare each parameter's checksum with `expected`. Returns the least and largest value
+    of each tensor, and whether all are finite. Raises ProofError."""
     parts = {tensor: part for tensor, part in layout.tensors.items() if part.parameter in expected}
 
     def one(part: Part) -> tuple[int, Extent]:
@@ -108,7 +109,8 @@ def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int],
 
 
 def check_extents(extents: Mapping[str, Extent], made: Conversion) -> None:
-    """Raises ProofError: a tensor is empty or not finite, or a matrix has one value, unlike a new model's."""
+    """Raise ProofError if a tensor is empty or not finite, or if all values of a matrix are equal where a new model's
+    differ."""
     parts = made.layout.tensors
     odd = [f"{name} holds NaN or infinity" for name, extent in extents.items() if not extent.finite]
     odd += [f"{name} is empty" for name in extents if parts[name].numel == 0]
@@ -122,7 +124,7 @@ def check_extents(extents: Mapping[str, Extent], made: Conversion) -> None:
             odd.append(f"{name} {list(part.shape)} is {value:g} everywhere")
     if odd:
         raise ProofError(
-            f"{len(odd)} tensors cannot be right: {'; '.join(odd[:3])}. Nothing was kept. Look at the source; if it is "
+            f"{len(odd)} tensors look wrong: {'; '.join(odd[:3])}. Nothing was kept. Check the source; if it is "
             "meant to be so, convert with --check none."
         )
     same = ", ".join(f"{count} of {value:g} everywhere" for value, count in sorted(Counter(constant.values()).items()))
@@ -134,7 +136,7 @@ def prove_logits(
 ) -> None:
     """Compare the logits of `folder`, loaded by transformers, with those of a model filled from `values`: (parameter,
     start, stop) -> elements, rounded as in the folder. Both run in fp32, layer by layer. Raises ProofError."""
-    # transformers keeps tensors of one type unchanged; of several types it would round some to the model's.
+    # transformers loads tensors of one dtype unchanged; with several it would round some to the model's.
     loads_as = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
     compare_logits(
         made,
@@ -150,18 +152,18 @@ def prove_logits(
 
 @dataclass(frozen=True, kw_only=True)
 class OtherModel:
-    """A model whose logits must be those of the source."""
+    """A model whose logits must equal the source's."""
 
     logits: Callable[[Tensor], Tensor]
-    """Computes the logits of tokens [1, T]."""
+    """tokens [1, T] -> logits."""
     title: str
     """Title of its line in the report."""
     name: str
-    """Its name in messages."""
+    """The model's name in messages."""
     bytes: int
-    """Memory that it needs in addition to a layer in fp32."""
+    """Bytes of memory that the model needs, in addition to one layer in fp32."""
     rounding: float = _ROUNDING
-    """Allowed difference as a share of the largest logit."""
+    """Allowed difference, relative to the largest logit."""
 
 
 def compare_logits(made: Conversion, values: Callable[[str, int, int], Tensor], other: OtherModel) -> None:
@@ -203,12 +205,12 @@ def _elements(modules: Iterable[nn.Module]) -> int:
 
 @torch.no_grad()
 def logits_of(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: Tensor) -> Tensor:
-    """The logits of a skeleton with these values; a layer has its values only while it computes."""
+    """Return the logits of a skeleton with these values; each layer has its values only while it computes."""
     names = {id(tensor): name for name, tensor in named_tensors(hf)}
     rest, layers = _parts(hf)
 
     def fill(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Returns the former parameters."""
+        """Give the modules their values. Returns (module, name, former parameter) for each."""
         made: dict[int, nn.Parameter] = {}
         before = []
         for module in modules:
@@ -240,7 +242,8 @@ def logits_of(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: 
 
 
 def _said_of(hf: Any, tokens: Tensor) -> Tensor:
-    """Logits [1, T, V] of tokens [1, T]; of a reward model all scores and the one that it reads: [1, T + 1, 1]."""
+    """Return logits [1, T, V] for tokens [1, T]; of a reward model the score at each token and then the score that the
+    model returns, [1, T + 1, 1]."""
     if not gives_scores(hf.config):
         return hf(input_ids=tokens, use_cache=False).logits.float()
     seen: list[Tensor] = []
@@ -278,7 +281,7 @@ def _folder_logits(folder: Path, made: Conversion, tokens: Tensor, dtype: torch.
             raise ProofError(f"transformers does not find {', '.join(lacking[:3])} in {folder}. Nothing was kept.")
         freeze(hf)
         flat = {name: tensor.detach().reshape(-1) for name, tensor in named_tensors(hf)}
-        # Its buffers may have been rounded to `dtype`: a skeleton of its configuration has them in fp32.
+        # The buffers of `hf` may have been rounded to `dtype`; those of a skeleton are in fp32.
         exact = skeleton(hf.config, trust_remote_code=made.trust_remote_code)
         return logits_of(exact, lambda name, start, stop: flat[name][start:stop].float(), tokens)
     except UserError:

@@ -1,4 +1,5 @@
-"""What a server reads beside the weights: special tokens, sampling, ends of generation; and the data that says so."""
+"""What a server reads beside the weights: special tokens, sampling defaults, tokens at which generation stops; and the
+data folders from which they come."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ SETTINGS = "generation_config.json"
 
 
 def special_ids(tokenizer: Path | None, separator: int | list[int] | None) -> dict[str, Any]:
-    """bos_token_id, eos_token_id and pad_token_id by the tokenizer's folder, else `separator`, which ended the
-    documents of the training data; empty if neither is known."""
+    """Return bos_token_id, eos_token_id and pad_token_id of the folder's tokenizer. Without a usable tokenizer returns
+    only eos_token_id, from `separator`, which ended the documents of the training data; empty without either."""
     try:
         if tokenizer is None:
             raise DataError("no tokenizer")
@@ -34,14 +35,14 @@ def special_ids(tokenizer: Path | None, separator: int | list[int] | None) -> di
 
 
 def configure(config: Any, ids: dict[str, int | None], ends: Sequence[int] = ()) -> None:
-    """Write `special_ids` and `ends`, the tokens that end trained answers, into a transformers configuration.
+    """Write `special_ids` and `ends` (ids that end trained answers) into a transformers configuration.
 
-    A family's own defaults (Llama: begin 1, end 2) are ordinary words of another vocabulary, and a server that reads
-    config.json would stop there. Several ends of a chat model stay, if the tokenizer's is one of them. The padding
-    token stays that of the training: some families compute positions from it, and transformers never trains its row, so
-    it must not become the end token, whose row is trained.
+    A family's defaults (Llama: begin 1, end 2) are ordinary tokens of another vocabulary, and a server that reads
+    config.json would stop at them. The several ends of a chat model stay if the tokenizer's end is among them. The
+    padding token of the training stays: some families compute positions from it, and transformers never trains its row,
+    so it must not become the end token, whose row is trained.
     """
-    now = getattr(config, "eos_token_id", None)  # the configuration around several models has none of its own
+    now = getattr(config, "eos_token_id", None)  # a configuration around several models lacks it
     named = now if isinstance(now, list) else []
     eos = ids.get("eos_token_id")
     if eos is not None and eos not in named:
@@ -55,8 +56,8 @@ def configure(config: Any, ids: dict[str, int | None], ends: Sequence[int] = ())
 
 
 def pad_apart(config: Any, report: Report) -> None:
-    """Remove from a reward model's configuration a padding token that also ends an answer: transformers reads the score
-    before the padding, that is at the position before the end, which no training has seen."""
+    """Remove a padding token that also ends answers from a reward model's configuration: transformers reads the score
+    before the padding, which would then be one token before the end, where no score was trained."""
     text, ends = config.get_text_config(), getattr(config, "eos_token_id", None)
     pad = text.pad_token_id
     if pad is not None and pad in (ends if isinstance(ends, list) else [ends]):
@@ -70,8 +71,8 @@ def pad_apart(config: Any, report: Report) -> None:
 
 
 def sampling_defaults(folder: Path, tokenizer: Path | None = None) -> dict[str, Any]:
-    """The sampling defaults in a model folder's generation_config.json; of its token ids only those of `own_stops`.
-    `tokenizer`: folder of the run's tokenizer."""
+    """Return the sampling defaults in a model folder's generation_config.json. Token ids are left out, except those of
+    `own_stops`. `tokenizer`: folder of the run's tokenizer."""
     try:
         fields = untrusted.loads((folder / SETTINGS).read_bytes())
         plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float))}
@@ -83,8 +84,9 @@ def sampling_defaults(folder: Path, tokenizer: Path | None = None) -> dict[str, 
 
 
 def own_stops(base: Path, tokenizer: Path) -> list[int]:
-    """Ids where a base's answers stop, by its generation_config.json, else by its config.json: those that are the same
-    added token in its tokenizer and in the run's. In another vocabulary they are ordinary words."""
+    """Return the ids at which the base model's answers stop, from its generation_config.json, else its config.json.
+    Only ids that are the same added token in its tokenizer and in the run's count: in another vocabulary they are
+    ordinary tokens."""
     try:
         run_tokens, base_tokens = (
             Tokenizer.from_file(str(place / "tokenizer.json")).get_added_tokens_decoder() for place in (tokenizer, base)
@@ -101,7 +103,7 @@ def own_stops(base: Path, tokenizer: Path) -> list[int]:
 
 
 def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
-    """Remove a padding token without a row: a server that pads with it reads beyond the embedding."""
+    """Remove a padding token that is beyond the embedding, from which a server would read past its end."""
     text = config.get_text_config()
     size = text.vocab_size
     trained, named = getattr(text, "pad_token_id", None), ids.get("pad_token_id")
@@ -118,8 +120,8 @@ def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
 
 
 def generation_settings(config: Any, ids: dict[str, int | None], sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json of a configured model: its special tokens, and the base's `sampling_defaults`, whose stops
-    come before the tokenizer's. Without a padding token the end token pads."""
+    """Return the generation_config.json of a configured model: its special tokens and the base's `sampling_defaults`,
+    whose stops come before the tokenizer's. Without a padding token the end token pads."""
     eos = getattr(config, "eos_token_id", None)
     pad = ids.get("pad_token_id")
     ends = eos if isinstance(eos, list) else [eos]
@@ -135,7 +137,7 @@ def chat_folders(trainer: TrainerState) -> list[Path]:
     if tokenizer is None or trainer.source is not None:
         return []
     data = trainer.section("data")
-    # The first folder's place is known on every host.
+    # The first folder is known on every host, by its tokenizer.
     others = [folder for name in data.get("mixture") or {} if (folder := _here(name, data)) is not None]
     folders = {folder.resolve(): None for folder in (tokenizer.parent, *others)}
     return [
@@ -146,7 +148,7 @@ def chat_folders(trainer: TrainerState) -> list[Path]:
 
 
 def tokenizer_here(trainer: TrainerState) -> Path | None:
-    """The folder of the run's tokenizer, fetched from its data's store if need be; None: not recorded."""
+    """Return the folder of the run's tokenizer, downloaded from the data's store if need be; None: not recorded."""
     if not (named := trainer.tokenizer_dir):
         return None
     data = trainer.section("data")
@@ -156,7 +158,7 @@ def tokenizer_here(trainer: TrainerState) -> Path | None:
 
 
 def _here(name: str, data: Mapping[str, Any]) -> Path | None:
-    """The folder of a set on this host; None: its store cannot provide it. `data`: the run's section."""
+    """Return a data set's folder on this host; None: its store cannot provide it. `data`: the run's section."""
     if not is_url(name):
         return Path(name)
     try:
@@ -173,7 +175,7 @@ def chat_of(folder: Path) -> manifests.ChatFigures | None:
 
 
 def ends_of(folders: list[Path]) -> list[int]:
-    """Ids of the tokens that end the answers in these folders' rows, where generation must stop."""
+    """Return the ids of the tokens that end the answers in these data folders, at which generation must stop."""
     from tokenizers import Tokenizer
 
     ends: dict[int, None] = {}

@@ -1,7 +1,8 @@
-"""Proof that a server with an exported folder makes the training rows' tokens, and stops at the end of answers.
+"""Proves that a server with an exported folder makes the ids of the training rows, and stops at the end of answers.
 
 The data folder keeps its first conversations (data/chat/encoder.py). For each turn, transformers renders and tokenizes
-the earlier messages with the folder's own files, like a server: the ids must equal the row's ids before the answer.
+the earlier messages with the exported folder's files, as a server would: the ids must equal the row's ids before the
+answer.
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ class _Compared:
     conversations: int = 0
     turns: int = 0
     spelled: int = 0
-    """Conversations that spell a control token, which a row has as text and a server as the token."""
+    """Conversations that contain a control token's text: a row has it as plain text, a server as the token."""
     joined: int = 0
-    """Answers whose beginning a tokenizer joins with the prompt: alone they have other ids than in the full text."""
+    """Answers whose first characters the tokenizer joins with the prompt into one token, so that prompt and answer
+    alone have other ids than the full text."""
     ends: Counter[int] = field(default_factory=Counter)
 
 
 def prove_serving(folder: Path, chats: Iterable[Path], report: Report) -> None:
-    """Compare the sample of each data folder with transformers' ids by the files of `folder`.
+    """Compare the kept conversations of each data folder with the ids that transformers makes with the files of
+    `folder`.
 
-    Raises ProofError: other ids, or generation does not stop at an answer's end."""
+    Raises ProofError: when ids differ, or generation would not stop at an answer's end.
+    """
     for data in chats:
         if not (data / NAME).is_file():
             report.add("serving", f"not compared: {data} keeps no {NAME}; prepare it again to have it compared")
@@ -60,7 +64,7 @@ def prove_serving(folder: Path, chats: Iterable[Path], report: Report) -> None:
         if compared.joined:
             report.add(
                 "serving",
-                f"{compared.joined} answers share a token with their prompt: only these prompts were compared",
+                f"{compared.joined} answers share a token with their prompt: of these only the prompts were compared",
             )
         chat = chat_of(data)
         if chat is not None and chat.moment is not None:
@@ -108,7 +112,7 @@ def _compare(folder: Path, data: Path) -> _Compared:
             wrong = _fault_of_turn(tokenizer, template, (talk, turn), rows, stops, compared)
             if wrong is not None:
                 raise ProofError(
-                    f"{folder} would not be served as it was trained: of message {turn} of line {number + 1} of "
+                    f"{folder} would be served other tokens than in training: in message {turn}, line {number + 1} of "
                     f"{data / NAME}, {wrong}. Was the template changed, in {data / 'tokenizer'} or in the folder? "
                     "Nothing was kept; --check none writes the folder without this proof."
                 )
@@ -117,7 +121,7 @@ def _compare(folder: Path, data: Path) -> _Compared:
 
 
 def _turns(record: str, prepared: PreparedSet) -> Iterator[tuple[Conversation, int]]:
-    """Conversations of a record, each with a learnt message."""
+    """Yield (conversation, index of a trained message) for the trained messages of a record."""
     from llmtrain.data.chat.conversation import record_of
 
     settings = prepared.manifest.settings
@@ -135,9 +139,9 @@ def _fault_of_turn(
     stops: set[int],
     compared: _Compared,
 ) -> str | None:
-    """Return why the server would see other ids for this message of a conversation than training did.
+    """Return how a server's ids for this message differ from the ids of training.
 
-    None: a row has the ids of the prompt, then those of the answer as far as they can be known.
+    None: a row has the ids of the prompt, and then those of the answer as far as they can be compared.
     """
     from llmtrain.data.chat.rendering import RenderError
 
@@ -154,7 +158,7 @@ def _fault_of_turn(
     ends = [next((place for place in range(at, len(ids)) if ids[place] in stops), len(ids) - 1) for ids in begun]
     joins = with_answer[:at] != prompt
     right = [ids[end] for ids, end in zip(begun, ends, strict=True) if joins or with_answer[:end] == ids[:end]]
-    if not right:  # no row with this prompt, for example a chosen and a rejected answer
+    if not right:  # in no row with this prompt; a pair has two
         return f"the answer has other ids than its training row: {tokenizer.decode(with_answer[at:])[:60]!r}"
     compared.joined += joins
     compared.ends[right[0]] += 1
@@ -162,13 +166,13 @@ def _fault_of_turn(
 
 
 def _check_ends(folder: Path, ends: Mapping[int, int], report: Report) -> None:
-    """Check that generation stops at every trained end. Raises ProofError."""
+    """Check that generation stops at every token that ended answers in training. Raises ProofError."""
     place = folder
     if (folder / CONFIG).is_file():  # servers read these settings from the adapter's base
         place = Path(untrusted.loads((folder / CONFIG).read_bytes()).get("base_model_name_or_path") or folder)
         if not (place / "config.json").is_file():
             report.add(
-                "serving", "not compared where answers end: the base model, which names these tokens, is not here"
+                "serving", "not compared where answers end: the base model, which names them, is not on this host"
             )
             return
     lacking = sorted(set(ends) - set(_named_ends(place)))
@@ -188,7 +192,7 @@ def _named_ends(folder: Path) -> list[int]:
 
     try:
         settings = GenerationConfig.from_pretrained(folder)
-    except OSError:  # there is none: use config.json
+    except OSError:  # without the file the ends are in config.json
         settings = GenerationConfig.from_model_config(_config(folder))
     ids = settings.eos_token_id
     return ids if isinstance(ids, list) else [ids]

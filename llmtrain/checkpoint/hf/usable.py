@@ -1,4 +1,5 @@
-"""The Hugging Face folder that a path means: itself, a model on the Hub or in a store, or a state of a run."""
+"""Finds or makes the Hugging Face folder for a path: itself, a model on the Hub or in a store, or an export of a run's
+checkpoint."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def load(path: str | os.PathLike[str], *, device: Any = "auto") -> tuple[Any, An
     """Load a trained model from a run folder, or from a Hugging Face or PEFT folder.
 
     Args:
-        path: a run folder gives its newest state.
-        device: `auto` spreads the model over all accelerators, and the rest to the host.
+        path: of a run folder the newest checkpoint or export is loaded.
+        device: `auto` spreads the model over all accelerators; what does not fit stays on the host.
 
     Returns: (a transformers model in evaluation mode, its tokenizer).
 
@@ -39,8 +40,9 @@ def load(path: str | os.PathLike[str], *, device: Any = "auto") -> tuple[Any, An
 
 @contextmanager
 def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[Path]:
-    """The Hugging Face folder that `path` means: itself, a model on the Hub, or the newest or best state of a run,
-    exported for the duration if need be. Raises CheckpointError, ModelError."""
+    """A context with the Hugging Face folder for `path`: itself, a model on the Hub or in a store, or a run's newest
+    (or `best`) checkpoint, exported for the duration if there is no export of it. `asked_by`: named in messages. Raises
+    CheckpointError, ModelError."""
     with scratch_folder("export") as scratch:
         if is_url(path) and (best or not _is_model_there(path)):
             from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
@@ -61,7 +63,7 @@ def _is_model_there(url: str) -> bool:
 
     try:
         names = Store(url).files()
-    except StoreError:  # its reader reports the error
+    except StoreError:  # opening the URL as a run reports the error
         return False
     return "config.json" in names or CONFIG in names
 
@@ -78,7 +80,7 @@ def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
     export = path / "export"
     checkpoints = complete_checkpoints(path / "checkpoints")
     exported = None if best else _mark(export)
-    # By its manifest, not its step: a run that was started again reaches the same step with other weights.
+    # Compare manifests, not steps: a run that was started again reaches the same step with other weights.
     if exported is not None and (not checkpoints or exported.get("manifest") == hash_file(checkpoints[0] / MANIFEST)):
         print(f"model: {export}, of step {untrusted.shown(exported.get('step'), 40)}", file=sys.stderr)
         return export
@@ -93,7 +95,7 @@ def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
             raise CheckpointError(f"{error} A Hugging Face folder (with a config.json) can be given too.") from error
 
     def exported_from(checkpoint: Path) -> None:
-        shutil.rmtree(scratch / "export", ignore_errors=True)  # of a checkpoint that was deleted in the meantime
+        shutil.rmtree(scratch / "export", ignore_errors=True)  # left by an attempt whose checkpoint was deleted
         export_hf(checkpoint, scratch / "export", check="none")
 
     used, _ = read_while_there(wanted, exported_from)
@@ -102,7 +104,7 @@ def _hf_folder(path: Path, scratch: Path, *, best: bool = False) -> Path:
 
 
 def _mark(export: Path) -> dict[str, Any] | None:
-    """None: no export."""
+    """Return the record of an export, {} if it cannot be read; None: there is no export."""
     if not is_model(export):
         return None
     try:

@@ -287,7 +287,8 @@ def test_prune_keeps_the_newest_whose_frozen_parameters_are_there(tmp_path: Path
     ("path", "value", "says"),
     [
         (("frozen", "folder"), "hf", "'hf'"),
-        (("frozen", "tensors", UP, 1, 0, 0), "../model-0.safetensors", "cannot be a place of frozen parameters"),
+        (("frozen", "tensors", UP, 1, 0, 0), "../model-0.safetensors", "a plain name: '../model-0.safetensors'"),
+        (("frozen", "tensors", UP, 1), [], f"no part of the frozen parameter '{UP}' is listed"),
         (("frozen", "tensors", UP, 1, 0, 3), 8, f"param of {UP} ends at element 8 of 128"),
         (("tensors",), SHAPES, "its shape is missing"),
         (("format",), 1, "model.embed_tokens.weight (2"),

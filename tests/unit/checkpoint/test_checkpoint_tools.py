@@ -136,7 +136,7 @@ def test_verify_names_file_rank_and_tensor(run: Path, say: Say) -> None:
         (MANIFEST, 300, "manifest.json"),
         (MANIFEST, "cut", "manifest.json cannot be read as a manifest"),
         (MANIFEST, "gone", "it has no manifest.json"),
-        (MANIFEST, "another's", "manifest.json belongs to another checkpoint"),
+        (MANIFEST, "another's", "manifest.json seems to belong to another checkpoint"),
     ],
 )
 def test_verify_finds_each_kind_of_damage(run: Path, say: Say, file: str, how: str | int, words: str) -> None:

@@ -126,7 +126,7 @@ def test_a_folder_that_would_be_served_otherwise_is_refused(
         lines = [json.loads(line) for line in (data / NAME).read_text().splitlines()]
         lines[3]["record"] = lines[2]["record"]
         (data / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        rule = "of line 4 of"
+        rule = "line 4 of"
     else:
         monkeypatch.setattr("llmtrain.checkpoint.hf.folder_files.ends_of", lambda folders: [])
         rule = "does not name"

@@ -120,7 +120,7 @@ STRANGE = {
     ),
     "a deep adapter": (
         lambda f: (_adapter(f, "adapter_model.safetensors"), (f / "adapter_config.json").write_text(DEEP)),
-        "names no model that the adapter belongs to",
+        "does not name the adapter's base model",
     ),
     "an adapter that is a pickle": (lambda f: _adapter(f, "adapter_model.bin"), "Only safetensors are read"),
 }
