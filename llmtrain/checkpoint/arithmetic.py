@@ -1,4 +1,4 @@
-"""`llmtrain checkpoint diff A B`, and `average A B ... OUT`, which writes the mean of the parameters of one model's
+"""`llmtrain checkpoint diff A B`, and `average A B ... OUT`, which averages the parameters of one model's
 checkpoints."""
 
 from __future__ import annotations
@@ -195,8 +195,7 @@ def _refuse_other_models(readers: list[CheckpointReader], trainers: list[Trainer
 
 
 class _Mean:
-    """Computes the mean of parameters chunk by chunk, for several threads, and compares each source with its
-    checksums."""
+    """Computes the mean of parameters chunk by chunk, for several threads, and compares each source's checksums."""
 
     def __init__(self, readers: list[CheckpointReader]) -> None:
         self._readers = readers

@@ -87,8 +87,7 @@ class FrozenSource:
 
     @classmethod
     def from_json(cls, raw: Any) -> FrozenSource:
-        """Read what `to_json` returned, and check every entry. Raises ValueError, TypeError, KeyError or
-        AttributeError."""
+        """Read and check what `to_json` returned. Raises ValueError, TypeError, KeyError or AttributeError."""
         folder = Path(word(raw["folder"]))
         checksums, parts = {}, {}
         for name, (checksum, places) in raw["tensors"].items():
@@ -126,8 +125,6 @@ def frozen_source(source: ParameterSource, names: Collection[str], checksums: di
 
 
 # Proof that pieces cover a tensor exactly once. They come from a manifest, so they may be anything. No torch.
-
-
 _RUNS = 4096  # a fused matrix has two or three sections; one with sections for each head still stays far below
 
 
@@ -160,8 +157,7 @@ def _chain(regions: Sequence[Region], total: int) -> str | None:
 
 
 def _overlap(regions: Sequence[Region], stride: int) -> int | None:
-    """Return an element that two pieces hold, or None. Found by a sweep over the tensor in lines of `stride`
-    elements."""
+    """Return an element that two pieces hold, or None, by a sweep over the tensor in lines of `stride` elements."""
     cells = [cell for region in regions for block in region.blocks() for cell in block.on(stride)]
     events = sorted(
         event
@@ -210,8 +206,7 @@ def wrong_region(region: Region) -> str | None:
 
 
 FORMATS = (1, 2)
-"""Format 2 is for checkpoints that leave frozen parameters in another folder, which a reader of format 1 would not
-find."""
+"""Format 2 is for checkpoints with frozen parameters in another folder, which a reader of format 1 would not find."""
 OUTER = "outer."
 """Prefix of the kinds of tensors that a run's parts save; a run without these parts ignores them."""
 MANIFEST = "manifest.json"
@@ -245,8 +240,7 @@ class Piece:
     """Layout-free checksum of the elements (storage/checksum.py); the pieces of a tensor add up to the tensor's."""
 
     def to_json(self) -> list[Any]:
-        """Return [kind, name, start, elements, checksum]; for a strided piece with stride, skip, [[offset, length],
-        ...] at the end."""
+        """Return [kind, name, start, elements, checksum], and if strided stride, skip, [[offset, length], ...]."""
         where = self.region
         strided = [] if where.contiguous else [where.stride, where.skip, where.runs]
         return [self.kind, self.name, where.start, where.numel, self.checksum, *strided]
@@ -280,8 +274,7 @@ class Manifest:
     """Hugging Face name -> full shape."""
     files: dict[str, FileEntry]
     layout: dict[str, Any]
-    """The layout of the saving run, for people to read: world_size, zero_stage, precision, parallel degrees above 1;
-    see HOSTS."""
+    """The saving run's layout, for people to read: world_size, zero_stage, precision, degrees above 1; see HOSTS."""
     frozen: FrozenSource = NOWHERE
     """Where the parameters are that no file of the checkpoint holds."""
 
@@ -349,8 +342,7 @@ class Manifest:
         return manifest
 
     def _check_pieces(self, path: Path) -> None:
-        """Raise CheckpointError unless every piece belongs to a tensor, and the pieces of a tensor cover it exactly
-        once."""
+        """Raise CheckpointError unless every piece belongs to a tensor, and each tensor is covered exactly once."""
         if TRAINER not in self.files:
             raise CheckpointError(f"{path} does not list {TRAINER}.")
         regions: dict[tuple[str, str], list[Region]] = {}
@@ -379,8 +371,7 @@ class Manifest:
 
 
 def keys(pieces: list[Piece]) -> list[str]:
-    """Return the pieces' names in their file: `kind/NAME` for the first piece of a tensor, then `kind/NAME#1` and so
-    on."""
+    """Return the pieces' names in their file: `kind/NAME` for the first piece of a tensor, then `kind/NAME#1`, ..."""
     seen: dict[str, int] = {}
     names = []
     for piece in pieces:
@@ -457,8 +448,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") ->
 
 
 def misfit(file: TensorFile, entry: FileEntry) -> str | None:
-    """Return a tensor `kind/NAME` on which the file's header and its entry in the manifest disagree; None: they
-    agree."""
+    """Return a tensor `kind/NAME` on which the file's header and its entry in the manifest disagree, or None."""
     in_header = {name: entry.numel for name, entry in file.entries.items()}
     listed = {key: piece.region.numel for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True)}
     return min(in_header.items() ^ listed.items())[0] if in_header != listed else None
@@ -475,8 +465,7 @@ def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -
 
 
 def problems(folder: Path, manifest: Manifest, names: list[str], *, contents: bool = True) -> list[str]:
-    """Return a line for each of the files `names` that is missing, has another size or, with `contents`, another
-    checksum."""
+    """Return a line for each of the files `names` that is missing or has another size or (with `contents`) checksum."""
     problems = []
     for name in names:
         path, entry = folder / name, manifest.files[name]

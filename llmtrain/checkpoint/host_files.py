@@ -82,8 +82,7 @@ def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
 
 
 def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list[Path], dict[Path, str]]:
-    """Return (the checkpoints that are complete if all folders are taken together, newest first; path of each other one
-    -> what it lacks)."""
+    """Return (checkpoints that are complete in all folders together, newest first; other one -> what it lacks)."""
     # Names are the same on all hosts, paths may differ.
     named = {path.name if path.parent == where.path else str(path): path for path in mine}
     offers = {name: _offer(path) for name, path in named.items()} if where.leads else {}
@@ -162,8 +161,7 @@ def fetch_all(checkpoint: Path, where: CheckpointFolder, ranks: Ranks) -> None:
 
 
 def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> CheckpointError | None:
-    """Send a file from its owner to all ranks, and write it on ranks with a `target`. Returns this rank's error, or
-    None."""
+    """Send a file from its owner to all ranks, which write it to `target`, if any. Returns this rank's error."""
     problem: CheckpointError | None = None
     sends = ranks.rank == owner
     with contextlib.ExitStack() as stack:
@@ -205,8 +203,7 @@ def _io_error(error: OSError, path: Path | None) -> CheckpointError:
 
 
 def _settle(into: Path, checkpoint: Path, names: set[str]) -> CheckpointError | None:
-    """Check copied files against the manifest, and give them and a new folder their final names. Returns the error, or
-    None."""
+    """Check copied files against the manifest, and give them and a new folder their names. Returns the error."""
     try:
         for name in names:
             (into / f"{name}.part").rename(into / name)

@@ -40,8 +40,7 @@ class Row:
     path: Path | str
     """Folder or URL of the checkpoint."""
     state: str
-    """complete, part (files are on other hosts, or the frozen parameters are gone), damaged, incomplete, tmp, trash or
-    set aside."""
+    """complete, part (files on other hosts, or no frozen parameters), damaged, incomplete, tmp, trash or set aside."""
     detail: str
     """Why the checkpoint is not complete; else empty."""
     bytes: int
@@ -55,8 +54,7 @@ class Row:
     began_from: str = ""
     """The checkpoint of another run from which this run began, for example `a/step-500`; empty: none."""
     best: str = ""
-    """The figure for which checkpoint.keep_best keeps the checkpoint, for example `eval/loss 2.3100`; empty: not kept
-    by it."""
+    """Figure for which checkpoint.keep_best keeps it, for example `eval/loss 2.3100`; empty: it does not."""
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -110,8 +108,7 @@ def _refuse_data(path: Path) -> None:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Return the folder with the checkpoints. `path`: the run folder, or the folder itself, which may have any name
-    (checkpoint.dir)."""
+    """Return the folder with the checkpoints. `path`: a run folder, or itself, of any name (checkpoint.dir)."""
     below = path / "checkpoints"
     return path if not below.is_dir() and (path.name == "checkpoints" or complete_checkpoints(path)) else below
 
@@ -124,8 +121,7 @@ def step_folders(path: Path) -> list[Path]:
 
 
 def rows(path: Path) -> list[Row]:
-    """Return a row for everything in a run's checkpoints/, newest step first; or for the one checkpoint at `path`.
-    Raises CheckpointError."""
+    """Return rows for all in a run's checkpoints/, newest step first, or for one checkpoint. Raises CheckpointError."""
     folder = checkpoints_of(path)
     _refuse_data(path)
     if not folder.is_dir():
@@ -152,8 +148,7 @@ def _best(checkpoints: Path) -> list[tuple[Best, Path, float]]:
 
 
 def best_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints that checkpoint.keep_best keeps, best first. Raises CheckpointError: when there is
-    none."""
+    """Return the checkpoints that checkpoint.keep_best keeps, best first. Raises CheckpointError if there is none."""
     best = _best(checkpoints_of(path))
     if not best:
         raise CheckpointError(
@@ -281,8 +276,8 @@ class Pruned:
 def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
     """Delete old checkpoints, and leftovers that no process has locked. Kept are the `keep` newest good ones, those of
     checkpoint.keep_best, and the newest that verifies; while the frozen parameters of that one are gone, also those
-    with another source of them. `dry_run`: only list. Raises CheckpointError: when no checkpoint verifies, or `keep` is
-    below 1."""
+    with another source of them. `dry_run`: only list. Raises CheckpointError if no checkpoint verifies, or `keep` is
+    0."""
     if keep < 1:
         raise CheckpointError(f"--keep {keep}: at least one checkpoint must stay. Give 1 or more.")
     checkpoints = checkpoints_of(run)

@@ -227,8 +227,7 @@ def load_checkpoint(
 ) -> None:
     """Fill the engine from a checkpoint of any layout, and prove that every value arrived. Each rank reads its slices
     in chunks of a few MiB. `weights_only`: leave the optimizer's state unchanged. Raises DamagedCheckpoint,
-    FrozenSourceError; CheckpointError: when the moments differ in kind or name; ModelError: when parameters or shapes
-    differ."""
+    FrozenSourceError; CheckpointError if the moments differ; ModelError if the parameters do."""
     live = engine.state()
     check_names(engine, reader)
     if not weights_only:
@@ -256,8 +255,7 @@ def load_checkpoint(
 
 
 def _fill(pieces: list[StateTensor], reader: CheckpointReader) -> dict[Key, int]:
-    """Fill the pieces. Returns the checksums of the saved values for tensors that the engine rounds (Muon's momentum,
-    frozen bf16 weights)."""
+    """Fill the pieces. Returns checksums of values that the engine rounds (Muon's momentum, frozen bf16 weights)."""
     exact: dict[Key, int] = {}
     for piece in pieces:
         key = (piece.kind, piece.name)
@@ -311,8 +309,7 @@ def _listed(keys: list[Key]) -> str:
 
 
 def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> CheckpointError:
-    """Return the error for tensors that differ from the manifest, after all ranks have read their files again to find
-    the cause."""
+    """Return the error for tensors that differ from the manifest, after all ranks have read their files again."""
     files = {
         name
         for name, entry in reader.manifest.files.items()
@@ -335,8 +332,7 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
 
 
 def _refuse_other_adapter(saved: TrainerState, now: TrainerState, folder: Path) -> None:
-    """Raise CheckpointError if only one of checkpoint and run has an adapter, or if their scales differ, which no shape
-    shows."""
+    """Raise CheckpointError if only one side has an adapter, or the adapters' scales differ, which no shape shows."""
     saved_adapter, current_adapter = saved.section("adapter"), now.section("adapter")
     if bool(saved_adapter.get("r")) != bool(current_adapter.get("r")):
         holds, wants, merge = "no adapter", "trains one", ""
@@ -375,8 +371,7 @@ def as_of(step: int, now: TrainerState) -> TrainerState:
 def refuse_other_model(
     saved: TrainerState, now: TrainerState, folder: Path, *, weights_only: bool, meant: bool
 ) -> list[str]:
-    """Raise CheckpointError if model, teacher or tokenizer differ in what they compute. `meant` (resume_model: new):
-    return a warning instead."""
+    """Refuse a model, teacher or tokenizer that computes something else; `meant` (resume_model: new): only warn."""
     changes = other_meaning(saved.model_config, now.model_config)
     if weights_only and saved.tokenizer not in (None, now.tokenizer):
         changes.append(f"tokenizer of the data: {saved.tokenizer} -> {now.tokenizer}")

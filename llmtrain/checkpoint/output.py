@@ -78,8 +78,7 @@ class OutputFolder:
             ) from error
 
     def need(self, total_bytes: int) -> None:
-        """Raise CheckpointError if the disk has no room for `total_bytes`, of which finished files are already
-        there."""
+        """Raise CheckpointError if the disk has no room for `total_bytes`, less those of finished files."""
         have = sum(info["bytes"] for info in self._finished.values())
         free = shutil.disk_usage(self.partial).free
         if total_bytes - have > free:

@@ -29,8 +29,7 @@ class _Held:
 
 
 class CheckpointReader:
-    """Reads a checkpoint's tensors for several threads, without a cache. Raises CheckpointError: when the checkpoint is
-    missing or damaged."""
+    """Reads tensors for several threads, without a cache. Raises CheckpointError if the checkpoint is damaged."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None, parameters: str = PARAM) -> None:
         """`parameters`: kind of tensor, such as an average, that is read in place of each parameter that has one."""
@@ -139,8 +138,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {odd}.")
 
     def frozen_types(self) -> dict[str, str]:
-        """Return frozen parameter -> its dtype in its model's folder, unless its parts have several. Raises
-        FrozenSourceError."""
+        """Return frozen parameter -> dtype in its folder, unless its parts have several. Raises FrozenSourceError."""
         types: dict[str, str] = {}
         for name in self.manifest.frozen.parts:
             for piece in self._where[PARAM, name]:

@@ -100,8 +100,7 @@ class Remote:
             os.truncate(path, size)
 
     def fetch(self, outlined: Path) -> Path:
-        """Download a checkpoint of an outline into the cache, unless it is there, and verify it. Returns its folder.
-        Raises CheckpointError."""
+        """Return an outlined checkpoint's folder in the cache, downloaded and verified. Raises CheckpointError."""
         place = place_of(self.url)
         checkpoints = place / (self._name or "run") / "checkpoints"
         folder, partial = checkpoints / outlined.name, checkpoints / f"{outlined.name}.tmp"
@@ -140,8 +139,7 @@ class Remote:
 
 
 def checkpoints_at(path: str, count: int = 1, find: Callable[[Path], list[Path]] = find_checkpoints) -> list[Path]:
-    """Return the first `count` checkpoints that `find` returns for a path; for a URL, after downloading them. Raises
-    CheckpointError."""
+    """Return the first `count` checkpoints that `find` returns; of a URL, downloaded. Raises CheckpointError."""
     if not is_url(path):
         return find(Path(path))[:count]
     remote = Remote(path)

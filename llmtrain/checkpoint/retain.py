@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 def looks_good(folder: Path) -> bool:
-    """Return True if the manifest is valid and every file of this host has the listed size. Reads no other file than
-    the manifest."""
+    """Return True if the manifest is valid and this host's files have their sizes. Reads only the manifest."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError:
@@ -60,8 +59,7 @@ class Best:
         return cls(metric=saved["metric"], keep=keep if type(keep) is int and keep > 0 else 1, mode=mode)
 
     def figure(self, trainer: TrainerState) -> float | None:
-        """Return the metric of the evaluation at the checkpoint's step; None: there was none, or its value is not
-        finite."""
+        """Return the metric evaluated at the checkpoint's step; None if there was none, or if it is not finite."""
         evaluation = trainer.entries.get("evaluation")
         if not isinstance(evaluation, dict) or evaluation.get("step") != trainer.step:
             return None
@@ -132,8 +130,7 @@ def set_aside(damaged: list[Path]) -> None:
 def keep_newest(
     checkpoints: Path, keep: int, complain: Callable[[str], None] = log.warn, *, best: Best | None = None
 ) -> list[Path]:
-    """Delete all checkpoints except the `keep` newest good ones, any newer than these, and the best. Returns the
-    deleted ones."""
+    """Delete all but the `keep` newest good checkpoints, newer ones and the best. Returns the deleted ones."""
     try:
         doomed = outdated(checkpoints, keep, best=best)
     except OSError as error:

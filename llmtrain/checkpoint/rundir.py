@@ -22,8 +22,7 @@ from llmtrain.storage.addresses import is_url
 
 
 class RunDirectory:
-    """Paths of a run, and the lock on its folder (flock, which the kernel releases when the process ends). Only rank 0
-    enters this context."""
+    """A run's paths, and the lock on its folder (flock, which ends with the process). Only rank 0 enters it."""
 
     def __init__(self, path: str | Path, checkpoints: str | Path | None = None) -> None:
         """`checkpoints`: the folder for checkpoints outside of the run's folder, which then has a link to it."""
@@ -91,8 +90,7 @@ class RunDirectory:
 
 
 def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
-    """Make a folder if need be, and lock it until `locks` closes. `key`: names the folder in messages. Raises
-    CheckpointError."""
+    """Make a folder if need be, and lock it until `locks` closes. `key`: for messages. Raises CheckpointError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -138,8 +136,7 @@ class CheckpointFolder:
 
 @contextlib.contextmanager
 def open_checkpoints(folder: RunDirectory, config: RunConfig, ranks: Ranks) -> Iterator[CheckpointFolder]:
-    """A context with the folder for checkpoints, locked by the leaders. All ranks call it together, and raise the same
-    CheckpointError."""
+    """The folder for checkpoints, locked by its leaders. All ranks enter together; all raise a CheckpointError."""
     shared = find_folder(folder.checkpoints, ranks, own=config.checkpoint.dir is not None)
     with contextlib.ExitStack() as locks:
         with ranks.together():

@@ -52,8 +52,6 @@ from llmtrain.engine.ranks.ranks import Ranks
 from llmtrain.optim.optimizers import PARAM
 
 # Room on a disk for checkpoints, checked when a run begins and before each save.
-
-
 _HEADROOM = 64 << 20  # bytes for headers, the manifest, and what else the run writes meanwhile
 
 
@@ -76,8 +74,7 @@ def lacks(checkpoints: Path, bytes_each: int) -> str | None:
 
 
 def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
-    """Return why a run will run out of space later, when `keep` checkpoints stay while another is written; None: it
-    will not."""
+    """Return why space will run out later, when `keep` checkpoints stay while another is written; None: it will not."""
     try:
         free = shutil.disk_usage(checkpoints).free
         to_come = max(1, max(1, keep) + 1 - len(complete_checkpoints(checkpoints)))
@@ -98,8 +95,7 @@ def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
 
 class HostCopy:
     """The memory for a copy of a rank's file, and the process that writes it. A thread gets and page-locks the memory
-    (seconds for 15 GB). It lives until `close`, since the kernel kills the writer when the thread that started it ends
-    (PR_SET_PDEATHSIG)."""
+    (seconds for 15 GB) and lives until `close`: when it ends, the kernel kills the writer (PR_SET_PDEATHSIG)."""
 
     def __init__(self, plan: RankFile, table: dict[str, Any], device: torch.device) -> None:
         """`table`: facts for the writer (`writer.perform`)."""
@@ -188,8 +184,7 @@ class Outcome:
 
 
 class Saver:
-    """Makes the saves of a run. All ranks call every method together, except `before_update`. Use as a context
-    manager."""
+    """Makes a run's saves. All ranks call every method together, except `before_update`. Use as a context manager."""
 
     def __init__(
         self,
@@ -224,8 +219,7 @@ class Saver:
         self._snapshot = Snapshot(ranks.device)
         self._stage = _Stage.IDLE
         self._table: dict[str, Any] = {}
-        """Facts for the writer: the pieces of this rank's file; on a leader also the pieces of all files, and the
-        shapes."""
+        """Facts for the writer: the pieces of this rank's file; on a leader also those of all files, and the shapes."""
         self._need_bytes = 0
         """Bytes of a checkpoint in this rank's folder."""
         self._answer: dict[str, Any] | None = None
@@ -327,8 +321,7 @@ class Saver:
             self._blocked_s += time.monotonic() - began_s
 
     def status(self) -> tuple[bool, bool]:
-        """Return (True if this rank's work in the stage has ended, True if it has failed), for the ranks' next
-        message."""
+        """Return (this rank's work in the stage has ended, it has failed), for the ranks' next message."""
         if self._stage is _Stage.IDLE:
             return False, False
         if self._answer is None:
@@ -376,8 +369,7 @@ class Saver:
         return written((*self._engine.state(), *self._more()), self._frozen.parts)
 
     def check_shares(self) -> None:
-        """Prove that the ranks' pieces of each parameter add up to its number of elements, which a layout with wrong
-        pieces violates."""
+        """Prove that the ranks' pieces of each parameter have all of its elements, which wrong pieces would not."""
         shapes = self._engine.shapes()
         elements = dict.fromkeys(sorted(shapes), 0)
         for piece in self._engine.state():

@@ -220,8 +220,8 @@ class Snapshot:
                 _copy(values[piece.own], slot)
 
     def wait_before_update(self) -> None:
-        """Delay the optimizer until the old values are copied: for values in host memory the host waits, for values on
-        a GPU only the GPU."""
+        """Delay the optimizer until the old values are copied: those on the host by the host, those on a GPU by the
+        GPU."""
         if self._thread is None:
             return
         self._host_done.wait()
@@ -234,8 +234,7 @@ class Snapshot:
             self._copied, self._waiting = None, (began, ended)
 
     def device_wait_s(self) -> float:
-        """Return the seconds that the GPU waited before the update, which the host does not see. Call it after the copy
-        is done."""
+        """Return the seconds that the GPU waited before the update, unseen by the host. Call it after the copy."""
         if self._waiting is None:
             return 0.0
         began, ended = self._waiting

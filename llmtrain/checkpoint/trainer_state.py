@@ -126,8 +126,7 @@ class TrainerState:
         return self.data_fingerprint and self.orders.get(self.data_fingerprint, self.data_fingerprint)
 
     def with_names_of(self, now: TrainerState) -> TrainerState:
-        """Return the state with this run's fingerprints, if its data continues in the same order: exclusions change a
-        fingerprint, but not the order."""
+        """Return the state with this run's fingerprints if the order, which exclusions do not change, is the same."""
         if self.order != now.order:
             return self
         named, record = {order: name for name, order in now.orders.items()}, []
@@ -137,8 +136,7 @@ class TrainerState:
         return replace(self, data_fingerprint=now.data_fingerprint, data_stages=record)
 
     def record(self, fingerprint: str) -> list[dict[str, Any]]:
-        """Return `data_stages`. A checkpoint without them is taken to have one stage, with its own data or else that of
-        `fingerprint`."""
+        """Return `data_stages`; without them one stage, of the checkpoint's data or else that of `fingerprint`."""
         if self.data_stages or not self.step:
             return self.data_stages
         data = self.section("data")

@@ -74,7 +74,7 @@ def verify(
 
 
 def verify_frozen(folder: Path) -> list[str]:
-    """Return the fault of the frozen parameters in a list, after reading all their bytes; empty: none, or an invalid
+    """Return the fault of the frozen parameters, after reading all their bytes; [] if none, or without a valid
     manifest."""
     try:
         changed = wrong_frozen(Manifest.read(folder).frozen)
@@ -84,8 +84,7 @@ def verify_frozen(folder: Path) -> list[str]:
 
 
 def wrong_frozen(source: FrozenSource, names: Iterable[str] | None = None) -> FrozenSourceError | None:
-    """Compare the frozen parameters (only those of `names`) in their folder with their checksums. Returns the error, or
-    None."""
+    """Compare the frozen parameters (only those of `names`) with their checksums. Returns the error, or None."""
     some = source.only(source.parts.keys() if names is None else set(names))
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
@@ -135,8 +134,7 @@ def _verify_file(
 
 
 def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
-    """Compare the header's pieces with the manifest, and list the damaged ones if the file is not `intact`. Raises
-    TensorFileError."""
+    """Compare the header with the manifest, and list damaged pieces unless `intact`. Raises TensorFileError."""
     with TensorFile(path, open_file(path)) as file:
         if odd := misfit(file, entry):
             return f"its tensors are not those in the manifest: see {odd}"

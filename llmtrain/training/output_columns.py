@@ -54,8 +54,8 @@ _WORDS = "words.json"
 
 
 def write(run: Run) -> None:
-    """Write the column of the reference or teacher into the run's data folders. `run`: resolved for the launch's number
-    of ranks. Raises UserError."""
+    """Write the reference's or teacher's column into the run's data folders. `run`: resolved for these ranks. Raises
+    UserError."""
     run = with_base(run)
     teacher = teacher_model(run.config.objective, run.config.model) if run.config.objective.top_k else None
     given = run
@@ -149,8 +149,7 @@ def write_teacher(examined: Examined, ranks: Ranks, asked: RunConfig) -> None:
 def _write_teacher(
     setup: Setup, data: TrainData, column: TeacherColumn, writer: ColumnWriter | None, micro_batch: int
 ) -> float:
-    """Write one folder's column. `writer`: only on rank 0. Returns the mean probability of the tokens outside the
-    column."""
+    """Write one folder's column. `writer`: only on rank 0. Returns the mean probability of other tokens."""
     ranks, place = setup.ranks, setup.mesh.place
     at_once = max(1, _BYTES_AT_ONCE // (micro_batch * data.sequence_length * column.bytes_a_place))
     left, tokens = 0.0, 0

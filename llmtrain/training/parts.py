@@ -123,8 +123,7 @@ class Part(Entry, section="parts"):
         return None
 
     def last(self, position: Position, *, complete: bool) -> None:
-        """Called after the last step of a launch. `complete`: the run has all of its steps. Not called on a plugin's
-        part."""
+        """Called after the last step of a launch. `complete`: the run has all of its steps. Not for plugins."""
 
     def figures(self, done: Done) -> dict[str, Any]:
         """Return figures for the metrics of a logged step, by their keys in tracking/metrics.py; the figures of a
@@ -132,8 +131,7 @@ class Part(Entry, section="parts"):
         return {}
 
     def eval_figures(self, step: int) -> dict[str, float]:
-        """Return further figures of an evaluation, by their keys in tracking/metrics.py. Not called on a plugin's
-        part."""
+        """Return further figures of an evaluation, by their keys in tracking/metrics.py. Not for plugins."""
         return {}
 
     def variants(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
@@ -150,8 +148,7 @@ class Part(Entry, section="parts"):
         return None
 
     def restore(self, kept: Any, folder: Path) -> None:
-        """Called before `begin` to restore the state from the checkpoint in `folder`. `kept`: what `to_json` returned
-        then."""
+        """Called before `begin` to restore the checkpoint in `folder`. `kept`: what `to_json` returned then."""
 
     def close(self, error: BaseException | None) -> None:
         """Called once at the end of the launch. `error`: the exception that ended it, if any."""

@@ -200,7 +200,7 @@ def _asked(given: Request | None) -> Request:
 
 
 def _figures(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures, with tensors and arrays of one element as numbers. Raises TypeError: when a value is no
+    """Return the figures, with tensors and arrays of one element as numbers. Raises TypeError if a value is no
     number."""
     found = {_is(key, str): value.item() if hasattr(value, "item") else value for key, value in given.items()}
     for key, value in found.items():

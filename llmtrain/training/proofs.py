@@ -230,8 +230,7 @@ def prove_alike(objective: Objective, ranks: Ranks) -> None:
 
 
 def prove_sharding(spec: ModelSpec, degree: int, ranks: Ranks) -> None:
-    """Prove that all ranks have found the same parts of the model to share. All ranks call it together. Raises
-    AgreedError."""
+    """Prove that all ranks have found the same parts of the model to share. All ranks call it. Raises AgreedError."""
     with ranks.together(), divided(spec, "tensor_parallel.autotp_size", degree):
         mine = spec.projections
     words = f"{len(mine.maps)} linear maps{'; ' * bool(mine.note)}{mine.note}"

@@ -350,8 +350,7 @@ class StageBorders(Part):
         self._tell(position)
 
     def request(self) -> Request:
-        """Change the rotary positions before the first step of a stage; evaluations and saves before use the old
-        ones."""
+        """Change the rotary positions before a stage's first step; evaluations and saves before use the old ones."""
         self._turn(self._course.at(self._step).stage)
         return Request()
 

@@ -222,8 +222,8 @@ ORDER: tuple[Callable[[Launch], Part | Iterable[Part]] | str, ...] = (
     "mirror",
     "profile",
 )
-"""The parts of a run in the order of their calls: a class of the core, a function for parts that few runs have, or the
-name of a feature."""
+"""A run's parts in the order of their calls: classes of the core, functions for parts of few runs, names of
+features."""
 
 
 def _parts(launch: Launch) -> Iterator[Part]:

@@ -128,8 +128,7 @@ class Setup:
         return self._source
 
     def _teacher(self, student: ModelConfig, precision: str) -> Teacher | None:
-        """Load the teacher on ranks that compute a loss: a pipeline's last stages, or all. Raises ModelError, on this
-        rank alone."""
+        """Load the teacher on ranks that compute a loss (a pipeline's last stages). Raises ModelError, on this rank."""
         objective, mesh = self.run.config.objective, self.mesh
         if objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
             return None
@@ -211,8 +210,7 @@ class Setup:
         return session
 
     def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None, *, step: int = 0) -> TrainLoader:
-        """`sequences`: number of a step's sequences for each data-parallel rank; None: equal shares. `step`: optimizer
-        steps done before."""
+        """`sequences`: a step's sequences by data-parallel rank; None: equal shares. `step`: steps done before."""
         pins = self.ranks.device.type == "cuda"
         return TrainLoader(
             self.course,
@@ -377,8 +375,8 @@ def reference_checksums(spec: ModelSpec, checksums: dict[str, int]) -> dict[str,
 
 
 def source_checksums(source: ParameterSource, names: Collection[str], ranks: Ranks) -> dict[str, int]:
-    """Return the checksums of the complete tensors `names`. All ranks call it together, and each reads a part of them.
-    Raises AgreedError."""
+    """Return checksums of the complete tensors `names`. All ranks call it, and each reads a part. Raises
+    AgreedError."""
     with ranks.together():
         mine = {
             name: checksum(source.read(name, 0, numel(source.shape(name))).reshape(-1))

@@ -49,8 +49,7 @@ class Start:
 
 
 def resume_or_start(setup: Setup, folder: RunDirectory, checkpoints: CheckpointFolder) -> Start:
-    """Give the parameters their values, from a checkpoint or from the section `model`. All ranks call it together.
-    Raises AgreedError."""
+    """Give the parameters their values, from a checkpoint or section `model`. All ranks call it. Raises AgreedError."""
     config, spec, ranks = setup.run.config, setup.spec, setup.ranks
     trainer = state_before_training(setup)
     for feature in features.asked(config):

@@ -164,8 +164,7 @@ class Session:
         seed: int,
         objective: LossFunction = NEXT_TOKEN,
     ) -> None:
-        """`rate`: maps a step's number (0 is the first) to the factor on the peak learning rates. `seed`: for
-        dropout."""
+        """`rate`: step number (0 is the first) -> factor on the peak learning rates. `seed`: for dropout."""
         self.engine, self.objective = engine, objective
         self.step_number = 0
         """Optimizer steps done, skipped ones included."""
@@ -219,8 +218,7 @@ class Session:
         return quotients(dict(zip(self.objective.figures, means, strict=True)))
 
     def routing(self) -> RoutingFigures | None:
-        """Return the statistics of a mixture's routers since the last call; None without experts. Waits for the
-        device."""
+        """Return the routers' statistics since the last call; None without experts. Waits for the device."""
         routing = self.engine.module.routing
         return None if routing is None else routing.take(self._ranks.sum, counts=self._place.tensor == 0)
 

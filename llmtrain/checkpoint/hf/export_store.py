@@ -1,5 +1,4 @@
-"""Exports to an object store. An export replaces an earlier one of the same run, and is refused if anything else is
-there."""
+"""Exports to an object store, in place of an earlier export of the same run; refused if anything else is there."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ _LAST_IN_STORE = ("config.json", CONFIG)
 
 class ExportStore:
     def __init__(self, url: str, checkpoint: Path, asked_by: str) -> None:
-        """`asked_by`: command or key in messages. Raises CheckpointError: when the store cannot be used, or holds
-        something else."""
+        """`asked_by`: named in messages. Raises CheckpointError if the store cannot be used, or holds something
+        else."""
         self._url, self._asked_by = redact_text(url), asked_by
         self._run = run_id(checkpoint, TrainerState.read(checkpoint))
         if problems := problem_of(url, writes=True):
@@ -80,8 +79,7 @@ class ExportStore:
 
     @contextlib.contextmanager
     def _name_errors(self, left: Path | None = None) -> Iterator[None]:
-        """A context that turns an error of the store into a CheckpointError. `left`: the complete local copy, for the
-        message."""
+        """Turns an error of the store into a CheckpointError. `left`: the complete local copy, for the message."""
         try:
             yield
         except StoreError as error:
@@ -90,8 +88,8 @@ class ExportStore:
             raise self.wrong(text) from error
 
     def _refuse_others(self) -> Mapping[str, Any]:
-        """Return the record of an earlier export of this run, empty if there is none. Raises CheckpointError: when
-        other files are there."""
+        """Return the record of an earlier export of this run, or {}. Raises CheckpointError if other files are
+        there."""
         stored = self._store.files()
         if not stored.keys() - {MARK}:  # left by an upload or a deletion that ended early
             return {}

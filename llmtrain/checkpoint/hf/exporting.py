@@ -137,8 +137,7 @@ class Merge:
         return self(name, start, self.read(name, start, stop))
 
     def __call__(self, name: str, start: int, values: Tensor) -> Tensor:
-        """Return `values`, the elements of a flat parameter from `start` on, with the adapter added. Raises
-        CheckpointError."""
+        """Return `values`, elements of a flat parameter from `start` on, plus the adapter. Raises CheckpointError."""
         if self._adapter is None or name not in self._path_of:
             return values
         path, read = self._path_of[name], self.read
@@ -178,8 +177,7 @@ def prove_merge(made: Export, merge: Merge, hf: nn.Module, file: Mapping[str, Te
 
 
 def _as_peft_loads(folder: Path, layout: FolderLayout) -> nn.Module:
-    """Return the skeleton with peft's layers, made from the folder's configuration. Raises ProofError: when peft
-    expects other tensors."""
+    """Return the skeleton with peft's layers, made from the folder. Raises ProofError if peft expects other tensors."""
     from peft import PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
@@ -196,8 +194,7 @@ def _as_peft_loads(folder: Path, layout: FolderLayout) -> nn.Module:
 
 
 def base_fields(model: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the fields of adapter_config.json that name the base model: one on the Hub by name and commit, so that any
-    host finds it."""
+    """Return the fields of adapter_config.json that name the base; one on the Hub by name and commit, for any host."""
     base, commit = model.get("pretrained"), model.get("revision")
     if base and is_url(base):  # `llmtrain generate` reads a URL; peft would need a folder
         return {"base_model_name_or_path": base, "revision": None}
@@ -446,8 +443,7 @@ def _model(checkpoint: Path, trainer: TrainerState) -> ModelConfig:
 
 
 def _check_names(made: Export, adapter: Collection[str]) -> None:
-    """Raise CheckpointError unless the checkpoint has every parameter of the model class with its shape, and no other
-    tensors than the adapter's."""
+    """Raise CheckpointError unless the parameters are those of the model class, besides the adapter's tensors."""
     reader, layout, report = made.reader, made.layout, made.report
     model = type(layout.skeleton).__name__
     shapes = {name: reader.shape(name) for name in reader.order() if name not in adapter}

@@ -76,8 +76,8 @@ class WeightFiles:
 
 def cut(layout: FolderLayout, dtypes: Mapping[str, str], max_shard_bytes: int) -> WeightFiles:
     """Return the files that `save_pretrained` would write for parameters of these dtypes (name -> "F32", ...), by the
-    rule and names of huggingface_hub, serialization/_base.py. The experts of a layer, which are views of one parameter,
-    count as one tensor."""
+    rule and names of huggingface_hub, serialization/_base.py. A layer's experts, views of one parameter, count as one
+    tensor."""
     dtype_of = {tensor: dtypes[part.parameter] for tensor, part in layout.tensors.items()}
     members: dict[int, list[str]] = {}
     for tensor in layout.tensors:
@@ -106,8 +106,7 @@ def cut(layout: FolderLayout, dtypes: Mapping[str, str], max_shard_bytes: int) -
 
 
 def describe(source: SafetensorsSource) -> tuple[dict[str, Any], list[str]]:
-    """Return (the record of an imported folder that its checkpoint keeps, the weight files that an export cannot
-    restore byte by byte)."""
+    """Return (a record of the imported folder, weight files that an export cannot restore byte by byte)."""
     left_out = {*source.placement.derived, *source.placement.twins}
     files: dict[str, TensorFile] = {file.path.name: file for file in source.file_of.values()}
     record, changed = {}, []
@@ -145,8 +144,7 @@ _LOCAL_BASES = {
     "modernbert": ("global_rope_theta", "local_rope_theta"),
     "olmo3": ("rope_theta", ""),
 }
-"""Families that have a rope for each kind of layer in transformers 4 -> their keys of the rotary bases: (full
-attention, local attention)."""
+"""Families with a rope for each kind of layer in transformers 4 -> keys of the rotary bases: (full, local)."""
 _HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _BESIDE_LIMIT = 256 << 20  # bytes; the largest tokenizers have 40 MB

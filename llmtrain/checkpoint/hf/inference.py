@@ -67,9 +67,8 @@ class Answerer:
 
     @classmethod
     def load(cls, folder: Path, device: Any = "auto") -> Answerer:
-        """`folder`: a Hugging Face or PEFT folder. `device`: as for `load` in usable.py. Raises ModelError: when there
-        is no usable tokenizer, the adapter's base is not found, or the model is a reward model; ConfigError: when peft
-        is not installed."""
+        """`folder`: a Hugging Face or PEFT folder. `device`: as for `load` in usable.py. Raises ModelError if there is
+        no usable tokenizer or base, or the model is a reward model; ConfigError if peft is not installed."""
         base = _base(folder)
         config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would run code
         peft = untrusted.loads((folder / CONFIG).read_bytes()) if (folder / CONFIG).is_file() else {}
@@ -95,8 +94,7 @@ class Answerer:
         return cls(model.eval(), tokenizer, folder, base != folder, _ends(base, folder, tokenizer))
 
     def room(self, prompt_tokens: int, wanted: int) -> int:
-        """Return how many tokens to generate, at most `wanted`, within the model's context length. Raises ModelError:
-        when the prompt fills it."""
+        """Return how many tokens, at most `wanted`, fit the model's context. Raises ModelError if none does."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if not isinstance(positions, int) or prompt_tokens + wanted <= positions:
             return wanted
@@ -109,8 +107,7 @@ class Answerer:
 
 
 def _base(folder: Path) -> Path:
-    """Return `folder`, or the base model's folder if it holds an adapter. Raises ModelError; ConfigError: when peft is
-    not installed."""
+    """Return `folder`, or the base's folder if it holds an adapter. Raises ModelError; ConfigError without peft."""
     if not (folder / CONFIG).is_file():
         return folder
     from llmtrain.models.adapter import need_peft
@@ -167,8 +164,7 @@ def _model(folder: Path, device: Any) -> Any:
 
 
 def _rows(folder: Path, model: Any) -> int:
-    """Return the number of rows of the embedding or head in an adapter's folder; 0: it holds neither. Raises
-    ModelError."""
+    """Return the rows of the embedding or head in an adapter's folder; 0: it holds neither. Raises ModelError."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [f"{PREFIX}{path}.weight" for path, module in model.named_modules() if module in ends]
     try:
@@ -245,8 +241,7 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _ends(base: Path, folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids at which generation stops. A file that cannot be read adds none: transformers has read what it
-    needs."""
+    """Return the ids at which generation stops. Unreadable files are skipped: transformers has read what it needs."""
     ids = [tokenizer.eos_token_id]
     for path in (place / name for place in dict.fromkeys((folder, base)) for name in _ENDS):
         try:

@@ -109,8 +109,7 @@ def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int],
 
 
 def check_extents(extents: Mapping[str, Extent], made: Conversion) -> None:
-    """Raise ProofError if a tensor is empty or not finite, or if all values of a matrix are equal where a new model's
-    differ."""
+    """Raise ProofError if a tensor is empty or not finite, or a matrix has one value, unlike a new model's."""
     parts = made.layout.tensors
     odd = [f"{name} holds NaN or infinity" for name, extent in extents.items() if not extent.finite]
     odd += [f"{name} is empty" for name in extents if parts[name].numel == 0]
@@ -242,8 +241,7 @@ def logits_of(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: 
 
 
 def _said_of(hf: Any, tokens: Tensor) -> Tensor:
-    """Return logits [1, T, V] for tokens [1, T]; of a reward model the score at each token and then the score that the
-    model returns, [1, T + 1, 1]."""
+    """Return logits [1, T, V]; of a reward model the score at each token and the one that it returns, [1, T + 1, 1]."""
     if not gives_scores(hf.config):
         return hf(input_ids=tokens, use_cache=False).logits.float()
     seen: list[Tensor] = []

@@ -84,9 +84,8 @@ def sampling_defaults(folder: Path, tokenizer: Path | None = None) -> dict[str, 
 
 
 def own_stops(base: Path, tokenizer: Path) -> list[int]:
-    """Return the ids at which the base model's answers stop, from its generation_config.json, else its config.json.
-    Only ids that are the same added token in its tokenizer and in the run's count: in another vocabulary they are
-    ordinary tokens."""
+    """Return the ids at which the base model's answers stop, from its generation_config.json, else its config.json:
+    only ids that are the same added token in both tokenizers, since in another vocabulary they are ordinary tokens."""
     try:
         run_tokens, base_tokens = (
             Tokenizer.from_file(str(place / "tokenizer.json")).get_added_tokens_decoder() for place in (tokenizer, base)

@@ -1,5 +1,4 @@
-"""Finds or makes the Hugging Face folder for a path: itself, a model on the Hub or in a store, or an export of a run's
-checkpoint."""
+"""Finds the Hugging Face folder for a path: itself, a model on the Hub or in a store, or an export of a run."""
 
 from __future__ import annotations
 
@@ -40,9 +39,8 @@ def load(path: str | os.PathLike[str], *, device: Any = "auto") -> tuple[Any, An
 
 @contextmanager
 def usable_folder(path: str, asked_by: str, *, best: bool = False) -> Iterator[Path]:
-    """A context with the Hugging Face folder for `path`: itself, a model on the Hub or in a store, or a run's newest
-    (or `best`) checkpoint, exported for the duration if there is no export of it. `asked_by`: named in messages. Raises
-    CheckpointError, ModelError."""
+    """A context with the Hugging Face folder for `path`: itself, a model on the Hub or in a store, or an export of a
+    run's newest (or `best`) checkpoint, made for the duration if need be. Raises CheckpointError, ModelError."""
     with scratch_folder("export") as scratch:
         if is_url(path) and (best or not _is_model_there(path)):
             from llmtrain.checkpoint.listing import best_checkpoints, find_checkpoints
