@@ -222,7 +222,8 @@ def check_methods(cls: type, given: str) -> None:
             inspect.signature(method).bind(*[None] * (len(wanted) - len(by_name)), **by_name)
         except TypeError as error:
             raise ConfigError(
-                f"{given}: class {cls.__name__}: its method {name} is called as {_call(known[name])}: {error}"
+                f"{given}: class {cls.__name__}: llmtrain calls {_call(known[name])}, and this method of the class "
+                f"does not take these arguments ({error})"
             ) from None
     for name, method in known.items() if _selectable(cls) else ():
         if getattr(getattr(cls, name), "__isabstractmethod__", False):

@@ -132,7 +132,7 @@ def conversation_of(
     _check_order(messages)
     if asks == (messages[-1]["role"] == "assistant"):
         rule = "a prompt must end with the message to answer" if asks else "the last message must be an answer"
-        raise RefusedError(f"its last message is of the role {messages[-1]['role']!r}: {rule}")
+        raise RefusedError(f"its last message has the role {messages[-1]['role']!r}: {rule}")
     if messages[-1]["role"] == "system":
         raise RefusedError("it has only a system message, and nothing to answer")
     turns = [
@@ -171,7 +171,7 @@ def template_variables(given: Any, what: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise RefusedError(f"{what} is {_kind(given)}, not an object")
     if odd := [name for name in given if name in RESERVED or not name.isidentifier() or name.startswith("_")]:
-        raise RefusedError(f"{what} has {odd[0]!r}, which a record may not set for the template")
+        raise RefusedError(f"{what} has {odd[0]!r}, a name that is reserved or no variable of a template; remove it")
     return given
 
 
@@ -382,7 +382,7 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             if answers is not None and not isinstance(answers, str):
                 raise RefusedError(f"message {place}: its tool_call_id is {_kind(answers)}, not a string")
             if answers is not None and open_calls and answers not in open_calls:
-                raise RefusedError(f"message {place}: its tool_call_id {answers!r} is of no call before it")
+                raise RefusedError(f"message {place}: no earlier tool call has its tool_call_id {answers!r}")
         elif "tool_calls" in message:
             open_calls = {call["id"] for call in message["tool_calls"] if "id" in call}
         else:

@@ -363,9 +363,7 @@ class ChatEncoder:
     def _check_ids(self, new: list[int], text: str, counted: list[int], answer: str, turn: int) -> None:
         """Check that new ids decode to the new text, and counted ids to the answer with its stop token."""
         if not counted or counted[-1] not in self._stops.values():
-            raise RefusedError(
-                f"message {turn}: {plain(answer)[-20:]!r} does not end with a token where generation stops"
-            )
+            raise RefusedError(f"message {turn}: {plain(answer)[-20:]!r} does not end with a stop token")
         # Some control tokens absorb adjacent white space (Phi-3), and no id shows it.
         self._check_text(new, text, self._loose, turn)
         self._check_text(counted, answer, str.strip, turn)

@@ -202,8 +202,8 @@ def check_generation(whole: str, spans: list[tuple[int, int]], bounds: tuple[int
         at = max(at, last)
     if whole[at:end].strip():
         raise RefusedError(
-            f"message {turn}: the template's generation tag and its generation prompt do not agree: an answer is "
-            f"{plain(whole[begin:end])!r:.80}, and the tag leaves out {plain(whole[at:end])!r:.40} or takes more"
+            f"message {turn}: the template's tag {{% generation %}} must enclose exactly the answer "
+            f"{plain(whole[begin:end])!r:.80}; it begins too early or leaves out {plain(whole[at:end])!r:.40}"
         )
 
 

@@ -89,7 +89,7 @@ class PrepareSettings:
             return template_variables(untrusted.loads(self.chat_template_kwargs), "it")
         except (ValueError, RefusedError) as error:
             raise DataError(
-                f"--chat-template-kwargs {self.chat_template_kwargs[:80]}: {error}; write an object of JSON, as in "
+                f"--chat-template-kwargs {self.chat_template_kwargs[:80]}: {error}; write a JSON object, as in "
                 """'{"enable_thinking": false}'"""
             ) from error
 

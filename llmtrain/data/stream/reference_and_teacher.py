@@ -89,7 +89,7 @@ def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); {NEW_COLUMN}") from error
     if found.data != folder.manifest.data_fingerprint:
-        raise DataError(f"{path}: is of other data than the folder holds now; {NEW_COLUMN}")
+        raise DataError(f"{path}: was made from other data than the folder holds now; {NEW_COLUMN}")
     if found.precision != precision:
         raise DataError(
             f"{path}: was computed in {found.precision}, and this run computes in {precision}; {NEW_COLUMN}"
@@ -264,7 +264,7 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); {NEW_COLUMN}") from error
     if found.data != wanted.data:
-        raise DataError(f"{path}: is of other data than the folder holds now; {NEW_COLUMN}")
+        raise DataError(f"{path}: was made from other data than the folder holds now; {NEW_COLUMN}")
     for key, name in _COMPARED.items():
         if there[key] != here[key]:
             raise DataError(f"{path}: {name}: {there[key]} there, and {here[key]} in this run; {NEW_COLUMN}")

@@ -447,7 +447,8 @@ def _links(host: Host, links: Sequence[Sequence[int]]) -> Iterator[Finding]:
 
 
 def _kernel_log(host: Host, lines: Sequence[str], survey: Survey) -> Iterator[Finding]:
-    """Yellow: the log covers the past day, and faults that persist show in the report."""
+    """Report Xid faults in the past day's kernel log. Yellow, since they may be over; nvidia-smi reports lasting
+    ones."""
     xids = sorted(read_xids(lines), key=lambda xid: not xid.unfit)
     if xids:
         more = f" and {len(xids) - 3} more" if len(xids) > 3 else ""

@@ -26,8 +26,10 @@ _CONTENTS = {KEY: "masters, moments and gradients", WEIGHTS_KEY: "weights (in th
 
 @contextlib.contextmanager
 def building(run: Run, spec: ModelSpec, ranks: Ranks) -> Iterator[Run]:
-    """A context in which DeepSpeed makes the model and its engine; gives the run with the JSON for it. Raises
-    ConfigError, AgreedError."""
+    """A context in which DeepSpeed builds model and engine with state on a disk; yields the run with the JSON for that.
+
+    Raises ConfigError, AgreedError.
+    """
     patches.check((*store.PRIVATE, *state.PRIVATE, *weights.PRIVATE))
     _check_room(run, spec, ranks)
     zero, aio = dict(run.deepspeed["zero_optimization"]), run.deepspeed.get("aio")

@@ -134,8 +134,8 @@ class Members(Protocol):
 
 
 def join(call: Future[T]) -> T:
-    """Wait for a call `in_thread` and return its result; the heart beats in the meantime, so that the rank does not
-    seem to hang."""
+    """Wait for a future from `in_thread` and return its result. Heartbeats are sent meanwhile, so that the rank does
+    not count as hung."""
     while not wait([call], 0.5).done:
         heart.beat()
     return call.result()

@@ -272,4 +272,7 @@ def standing(saved: Mapping[str, Any], folder: Path) -> tuple[Ledger, str, int, 
             raise ValueError("no weights")
         return Ledger.from_json(saved["ledger"]), str(saved["was"]), round_, trained, weights
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder}: the sites' part of its trainer.json makes no sense: {error}") from error
+        raise CheckpointError(
+            f"{folder}: the sites' state in trainer.json is damaged ({type(error).__name__}: {error}); resume from "
+            "another checkpoint"
+        ) from error

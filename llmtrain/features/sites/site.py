@@ -497,7 +497,7 @@ class Site:
         self._exchange.forget_all_but(done.committed)
 
     def _report_round(self, done: Round, sent: Sent, norm: float, served: int, given_up: int) -> None:
-        """Write the event of a round. `norm`: of the outer step; `served`: bytes sent since the last successful
+        """Log the event of a round. `norm`: norm of the outer step. `served`: bytes sent since the last successful
         round."""
         assert self._ledger is not None
         now_s, got = time.monotonic(), done.got

@@ -86,7 +86,7 @@ class Record(Part):
             step, first = done.position.step, done.batch.first_index
             samples = list(range(first, first + done.batch.sequences))
             self._tracker.event("skip", step=step, what="outlier", samples=samples, loss_scaling=False)
-            log.warn(f"step {step} skipped: an outlier (spikes.skip_outliers); its update is left out")
+            log.warn(f"step {step}: the update is left out, because loss or norm is an outlier (spikes.skip_outliers)")
 
     def around_passes(self, passes: Passes) -> AbstractContextManager[None] | None:
         """Decide by the gradient norm whether to leave the update out, the same on all ranks. The first step of a stage
@@ -266,7 +266,7 @@ class Detector:
         return max(above, key=lambda entry: entry[3], default=None)
 
     def take(self, step: int, loss: float, norm: float) -> Spike | None:
-        """Return the spike that begins with this step."""
+        """Add a step to the statistics. Returns a spike if one begins with this step, else None."""
         outlier = self.outlier(loss, norm)
         if outlier is None:
             if math.isfinite(loss):

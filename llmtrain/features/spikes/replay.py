@@ -357,7 +357,7 @@ def _on_one_rank(asked: Asked) -> dict[str, Any]:
 
 
 def answer_of(asked: Asked) -> dict[str, Any]:
-    """Compare the steps with the record, and collect the rows. Raises UserError."""
+    """Compare the replayed steps with the recorded ones, and return the answer with the rows. Raises UserError."""
     now = {row.step: row for row in read_steps(asked.replayed / STEPS)}
     metrics = {row["step"]: row for row in read_rows(asked.replayed / "metrics.jsonl")[0] if "loss" in row}
     looked = {row["step"]: row for row in read_rows(asked.replayed / LOOKS)[0]}

@@ -97,7 +97,7 @@ def _variables(text: str | None) -> dict[str, Any]:
     try:
         return {} if text is None else template_variables(untrusted.loads(text), "it")
     except (ValueError, RefusedError) as error:
-        raise UserError(f"--chat-template-kwargs {text}: {error}; write an object of JSON") from error
+        raise UserError(f"--chat-template-kwargs {text}: {error}; write a JSON object") from error
 
 
 def main(argv: list[str]) -> int:

@@ -1,9 +1,10 @@
-"""The agent: a small process on each host that watches its ranks. `begin` (base/rank/watch.py) starts it; it ends after
-them. To end a job is to end the ranks of this host, all processes below them, and all with the job's mark in their
-environment (a data worker whose rank is dead).
+"""The agent: a small process on each host that watches the host's ranks. `begin` (base/rank/watch.py) starts it, and it
+ends after the ranks. When it ends a job, it ends the ranks of its host, all processes below them, and all processes
+with the job's mark in their environment (such as a data worker whose rank is dead).
 
-The agent on rank 0's host is the root: the others report to it once a second, and it decides. Until the ranks have met,
-and when the root is lost, each decides for its own host. No torch here: it starts in a tenth of a second.
+The agent on rank 0's host is the root: the other agents report to it once a second, and it decides. Until the ranks
+have met, and when the root is lost, each agent decides for its own host. It starts in a tenth of a second, without
+torch.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from llmtrain.features.watch.verdict import SILENT_S, Judge, Pauses, Stragglers,
 _LONGEST = 4 << 20
 _HELLO_S, _HELLO_BYTES = 5.0, 4 << 10
 _STRANGERS, _AT_ONCE = 32, 1024
-"""Connections that may wait without the token; those that are accepted in one round."""
+"""Most connections that have not yet sent the token, and most that are accepted in one round."""
 _GENTLE_S = 2.0
-"""Time for programs that are not Python's, which may have sockets to remove."""
+"""Seconds that programs other than Python get to end by themselves; they may have sockets to remove."""
 _WITHIN_S = 8.0
 _LAUNCHER_LEAVES_S = 40.0
 _STALE_S = 600.0
 _LAUNCHERS = ("deepspeed.launcher.launch", "deepspeed/launcher/launch.py", "llmtrain.cluster.launch.host")
 _HUSH = signal.SIGRTMIN + 5
-"""From an agent to its keeper: close your output, as I close mine."""
+"""Signal from an agent to its keeper: close your output, as the agent closes its own."""
 _JOB = ("--world_info=", "--master_addr=", "--master_port=")
 
 
 class Line:
-    """One connection. No method waits for the peer or raises; `closed` is True after its end."""
+    """One connection. No method waits for the peer or raises; `closed` is True after the connection has ended."""
 
     def __init__(self, connected: socket.socket) -> None:
         """Raises OSError when the other side has gone already."""
@@ -180,7 +181,8 @@ class Server:
         self._strangers = waiting
 
     def turn_away(self, seconds: float) -> None:
-        """Close each connection, for this time: a peer would take a line that is open and silent for a lost host."""
+        """Close new connections at once for `seconds`, because a peer takes an open connection without messages for a
+        lost host."""
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
             wait([], left_s, [self._socket.fileno()])
@@ -221,32 +223,34 @@ _TICK_S, _SOONEST_S = 0.5, 0.1
 hosts."""
 _REPORT_S = 1.0
 _ROOT_LOST_S = 12.0
-"""Silence of a lost root: longer than verdict.SILENT_S, so that the root's decision comes first."""
+"""Seconds of silence after which the root is lost: more than verdict.SILENT_S, so that the root decides first."""
 _UNREACHED_S = 30.0
 _LOST_S, _BUSY_S = 4.0, 30.0
-"""Time for the ssh connections of `deepspeed` to end by themselves: if a host is lost, and if all answer."""
+"""Seconds that the ssh connections of `deepspeed` get to end by themselves: if a host is lost, and if all answer."""
 _PEERS = 8
 """Peers whose addresses the root sends to each agent."""
 _ANSWERS_S = 5.0  # for the stacks of other hosts, and their GPUs' state
 _ENDED_S = 5.0
-"""Time for the other hosts to end their ranks."""
+"""Seconds that the other hosts get to end their ranks."""
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-"""Pauses before another start of an agent that has ended before its ranks; each is twice as long as the last."""
+"""First and longest pause in seconds before an agent that ended before its ranks is started again; pauses double."""
 _NOTE_WITHIN_S = 9.5
-"""Limit of one process that writes an event; a tracker may need seconds."""
+"""Time limit in seconds of a process that writes an event; a tracker may need some of them."""
 
 
 class _Notes:
-    """Writes an agent's events, each in a process of its own: no full disk and no tracker holds up the agent."""
+    """Writes an agent's events, each in a process of its own, so that a full disk or a tracker cannot block the
+    agent."""
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
         self._open: list[tuple[subprocess.Popen[bytes], float]] = []
 
     def write(self, kind: str, event: dict[str, Any], run: dict[str, Any] | None = None) -> None:
-        """Start to write an event to events.jsonl; with `run` (the file RUN) the trackers get it, too."""
+        """Start to write an event to events.jsonl, and to the trackers if `run` (the content of the file RUN) is
+        given."""
         if not os.path.isdir(self._run_dir):
             return
         content = {"run_dir": self._run_dir, "kind": kind, "event": event, "run": run or {}}
@@ -266,7 +270,7 @@ class _Notes:
         self._open.append((process, time.monotonic()))
 
     def reap(self) -> None:
-        """Kill finished and late processes with all their children. Call it often."""
+        """End processes that have finished or exceeded their time, with their children. Must be called often."""
         still = []
         for process, began_s in self._open:
             if process.poll() is None and time.monotonic() - began_s < _NOTE_WITHIN_S:
@@ -285,7 +289,7 @@ class _Notes:
 
 class Agent:
     def __init__(self, settings: dict[str, Any], server: Server | None = None, keeper: int = 0) -> None:
-        """`server`: of an earlier agent of this job. `keeper`: process id of `kept`. Raises OSError."""
+        """`server`: the server of an earlier agent of this job. `keeper`: process id of `kept`. Raises OSError."""
         self.folder = Path(settings["folder"])
         self.host = str(settings["host"])
         self.notes = _Notes(str(settings["run_dir"]))
@@ -306,7 +310,7 @@ class Agent:
         self.root_heard_s = self.reported_s = self.called_s = 0.0
         self.oom_before = oom_kills()
         self.about: dict[str, Any] = {}
-        """Facts about the run (`base.rank.watch.describe`); empty until they are known."""
+        """What `base.rank.watch.describe` says of the run; empty until the ranks have called it."""
         self.warned_of_removal = False
         self._lock_folder()
 
@@ -360,8 +364,7 @@ class Agent:
             self.notes.reap()
 
     def _check_folder(self) -> None:
-        """Notice that something outside has removed the folder: open heartbeats stay readable, the rest is made
-        again."""
+        """Notice if somebody has removed the folder. Open heartbeats stay readable; the other files are made again."""
         if not self.about.get("run_id"):  # rank 0 writes them twice, the second time with the id
             self.about = read_json(self.folder / RUN) or self.about
         removed = not os.fstat(self.lock).st_nlink
@@ -399,7 +402,7 @@ class Agent:
                 self.own.pop(int(report["rank"]), None)
 
     def _hear_hosts(self, now: float) -> None:
-        """As the root: take in the other hosts' reports, and once a second send them the addresses of peers."""
+        """As the root, take the other hosts' reports, and once a second send these hosts the addresses of peers."""
         self.server.accept(now)
         self._take_reports(now)  # stacks that arrive now are too late
         if now - self.reported_s >= _REPORT_S:
@@ -455,7 +458,7 @@ class Agent:
         return order
 
     def _call_root(self, now: float) -> None:
-        """Connect to the root. After the first connection, its silence counts as the loss of its host."""
+        """Connect to the root. Once an agent has been connected, a silent root counts as a lost host."""
         assert self.job is not None
         root, ranks = self.job["root"], self.job["hosts"]
         first = self.line is None
@@ -531,15 +534,15 @@ class Agent:
         return [RankFacts(rank=rank, host=host, state="unknown") for host, ranks in hosts.items() for rank in ranks]
 
     def _second_opinion(self, hosts: tuple[HostFacts, ...]) -> tuple[HostFacts, ...]:
-        """Decide if a silent root is lost or this host is cut off: then no peer answers either."""
+        """Decide whether a silent root is lost or this host is cut off, in which case no peer answers either."""
         others = [(str(address), int(port)) for host, address, port in self.peers if host != self.host]
         if any(h.silent_s > 0 for h in hosts) and others and not any(answers(*other) for other in others[:3]):
             return tuple(replace(h, silent_s=_ROOT_LOST_S if h.name == self.host else 0.0, closed=False) for h in hosts)
         return hosts
 
     def _lost_the_watch_alone(self, now: float) -> bool:
-        """Check if the hosts that count as lost have closed the connection, and their watch's port, or that of rank 0's
-        store, still answers: then their processes live, and nothing is lost yet."""
+        """Return True if only agents are lost: their connections are closed, but the hosts still answer at the watch's
+        port or at the port of rank 0's store, so that their ranks are alive."""
         ports = {name: (address, port) for name, (_, address, port) in self.server.peers.items()}
         if self.job is not None and not self.is_root and (store := self.job.get("store")):
             ports[self.job["root"]["host"]] = (self.job["root"]["address"], store)
@@ -560,7 +563,7 @@ class Agent:
         self.notes.write("fault", _event(explanation, facts), self.about)
 
     def _end_everywhere(self, lost: bool) -> None:
-        """End the job on all hosts at once. `lost`: a host does not answer."""
+        """End the job on all hosts at once. `lost`: True if a host does not answer."""
         for line in self.server.lines.values():
             line.send({"do": "end", "lost": lost})
             line.flush()
@@ -656,8 +659,10 @@ def _family(family: set[Process], mark: str) -> set[Process]:
 
 
 def end_ssh(job: tuple[str, ...], wait_s: float) -> None:
-    """End `deepspeed`'s ssh connections of the job (`job_of`) after `wait_s`: one to a silent host would stay, and pdsh
-    and `deepspeed` would wait for it."""
+    """After `wait_s` end the ssh connections that `deepspeed` has opened for the job (`job_of`).
+
+    A connection to a silent host would stay open, and pdsh and `deepspeed` would wait for it.
+    """
     deadline = time.monotonic() + wait_s
     while connections := _connections(job):
         if time.monotonic() > deadline:
@@ -679,8 +684,10 @@ def _connections(job: tuple[str, ...]) -> list[Process]:
 
 
 def job_of(launcher: int) -> tuple[str, ...] | None:
-    """Return arguments that only this job's processes have, its hosts and port. None: it is not DeepSpeed's launcher as
-    `deepspeed` starts it."""
+    """Return the arguments that only this job's processes have: its hosts and port.
+
+    None: `launcher` is not a launcher that `deepspeed` started.
+    """
     argv = words(launcher)
     arguments = [next((word for word in argv if word.startswith(start)), "") for start in _JOB]
     return tuple(arguments) if _is_launcher(argv) and all(arguments) else None
@@ -691,7 +698,7 @@ def _is_launcher(words: list[str]) -> bool:
 
 
 def close_output() -> None:
-    """Redirect output to /dev/null: an ssh connection stays open while a process can write to it."""
+    """Redirect output to /dev/null, because an ssh connection stays open while a process can write to it."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -699,7 +706,7 @@ def close_output() -> None:
 
 
 def _is_down(interface: str) -> bool:
-    """True if a network interface has gone, or has no link."""
+    """Return True if a network interface is gone or has no link."""
     try:
         return "down" in Path("/sys/class/net", interface, "operstate").read_text()
     except OSError:
@@ -730,8 +737,11 @@ def main() -> int:
 
 
 def sweep(this: Path) -> None:
-    """Remove the folders of killed agents: launcher and ranks are dead, and no process holds the lock. Ranks may
-    outlive an agent, and containers that share /dev/shm do not see each other's processes."""
+    """Remove folders of killed agents, if launcher and ranks are dead and no process holds the folder's lock.
+
+    The lock is needed because ranks may outlive an agent, and containers that share /dev/shm do not see each other's
+    processes.
+    """
     for folder in this.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             if folder == this or time.time() - folder.stat().st_mtime <= _STALE_S:
@@ -746,8 +756,10 @@ def sweep(this: Path) -> None:
 
 
 def kept(settings: dict[str, Any]) -> int:
-    """Run the agent in a child process, and start another one at its port if it ends before its ranks, while the
-    launcher lives. Returns the exit code."""
+    """Run the agent in a child process, and return its exit code.
+
+    If it ends before its ranks while the launcher lives, another agent is started at the same port.
+    """
     server, keeper, launcher = Server(), os.getpid(), identify(int(settings["launcher"]))
     signal.signal(_HUSH, lambda *_: close_output())
     said_s, pause_s = 0.0, _FIRST_PAUSE_S

@@ -1,7 +1,7 @@
-"""Table of causes: why a job makes no progress, by the reports of its hosts.
+"""Find the cause of a job that makes no progress, from the reports of its hosts.
 
-Each row is a function of the facts that returns a cause or None. The first cause counts, so certain ones (a dead host)
-come before likely ones (an expert without tokens).
+Each cause is a function that gets the facts and returns the cause or None. The first cause that is found counts, so
+certain ones (a dead host) come before likely ones (an expert without tokens).
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ def _uneven(facts: JobFacts) -> Cause | None:
 
 
 def _expert(facts: JobFacts) -> Cause | None:
-    """ZeRO 3 gathers an expert's parameters on use: an expert with tokens on some ranks only is gathered by those."""
+    """ZeRO 3 gathers an expert's parameters when it is used. If only some ranks have tokens for it, only these
+    gather."""
     those = live(facts)
     if (
         not facts.alike
@@ -299,7 +300,7 @@ def _network(facts: JobFacts) -> Cause | None:
 
 
 def _behind(facts: JobFacts) -> Cause | None:
-    """The ranks with the fewest collectives are behind: a GPU's rank only starts them, so none is inside one."""
+    """The ranks with the fewest collectives are behind. On GPUs a rank only starts collectives and is inside none."""
     those = live(facts)
     fewest = min((r.collectives for r in those), default=0)
     behind = [r for r in those if r.collectives == fewest]
@@ -347,7 +348,8 @@ _FILE_CALLS = ("read", "write", "readinto", "fsync", "open", "pread", "copyfileo
 
 
 def _in_file(rank: RankFacts) -> bool:
-    """True if its innermost line of Python is a file call. C functions have no frames: the caller's name must do."""
+    """Return True if the rank is in a file operation. C functions have no Python frames, so the caller's name
+    decides."""
     return bool(rank.stack) and (
         rank.stack[0].function in _FILE_CALLS
         or rank.stack[0].file.endswith(("llmtrain/checkpoint/durable.py", "/shutil.py", "/pathlib.py"))
@@ -355,7 +357,7 @@ def _in_file(rank: RankFacts) -> bool:
 
 
 def _as_waiting(rank: RankFacts) -> RankFacts:
-    """Return the rank as inside its device's collective, like a rank without a device."""
+    """If the rank's device has a pending collective, return the rank as if the host were inside it, as on a CPU."""
     pending = _pending(rank)
     if rank.inside or pending is None:
         return rank
@@ -545,7 +547,8 @@ def _aborted(facts: JobFacts) -> Cause | None:
 
 
 def _shared_memory(facts: JobFacts) -> Cause | None:
-    """A write into shared memory got no page. The errors of other ranks may be unknown: they are files there, too."""
+    """A write into shared memory found no free page. Other ranks' errors may be unknown, as they are kept there,
+    too."""
     full = {h.name: h.shm_free for h in facts.hosts if h.shm_free is not None and h.shm_free < LEAST_FREE}
     ended = [r for r in facts.ranks if r.state == "dead" and r.signal == "SIGBUS" and r.host in full]
     if not ended:
@@ -564,7 +567,7 @@ def _shared_memory(facts: JobFacts) -> Cause | None:
 
 
 def _dead(facts: JobFacts) -> Cause | None:
-    """One rank died first for a reason of its own; the others died because it was gone."""
+    """One rank died first, and the others died because it was gone."""
     dead = [r for r in facts.ranks if r.state == "dead"]
     if not dead:
         return None

@@ -1,4 +1,4 @@
-"""Facts of a job without progress: collected on every host, read by the tables of causes."""
+"""Facts about a job without progress, collected on every host; causes.py finds the cause from them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmtrain.base.rank.stacks import Frame, Recorded, own_line, place
 
 @dataclass(frozen=True, kw_only=True)
 class TimedOut:
-    """NCCL's watchdog's report of a collective that took too long."""
+    """A report by NCCL's watchdog of a collective that took too long."""
 
     number: int
-    """Its number in its process group."""
+    """Number of the collective in its process group."""
     name: str
     limit_s: float
 
@@ -38,7 +38,7 @@ def timed_out(text: str) -> TimedOut | None:
 
 
 def telling_line(output: str) -> str:
-    """The first line of standard error that reports a fault; later lines are its consequences."""
+    """Return the first line of standard error that reports a fault; later lines are consequences."""
     for line in output.splitlines():
         if match := _ENDS.match(line):
             line_of_fault = match["said"].strip()
@@ -60,52 +60,53 @@ class RankFacts:
     phase: str = "start"
     """One of heartbeat.PHASES."""
     collective: str = ""
-    """The last collective that it entered."""
+    """Name of the last collective that the rank entered."""
     collectives: int = 0
-    """Number of collectives that it has entered."""
+    """Number of collectives that the rank has entered."""
     inside: bool = False
-    """It is still in that collective."""
+    """True if the rank is still in the last collective."""
     idle_s: float = 0.0
-    """Seconds since its heartbeat last changed."""
+    """Seconds since the rank's heartbeat last changed."""
     cpu_busy: bool = False
-    """It uses its processor, or its files move."""
+    """True if the rank uses its processor, or reads or writes files."""
     stopping: bool = False
-    """It was asked to stop."""
+    """True if the rank was asked to stop."""
     code: int | None = None
-    """The exit code that it chose itself."""
+    """Exit code, if the rank chose it itself."""
     signal: str = ""
-    """The signal that ended it, if known."""
+    """Signal that ended the rank, if known."""
     native: bool = False
-    """A thread without Python raised it: a library's own."""
+    """True if a library's own thread, without Python, raised the signal."""
     error: str = ""
-    """The exception that ended it, as "ValueError: ..."."""
+    """Exception that ended the rank, as "ValueError: ..."."""
     error_at: str = ""
     """file:line of that exception, innermost line of the project first."""
     refusal: str = ""
-    """The user's mistake with which it left, if the others do not know it."""
+    """Message about the user's mistake with which the rank ended, if other ranks did not meet the mistake."""
     stack: tuple[Frame, ...] = ()
-    """Innermost first; empty for a rank that could not answer."""
+    """Python stack, innermost frame first; empty if the rank could not answer."""
     waits_in: str = ""
-    """The kernel function in which it waits."""
+    """Kernel function in which the rank waits."""
     on_device: bool = False
-    """It computes on a device: then a busy processor may only poll it."""
+    """True if the rank computes on a device; a busy processor may then only be polling it."""
     given: int = 0
-    """Micro-batches handed to its device."""
+    """Micro-batches that were queued on the device."""
     done: int = 0
     """Micro-batches that the device has finished."""
     plugin: str = ""
-    """The method of a plugin that runs, as "parts.count: after_step"."""
+    """Method of a plugin that is running, as "parts.count: after_step"."""
     said: str = ""
-    """The line of its standard error with a fault below Python, for a rank that a signal ended."""
+    """Line of standard error with a fault below Python, if a signal ended the rank."""
     recorded: tuple[Recorded, ...] = ()
-    """NCCL's flight recorder, read at a stall."""
+    """Entries of NCCL's flight recorder, read at a stall."""
     resident: int = 0
-    """Bytes of memory that it held when it was last seen alive."""
+    """Resident memory in bytes when the rank was last seen alive."""
     awaits: int = 0
-    """Process that it waits for while it asks the other ranks in a loop whether the wait has ended; see
+    """Id of the process that the rank waits for, while it asks the other ranks in a loop whether the wait is over; see
     `Beat.awaits`."""
     awaited: dict[str, str] = field(default_factory=dict)
-    """That process: its `program`, `state` in /proc, the kernel function that it `waits_in`, and its last `file`."""
+    """What is known of the process in `awaits`: `program`, `state` in /proc, kernel function (`waits_in`), last
+    `file`."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> RankFacts:
@@ -125,38 +126,38 @@ class RankFacts:
 class HostFacts:
     name: str
     silent_s: float = 0.0
-    """Seconds since its agent was last heard; 0: it is heard."""
+    """Seconds since the host's agent last sent a message; 0 if it does."""
     closed: bool = False
-    """Its agent has ended without a message, and the connection was closed: the host's kernel still answered."""
+    """True if the agent ended without a message and its connection was closed, so the host's kernel still answered."""
     oom_kills: int = 0
-    """Processes that its kernel has killed for lack of memory since the job began."""
+    """Processes that the host's kernel has killed for lack of memory since the job began."""
     shm_free: int | None = None
-    """Free bytes in its /dev/shm."""
+    """Free bytes in the host's /dev/shm."""
     xids: tuple[str, ...] = ()
-    """Lines of its kernel log with recent faults that the NVIDIA driver reports."""
+    """Recent faults that the NVIDIA driver reports, as lines of the kernel log."""
     gpu_health: str = ""
-    """nvidia-smi's errors of its GPUs' memory; empty without any, or unasked."""
+    """Memory errors of the host's GPUs by nvidia-smi; empty if there are none, or it was not asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
     trigger: str
-    """dead_rank | silent_host | stall | pause: the last one may pass."""
+    """dead_rank | silent_host | stall | pause. A pause may end by itself."""
     ranks: tuple[RankFacts, ...]
     hosts: tuple[HostFacts, ...]
     here: str = ""
-    """The host that collected the facts: rank 0's, once the ranks have met."""
+    """Host that collected the facts; rank 0's host, once the ranks have met."""
     stalled_s: float = 0.0
     """Seconds without progress of any rank."""
     again: str = "The same command"
-    """Words for the command that continues the run."""
+    """Words for the command that continues the run, for messages."""
     alike: bool = True
-    """All ranks do the same collectives in the same order; False for a pipeline."""
+    """True if all ranks do the same collectives in the same order, so not in a pipeline."""
     experts: bool = False
-    """The model is a mixture of experts."""
+    """True if the model is a mixture of experts."""
     zero_stage: int = 0
     interface: str = ""
-    """Network interface of `here` towards the other hosts; empty if unknown."""
+    """Network interface by which `here` reaches the other hosts; empty if unknown."""
     interface_down: bool = False
     memory: dict[str, str] = field(default_factory=dict)
     """Phase -> what is known of a rank's memory in it, in words; empty: nothing."""

@@ -418,8 +418,11 @@ _WITHIN_S = 2.5
 
 
 def captured(ranks: HostRanks, stall_s: float, *, ends: bool) -> dict[str, Any]:
-    """Return this host's facts for an explanation, within 3 s: `stacks`, `shm_free`; if a job on GPUs is to end, also
-    `xids` and `gpu_health` (HostFacts), as questions to the driver may hold a rank up."""
+    """Return this host's facts for an explanation, within 3 s: `stacks` and `shm_free` (HostFacts).
+
+    If a job on GPUs is about to be ended (`ends`), also `xids` and `gpu_health`. Only then, because asking the driver
+    can block a rank.
+    """
     free = None
     with contextlib.suppress(OSError):
         free = shutil.disk_usage("/dev/shm").free

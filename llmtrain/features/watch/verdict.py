@@ -215,7 +215,11 @@ class Pauses:
         self._lasted_s = 0.0
 
     def feed(self, stalled_s: float) -> tuple[Literal["begins", "over", ""], float]:
-        """Return ("begins", "over" or "", seconds without progress)."""
+        """Take the seconds since the last progress, and return them with a word.
+
+        The word is "begins" once when they exceed the limit, "over" once when there is progress again (with the pause's
+        length), else "".
+        """
         before, self._lasted_s = self._lasted_s, stalled_s if stalled_s > self._after_s else 0.0
         if self._lasted_s:
             return ("" if before else "begins"), self._lasted_s

@@ -320,7 +320,7 @@ def test_what_a_record_tells_its_template_is_told(encoder: Encoder) -> None:
     for said, reason in (
         ({"efort": "high"}, "sets 'efort' for the template, which does not read it"),
         ("x", "is a string and no JSON"),
-        ({"messages": []}, "has 'messages', which a record may not set"),
+        ({"messages": []}, "has 'messages', a name that is reserved"),
         ([1], "is list, not an"),
     ):
         with pytest.raises(RefusedError, match=reason):
@@ -381,12 +381,12 @@ WRONG: dict[str, tuple[Kind | str, Any, str]] = {
     "late system message": ("chatml", [*TALK, *talk(system="b"), *TALK], "a system message after others"),
     "empty answer": ("chatml", talk("q", "  "), r"message 1 \(assistant\) is empty"),
     "empty question": ("chatml", talk("", "a"), r"message 0 \(user\) is empty"),
-    "no answer": ("chatml", talk("q"), "its last message is of the role 'user'"),
+    "no answer": ("chatml", talk("q"), "its last message has the role 'user'"),
     "unanswered end": ("chatml", talk("q", "a", "q"), "the last message must be an answer"),
     "nothing asked": ("chatml", [{"role": "assistant", "content": "a"}], "nothing asks for it"),
     "result without call": ("chatml", [*talk("q"), TOOL, *talk("", "a")[1:]], "a tool's result without a call"),
     "result of another call": ("chatml", [*talk("q"), CALL, {**TOOL, "tool_call_id": "2"}, *talk("", "a")[1:]],
-                               "its tool_call_id '2' is of no call"),
+                               "tool_call_id '2'"),
     "result of a list": ("chatml", [*talk("q"), CALL, {**TOOL, "tool_call_id": []}, *talk("", "a")[1:]],
                          "its tool_call_id is list, not a string"),
     "call of a list": ("chatml", [*talk("q"), {**CALL, "tool_calls": [{"id": [], "name": "f"}]}, TOOL, TALK[1]],
@@ -425,12 +425,12 @@ WRONG: dict[str, tuple[Kind | str, Any, str]] = {
                                    TALK, "does not write the answer where its generation prompt ends"),
     "empty generation tag": (changed(KINDS["generation"].template.replace(
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}",
-        "{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>")), TALK, "do not agree"),
+        "{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>")), TALK, "{% generation %} must enclose"),
     "generation tag without end": (changed(KINDS["generation"].template.replace(
         "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")), TALK, "leaves out '<|im_end|>'"),
     "generation tag with the question": (changed(
         "{% generation %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% endgeneration %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), TALK, "or takes more"),
+        "{% endgeneration %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), TALK, "too early"),
 }  # fmt: skip
 
 

@@ -349,8 +349,8 @@ def test_an_option_tells_the_template_of_all_records(tmp_path: Path, capsys: pyt
     assert "chat_template_kwargs" in (error := capsys.readouterr().err) and "{'think': 'no'}" in error
     for wrong, reason in (
         ('{"thnk": 1}', "reads no such name; it reads think"),
-        ("{think}", "write an object of JSON"),
-        ('{"tools": []}', "it has 'tools', which a record may not set"),
+        ("{think}", "write a JSON object"),
+        ('{"tools": []}', "it has 'tools', a name that is reserved"),
     ):
         assert told(tmp_path, records, "no", model, *chat, "--chat-template-kwargs", wrong) == 2
         assert reason in capsys.readouterr().err
