@@ -1,4 +1,4 @@
-"""Shares of a step for data-parallel ranks of unequal speed."""
+"""Divide the sequences of a step among data-parallel ranks of unequal speed."""
 
 from __future__ import annotations
 

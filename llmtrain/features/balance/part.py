@@ -1,12 +1,12 @@
 """Load balancing: each data-parallel group takes as many sequences of a step as its measured speed allows.
 
-The loss is per token of the global batch, so other shares are the same training. All ranks decide from the same
-measurements, without another message.
+The loss is the mean over the tokens of the global batch, so it does not depend on the shares. All ranks decide from the
+same measurements, without another message.
 
-A rank's speed excludes waiting for others. On the processor: the time of a step's forward and backward passes minus the
-time inside collectives. On a GPU, where the host does not wait and collectives are in the device's queue: events around
-a forward pass. Under ZeRO 3 that pass waits for parameters, so events surround each module that has some, after their
-arrival.
+A rank's speed excludes waiting for others. On a CPU it is the time of a step's forward and backward passes without the
+time inside collectives. On a GPU the host does not wait and collectives are in the device's queue, so it is the time
+between CUDA events around a forward pass. Under ZeRO 3 this pass waits for parameters; there the events are around each
+module with parameters, after these have arrived.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Passes, Request
 
 SETTLE_STEPS = 2
-"""After the start and after a change: kernels are chosen, memory is allocated, code is compiled for the new shapes."""
+"""Steps that are not measured after the start and after a change, while kernels are chosen and code is compiled."""
 WINDOW_STEPS = 8
-"""Steps whose medians are compared: a step that something else has delayed does not count."""
+"""Number of steps of which the median counts, so that a single delayed step has no effect."""
 LEAST_GAIN = 0.03
-"""A change must save at least this share of a step's computing, so that noise changes nothing."""
+"""A change must save at least this share of a step's computing time, so that noise causes no changes."""
 
 
 def share_out(seconds: Sequence[float], total: int, *, least: int, most: int, unit: int) -> tuple[int, ...]:
-    """Return shares of `total` sequences that minimise the slowest group's time: from `least` to `most`, in steps of
-    `unit`. `seconds`: per sequence, by group."""
+    """Return how many of `total` sequences each group gets, so that the slowest group takes the least time.
+
+    Shares are multiples of `unit` from `least` to `most`. `seconds`: time of a sequence in each group.
+    """
     shares = [least] * len(seconds)
     ends = [(time_s * (least + unit), least, group) for group, time_s in enumerate(seconds) if least + unit <= most]
     heapq.heapify(ends)
     for _ in range((total - sum(shares)) // unit):
-        *_, group = heapq.heappop(ends)  # of two with the same end the one that has less
+        *_, group = heapq.heappop(ends)  # of two groups with the same time the one with fewer sequences
         shares[group] += unit
         if shares[group] + unit <= most:
             heapq.heappush(ends, (seconds[group] * (shares[group] + unit), shares[group], group))
@@ -60,7 +62,7 @@ class Change:
     """New shares from the next step on, with the reason."""
 
     before: tuple[int, ...]
-    """Sequences of a step by group."""
+    """Sequences of a step in each group."""
     after: tuple[int, ...]
     before_s: float
     """Computing time of the slowest group in a step."""
@@ -82,11 +84,11 @@ class Change:
 
 
 class Balance:
-    """The shares of a launch, by the measured speeds of its ranks."""
+    """Computes each group's share of a step from the measured speeds of the ranks."""
 
     def __init__(self, groups: Sequence[int], *, global_batch: int, accumulation: int, at_once: bool) -> None:
-        """`groups`: the data-parallel group of each rank. `at_once`: the ranks wait for each other in every micro-batch
-        (ZeRO 2 and 3); then all micro-batches of a group are equal."""
+        """`groups`: data-parallel group of each rank. `at_once`: ranks wait for each other in every micro-batch (ZeRO 2
+        and 3), so that all micro-batches of a group must have the same size."""
         self._groups, self._count = tuple(groups), max(groups) + 1
         self._total, self._least = global_batch, accumulation
         self._most = BalanceFeature.most_sequences * (global_batch // self._count)
@@ -97,7 +99,7 @@ class Balance:
         self._forget_speeds()
 
     def restore(self, saved: Any) -> None:
-        """Take the shares of a checkpoint's entry; ignore shares that do not fit this launch."""
+        """Take the shares from a checkpoint, unless they do not fit this launch."""
         shares = saved.get("sequences") if isinstance(saved, dict) else None
         if not isinstance(shares, list) or not all(type(share) is int for share in shares):
             return
@@ -110,9 +112,9 @@ class Balance:
         self._window: list[list[int]] = []
 
     def measured(self, paces: Sequence[int]) -> Change | None:
-        """Take the nanoseconds per sequence on each rank (0: unknown), once a step.
+        """Take the nanoseconds that a sequence took on each rank (0: unknown), once a step.
 
-        Returns: new shares, if they are worth it; `sequences` has them from now on.
+        Returns a change of the shares if it is worth it; `sequences` then has the new shares.
         """
         if not all(paces):
             return None
@@ -145,23 +147,23 @@ class Balance:
 
 
 def _slowest(seconds: Sequence[float], sequences: Sequence[int]) -> float:
-    """Seconds until the slowest group finishes."""
+    """Return the seconds that the slowest group takes for its sequences."""
     return max(time_s * count for time_s, count in zip(seconds, sequences, strict=True))
 
 
 class Pace(Protocol):
-    """A rank's own speed."""
+    """Measures the speed of this rank."""
 
     def measured(self, micros: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
-        """A context around the forward and backward passes of these micro-batches."""
+        """Return a context that measures the forward and backward passes of these micro-batches."""
         ...
 
     def take(self) -> int:
-        """Nanoseconds per sequence in a step since the last call; 0: unknown."""
+        """Return the nanoseconds that a sequence took in a step since the last call; 0: unknown."""
         ...
 
     def forget(self) -> None:
-        """Drop the measurements so far."""
+        """Drop all measurements."""
         ...
 
 

@@ -1,7 +1,7 @@
 """ZeRO 3's shares of the weights in files on a disk of the host, in place of DeepSpeed's swapper of parameters.
 
-The files are mapped into memory, and the kernel keeps of them what has room: DeepSpeed and llmtrain see tensors in host
-memory, so whatever reads or writes weights works as with `offload_param.device: cpu`.
+The files are mapped into memory, and the kernel keeps as much of them in memory as fits. DeepSpeed and llmtrain see
+tensors in host memory, so whatever reads or writes weights works as with `offload_param.device: cpu`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ PRIVATE = (
 
 @contextlib.contextmanager
 def in_files(folder: Path, key: str) -> Iterator[None]:
-    """A context in which DeepSpeed puts shares of weights into files of the folder, where the JSON has them page-locked
-    on the CPU. `key`: of the folder in the DeepSpeed JSON."""
+    """A context in which DeepSpeed puts shares of weights into files of `folder` instead of page-locked memory.
+
+    `key`: key of the folder in the DeepSpeed JSON.
+    """
 
     class Accelerator:
-        """DeepSpeed's, which is asked to page-lock a new share and gives a file."""
+        """DeepSpeed's accelerator, but when it is asked to page-lock a new share it returns a mapped file."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(get_accelerator(), name)
@@ -62,8 +64,10 @@ def in_files(folder: Path, key: str) -> Iterator[None]:
 
 
 def mapped(folder: Path, key: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Make a tensor whose memory is a file without a name. Its space is reserved: a disk that fills up later ends
-    nothing. Raises SwapError."""
+    """Make a tensor whose memory is a file without a name. Raises SwapError.
+
+    The file's space is reserved, so that a disk that fills up later does no harm.
+    """
     numel = max(1, numel)
     handle = open_unnamed(folder)
     try:

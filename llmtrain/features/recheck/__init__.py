@@ -1,4 +1,4 @@
-"""Checks of the ranks' arithmetic, which find a processor that computes wrong."""
+"""Checks that find a processor whose arithmetic is wrong."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Finds machines that compute wrong: losses and gradients of some sequences are computed on all data-parallel ranks.
+"""Find machines that compute wrong: all data-parallel ranks compute losses and gradients of the same sequences.
 
-A defective core gives wrong gradients, and their reduction spreads the damage to all replicas equally: a comparison of
-replicas (training/replicas.py) sees nothing.
+A defective core gives wrong gradients, and the reduction spreads the damage to all replicas equally, so that a
+comparison of replicas (training/replicas.py) finds nothing.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from llmtrain.training.replicas import Difference, Replicas, ReplicasDiffer, ten
 from llmtrain.training.step import Position, is_due, seed_step
 
 _ROWS, _AFTER_DIFFERENCE = 10, 40
-"""Sequences of a check, and after a difference. A module that is wrong in each tenth call is wrong in a check; at
-random in one of ten, it is wrong in one of 40 with 98.5 %."""
+"""Sequences of a check, and of the check after a difference. A module that is wrong in every tenth call is wrong in a
+check of 10; one that is wrong at random in one of ten is wrong in a check of 40 with a probability of 98.5 %."""
 _BUCKETS, _MARGIN = 17, 8.0
-"""Sums of a gradient whose kernels do not repeat their bits (a prime: no sum of a row, which may be zero). The bound in
-differences of a rank from itself: lengths of 17 random sums differ by a factor of 5 in one of 10^7 pairs."""
+"""How many sums of a gradient are compared where kernels do not repeat their bits, and by how many times a rank's
+difference from itself two ranks may differ. The number is a prime, so that no sum is that of a row, which may be 0.
+Lengths of 17 random sums differ by a factor of 5 in one of 10^7 pairs."""
 _AT_ONCE = _BUCKETS << 20
 """Elements of a gradient that are summed at a time: torch widens a tensor to float64 in a copy of it."""
 
@@ -53,13 +54,13 @@ class Recheck(Part):
         degrees = launch.setup.run.mix.degrees
         self._data, self._place = degrees.data, degrees.place(self._ranks.rank)
         self._replica = self._ranks.world_size // self._data
-        """Ranks that share a sequence or a matrix."""
+        """Number of ranks in a replica, which share a sequence or a matrix."""
         device = self._ranks.seats[self._ranks.rank].device  # another device rounds differently
         self._like = f"at place {self._ranks.rank % self._replica} on {device}"
-        """Equal on ranks with equal work."""
+        """Text that is equal on ranks with equal work."""
         self._turn, self._parts = 0, list[Tensor]()
         self._bound: float | None = None
-        """Relative; None: losses and gradients are equal bit for bit."""
+        """Relative difference that is allowed; None: losses and gradients must be equal bit for bit."""
         self._agreed_step: int | None = None
 
     def begin(self, position: Position) -> None:
@@ -73,7 +74,7 @@ class Recheck(Part):
                 self._check_ranks(done.position.step)
 
     def _check_ranks(self, step: int) -> None:
-        """Raises ReplicasDiffer, or TrainingStopped where no majority shows the wrong ranks, on all ranks."""
+        """Compare the ranks. Raises on all ranks ReplicasDiffer, or TrainingStopped if there is no majority."""
         micros = self._micro_batches(step)
         if not (differences := self._differences(micros)):
             self._agreed_step = step
@@ -93,7 +94,8 @@ class Recheck(Part):
         self._launch.part(ReplicaCheck).tell(step, "a loss or gradient differed once", sorted(odd), [], text)
 
     def _micro_batches(self, step: int) -> list[MicroBatch]:
-        """Return some sequences of a rank's next step, each alone, on all ranks. The data-parallel ranks take turns."""
+        """Return on all ranks the same sequences, each as a micro-batch: some of a data-parallel rank's next step. The
+        ranks take turns."""
         loader, source = self._launch.loader, self._turn % self._data * self._replica
         self._turn += 1
         micros: list[MicroBatch] = []
@@ -108,8 +110,8 @@ class Recheck(Part):
         return self._ranks.sent_by(source, micros)
 
     def _cut_sequence(self, micro: MicroBatch) -> MicroBatch:
-        """Cut a sequence that would take more memory than in a step: compiled layers keep 5 bytes
-        where layers keep 7 here. Sequences of answers are not cut."""
+        """Cut a sequence that would take more memory than in a step: layers here are not compiled and keep 7 bytes,
+        compiled ones keep 5. Sequences of answers are not cut."""
         if type(micro) is not MicroBatch:
             return micro
         setup = self._launch.setup
@@ -120,8 +122,8 @@ class Recheck(Part):
         return few if (few.labels != IGNORED).any() else micro  # an answer that stands at the end
 
     def _measure_bound(self, micros: list[MicroBatch]) -> None:
-        """Compute sequences twice. Where ranks of two replicas differ from themselves, the bound is the second one's
-        largest difference: a single wrong machine does not decide it."""
+        """Compute the sequences twice. If ranks of two or more replicas differ from themselves, set the bound by the
+        second largest difference, so that a single wrong machine does not decide it."""
         second, bound, self._bound = -1 - self._replica, self._bound, None
         once, twice = self._gradients(micros), self._gradients(micros)
         if sorted(self._ranks.gather(not torch.equal(once, twice)))[second]:
@@ -141,8 +143,8 @@ class Recheck(Part):
         return Replicas(self._engine, self._ranks).differences({"sequences": len(micros)}, by_name, parameters=False)
 
     def _gradients(self, micros: list[MicroBatch]) -> Tensor:
-        """Return a hash of each sequence's loss and gradient, int64 [sequences, 2]; with a bound their sums, fp64
-        [sequences, 2, _BUCKETS]. The random numbers of the run stay."""
+        """Return hashes of each sequence's loss and gradient, int64 [sequences, 2], or, if there is a bound, sums, fp64
+        [sequences, 2, _BUCKETS]. The run's random state does not change."""
         objective, device = self._launch.session.objective, self._ranks.device
         values = [torch.zeros((0, 2) if self._bound is None else (0, 2, _BUCKETS), dtype=torch.int64)]
         with contextlib.ExitStack() as stack:
@@ -167,7 +169,7 @@ class Recheck(Part):
         self._parts.append(self._hash_or_sums(piece.values, 2 * number + 1))
 
     def _hash_or_sums(self, values: Tensor, factor: int = 1) -> Tensor:
-        """Return `factor` times a hash of the values, for equality; with a bound on differences, sums of the values."""
+        """Return a hash of the values times `factor`, or, if there is a bound on differences, sums of the values."""
         if self._bound is None:
             return tensor_hash(values) * factor
         sums = torch.zeros(_BUCKETS, dtype=torch.float64, device=values.device)
@@ -193,7 +195,7 @@ class Recheck(Part):
         raise (ReplicasDiffer if sure else TrainingStopped)(text)
 
     def _seats(self, ranks: list[int]) -> str:
-        """All ranks call it."""
+        """Name the hosts and devices of some ranks. All ranks call it."""
         seats, serials = self._ranks.seats, self._ranks.gather(_serial(self._ranks.device))
         return ", ".join(
             f"rank {n} on {seats[n].host} ({seats[n].device} {seats[n].local_rank}{serials[n]})" for n in ranks
@@ -201,7 +203,7 @@ class Recheck(Part):
 
 
 def _serial(device: torch.device) -> str:
-    """Return the serial number of a GPU by nvidia-smi, else its UUID; empty for a processor."""
+    """Return a GPU's serial number by nvidia-smi, or else its UUID; "" for a CPU."""
     if not (number := device_id(device)):
         return ""
     asked = ("nvidia-smi", "-i", f"GPU-{number}", "--query-gpu=serial", "--format=csv,noheader")

@@ -1,4 +1,4 @@
-"""Spikes of a run's loss: each step's record, verdicts on it, kept checkpoints, and steps that are trained again."""
+"""Spikes of a run's loss: record each step, report spikes, keep checkpoints before them, and train steps again."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from llmtrain.features.spikes.replay import Asked, answer_of, asked_by, checkpoi
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0 if the steps are those of the record, else 1. Raises UserError."""
+    """Replay the steps. Returns 0 if they are equal to the record, else 1. Raises UserError."""
     args = _arguments(argv)
     if args.done:
         return _done(args.run)

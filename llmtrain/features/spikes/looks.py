@@ -1,8 +1,8 @@
-"""The record of a replay (`llmtrain replay`), which also looks at steps before they are trained.
+"""The part of a replay (`llmtrain replay`) that records steps and measures them before they are trained.
 
-It computes the step's gradient once more and drops it, with the largest values of each module, then the loss of each
-sequence without dropout, and the gradients of the sequences with the largest losses. The step itself runs as in the
-run.
+Before a step it computes the step's gradient and the largest values of each module, then the loss of each sequence
+without dropout, and the gradients of the sequences with the largest losses. All of these are dropped, and the step
+itself runs as in the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from llmtrain.training.step import Position, Request
 _AT_ONCE = 2**24
 """Elements of a gradient that are widened to float64 at a time."""
 GradientCopy = dict[tuple[str, Region], Tensor]
-"""This rank's pieces of a gradient, in fp32, by their place."""
+"""This rank's pieces of a gradient, fp32, by (parameter, region)."""
 
 
 class Collected:
@@ -61,22 +61,22 @@ class Collected:
 
 
 class Replay(Record):
-    """Looks at steps before they are trained. All ranks call every method together."""
+    """Measures steps before they are trained. All ranks call every method together."""
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
         task = untrusted.loads(os.environ[REPLAYED].encode())
         self._first, self._last = task["first"], task["last"]
         self._most = task["rows"]
-        """Rows with a gradient norm at each step; 0: the steps are trained without a look."""
+        """How many sequences of a step get a gradient norm; 0: the steps are trained without measurements."""
         self._saves = set(task["saves"])
         self._launch, self._place = launch, self._setup.mesh.place
         self._step = launch.start.position.step
         self._largest: list[float] = []
-        """Losses of the sequences with a gradient norm, largest first."""
+        """Losses of the sequences that got a gradient norm, largest first."""
         config, zero = self._setup.run.config, self._setup.run.mix.zero_stage > 0
         self._has_gradients = norm_of(config.optim.name, zero=zero) == "gradient"
-        """False: DeepSpeed would change Muon's momentum on the way to the norm."""
+        """False for Muon under ZeRO, where computing the norm would change the optimizer's momentum."""
 
     def begin(self, position: Position) -> None:
         super().begin(position)
@@ -140,7 +140,7 @@ class Replay(Record):
         return {"norm": norm, "rows": measured, "largest": merged}
 
     def _losses(self, rows: range, mine: list[int], objective: LossFunction) -> list[list[float]]:
-        """Return (sum of the loss, weight) for each sequence. A forward pass has one sequence."""
+        """Return (sum of the loss, weight) of each sequence, from a forward pass with this sequence alone."""
         loader, collected = self._launch.loader, Collected(objective)
         most = max(self._ranks.gather(len(mine)))
         micros = [loader.row(self._step, index) for index in mine]
@@ -172,12 +172,12 @@ def gradient_norm(
 
     Args:
         micros, weight, objective: as in `Engine.gradients`.
-        copy_into: gets the gradient's pieces, 4 bytes a parameter over all ranks.
-        times: such pieces of an earlier call, for the product; None: the gradient itself.
+        copy_into: receives the gradient's pieces, 4 bytes a parameter over all ranks.
+        times: pieces of an earlier call, with which the product is taken; None: with the gradient itself.
 
-    (inf, nan): it is not finite.
+    Returns (inf, nan) if the gradient is not finite.
     """
-    # Square of the gradient and its product with the other one, on the device; pieces.
+    # On the device: square of the gradient, its product with the other one, number of pieces.
     sums, taken = torch.zeros(2, dtype=torch.float64, device=ranks.device), 0
 
     def look(piece: GradientPiece) -> None:
@@ -198,7 +198,7 @@ def gradient_norm(
 
 @contextlib.contextmanager
 def largest_values(hf: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Measure the largest absolute output and its gradient, for each module with parameters in the forward order."""
+    """Measure the largest absolute output, and gradient of it, of each module with parameters, in forward order."""
     largest_of: dict[str, list[Tensor]] = {}
 
     def take(name: str, kind: int, tensor: Tensor) -> None:

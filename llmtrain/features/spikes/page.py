@@ -1,4 +1,4 @@
-"""The answer of a replay, in lines and as a page."""
+"""Show the answer of a replay, as lines of text and as an HTML page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lines_for(answer: dict[str, Any]) -> Iterator[str]:
 
 
 def worst_rows(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Return the first rows, and the row with the largest loss, which may be NaN."""
+    """Return the first `most` rows and the row with the largest loss, which may be NaN."""
     largest = max(rows, key=lambda row: (math.isnan(float(row["loss"])), float(row["loss"])), default=None)
     return [row for place, row in enumerate(rows) if place < most or row is largest]
 
@@ -50,7 +50,7 @@ def _order(rows: list[dict[str, Any]]) -> str:
 
 
 def _steps(answer: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows under a heading."""
+    """Return the table of the steps, its heading first."""
     return [
         ("STEP", "LOSS", "NORM", "RATE", "STAGE", "RECORD"),
         *((str(row["step"]), f"{row['loss']:.4f}", f"{row['norm']:.4g}", f"{row['lr'] or 0:.3g}",
@@ -60,7 +60,7 @@ def _steps(answer: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def page_of(answer: dict[str, Any]) -> str:
-    """The answer as HTML without scripts."""
+    """Return the answer as HTML without scripts."""
     rows = [
         (
             str(row["step"]),

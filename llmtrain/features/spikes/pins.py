@@ -1,4 +1,4 @@
-"""Checkpoints before spikes, which stay until their steps have been replayed."""
+"""Keep the checkpoints before spikes until the steps after them have been replayed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PINS = "spikes.json"
 
 
 def pins_of(checkpoints: Path) -> list[int]:
-    """Steps of the spikes that wait for a replay."""
+    """Return the steps of the spikes that have not been replayed."""
     try:
         pins = untrusted.loads(content_of(checkpoints / _PINS))
     except (OSError, ValueError):
@@ -25,7 +25,7 @@ def pins_of(checkpoints: Path) -> list[int]:
 
 
 def pinned(checkpoints: Path) -> list[Path]:
-    """The newest good checkpoint before each spike that waits for a replay."""
+    """Return the newest good checkpoint before each spike that has not been replayed."""
     if not (spikes := pins_of(checkpoints)):
         return []
     folders = sorted((step_of(p) or 0, p) for p in complete_checkpoints(checkpoints) if looks_good(p))
@@ -34,8 +34,10 @@ def pinned(checkpoints: Path) -> list[Path]:
 
 
 def pin(checkpoints: Path, spike: int, most: int) -> int | None:
-    """Keep the newest checkpoint before a spike, and those of the `most` - 1 spikes before. Returns its step, also of
-    one that is still being written; None: there is none."""
+    """Keep the newest checkpoint before a spike, and those before the `most` - 1 earlier spikes.
+
+    Returns the checkpoint's step, also if it is still being written; None: there is no checkpoint.
+    """
     write_pins(checkpoints, [*(step for step in pins_of(checkpoints) if step != spike), spike][-most:] if most else [])
     save = re.compile(r"step-\d+\.[0-9a-f]{8}\.tmp")  # no folder that is being deleted, nor a mirror's links
     under_way = [folder for folder in stale_folders(checkpoints) if save.fullmatch(folder.name)]

@@ -24,11 +24,11 @@ from llmtrain.training.parts import Done, Launch, Part
 from llmtrain.training.step import Passes, Position, is_due
 
 _MOST = 256
-"""At most this many steps keep their figures on the device between log points."""
+"""Most steps whose figures stay on the device until they are read; they are read at log points at the latest."""
 _RESTART = 3
 """A jump of the loss within this many steps after a resume is attributed to the resume."""
 BEFORE, AFTER = 7, 3
-"""Steps around the first step of a spike that the replay of its event trains, after the kept checkpoint."""
+"""How many steps before and after a spike's first step the replay in its event trains."""
 
 
 class Record(Part):
@@ -44,10 +44,10 @@ class Record(Part):
         self._checkpoints, self._most_pinned = launch.checkpoints, settings.pinned
         self._every, self._degrees = setup.run.config.train.log_every, setup.run.mix.degrees
         self._sums: list[Tensor] = []
-        """Sums of each micro-batch since the last reading, on the device."""
+        """Sums of the micro-batches since they were last read, on the device."""
         self._updates: list[Update] = []
         self._steps: list[StepRow] = []
-        """Steps since the last reading, without their figures."""
+        """Steps since figures were last read, without their figures."""
         self.detector = Detector()
         self._limit, self._session = settings.skip_outliers, launch.session
         if self._limit is not None:
@@ -63,12 +63,13 @@ class Record(Part):
                 self._tracker.event("record_damaged", step=position.step, text=self._file.damage)
 
     def to_json(self) -> list[Any]:
-        """Read the steps first: a spike pins the checkpoint that the save under way would outdate."""
+        """Return the usual values for a checkpoint. The steps are read first, because a spike among them keeps a
+        checkpoint that this save would make superfluous."""
         self.read()
         return self.detector.to_json()
 
     def restore(self, saved: Any, folder: Path) -> None:
-        """Continue with the usual values of the checkpoint, which decide updates with spikes.skip_outliers."""
+        """Continue with the checkpoint's usual values, by which spikes.skip_outliers decides on updates."""
         self.detector.restore(saved)
 
     def after_step(self, done: Done) -> None:
@@ -89,8 +90,10 @@ class Record(Part):
             log.warn(f"step {step}: the update is left out, because loss or norm is an outlier (spikes.skip_outliers)")
 
     def around_passes(self, passes: Passes) -> AbstractContextManager[None] | None:
-        """Decide by the gradient norm whether to leave the update out, the same on all ranks. The first step of a stage
-        is never left out."""
+        """Decide by loss and gradient norm whether to leave out the update, the same on all ranks.
+
+        The update of a stage's first step is never left out.
+        """
         limit = self._limit
         if limit is None or self._setup.course.at(self._session.step_number).stage != self._stage:
             return None
@@ -103,7 +106,7 @@ class Record(Part):
         passes.leave_out = lambda norm: self.detector.outlier(mean, norm, limit) is not None
 
     def _shares(self, sums: Sequence[Tensor], count: int) -> list[list[float]]:
-        """Return the losses of `count` steps, summed in each data-parallel group. Waits for the device."""
+        """Return the losses of `count` steps for each data-parallel group. Waits for the device."""
         place = self._degrees.place(self._ranks.rank)
         shares = torch.zeros(count, self._degrees.data, dtype=torch.float64)
         if place.tensor == 0:  # the ranks of a tensor-parallel group have the same loss
@@ -112,7 +115,8 @@ class Record(Part):
         return of_groups
 
     def read(self) -> None:
-        """Write the steps of the ring. Waits for the device. All ranks call it together."""
+        """Read the figures of the collected steps, write them, and report spikes. Waits for the device; all ranks call
+        it together."""
         if not self._steps:
             return
         rows = []
@@ -127,7 +131,7 @@ class Record(Part):
             self._file.append(rows)
         finds_scale = self._setup.run.finds_loss_scale
         for row in (row for row in rows if row.weight):
-            # A dynamic loss scale is found by overflowing: with a finite loss that is no fault.
+            # Overflows with a finite loss are normal while a dynamic loss scale is found.
             scaling = finds_scale and math.isfinite(row.loss) and not math.isfinite(row.norm)
             if spike := self.detector.take(row.step, row.loss, math.nan if scaling else row.norm):
                 self._report_spike(spike)
@@ -161,23 +165,23 @@ class Record(Part):
 
 _NEAR, _FAR = 20, 200
 _LEAST = 20
-"""Steps before the first verdict."""
+"""How many steps must pass before a step is judged."""
 _DEVIATIONS = 5.0
-"""Limit after many steps; of 20 steps it is twice as much, as their deviation is less certain."""
+"""Limit in deviations after many steps. After 20 steps it is twice as high, as the deviation is less certain."""
 _NORMAL = 1.4826
-"""Standard deviations of a normal distribution in its median distance."""
+"""Ratio of a normal distribution's standard deviation to the median distance from its median."""
 _APART = 5
-"""Steps without an outlier that end a spike."""
+"""Number of steps without an outlier after which a spike has ended."""
 _NEW_LEVEL = 100
-"""Outliers in a row that are no spike any more: the figures begin again."""
+"""After this many outliers in a row they are a new level and no spike: the statistics begin anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
     step: int
-    """Its first step."""
+    """First step of the spike."""
     figure: str
-    """loss or gradient norm."""
+    """The figure that spiked: "loss" or "gradient norm"."""
     value: float
     median: float
     """Median of the figure in the 20 steps before."""
@@ -185,15 +189,15 @@ class Spike:
 
 
 class Level:
-    """The usual values of a figure."""
+    """The usual values of a figure: its median and deviation over the last steps."""
 
     def __init__(self, floor: float, *, relative: bool) -> None:
-        """`floor`: least deviation; `relative`: as a share of the median."""
+        """`floor`: smallest deviation that is assumed; with `relative` as a share of the median."""
         self._floor, self._relative = floor, relative
         self._values: deque[float] = deque(maxlen=_NEAR)
         self._distances: deque[float] = deque(maxlen=_FAR)
         self._taken, self._usual = 0, 0.0
-        """Median of the distances; it is computed for every tenth step, 40 us of a step otherwise."""
+        """Median of the distances from the median. It is computed for every tenth step only, as it takes 40 us."""
 
     def measure(self, value: float) -> tuple[float, float]:
         """Return (median, deviations of `value` above it); (nan, 0) after too few steps."""
@@ -206,7 +210,7 @@ class Level:
 
     @property
     def uncertainty(self) -> float:
-        """Factor on limits: 2 after 20 steps, 1.1 after 200."""
+        """Factor by which limits are raised: 2 after 20 steps, 1.1 after 200."""
         return 1 + _LEAST / max(1, len(self._distances))
 
     def to_json(self) -> list[Any]:
@@ -229,21 +233,21 @@ class Level:
 
 
 class Detector:
-    """Takes the steps of a run in their order."""
+    """Finds spikes and outliers. It must get the steps of a run in their order."""
 
     def __init__(self) -> None:
         self._since_outlier, self._in_a_row = _APART, 0
         self.restart()
 
     def restart(self) -> None:
-        """Forget the usual values: other data, or another schedule, begins."""
+        """Forget the usual values, because other data or another schedule begins."""
         self._loss, self._norm = Level(0.02, relative=True), Level(math.log(1.28), relative=False)
 
     def to_json(self) -> list[Any]:
         return [self._loss.to_json(), self._norm.to_json(), self._since_outlier, self._in_a_row]
 
     def restore(self, saved: Any) -> None:
-        """Continue with the usual values of a checkpoint, or without any."""
+        """Continue with the usual values of a checkpoint, or with none if it has none."""
         try:
             loss, norm, since, in_a_row = saved
             self._loss.restore(loss)

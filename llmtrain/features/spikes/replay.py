@@ -1,4 +1,4 @@
-"""Steps of a run that are trained again: compared with its record, or made a new run without some rows or steps."""
+"""Train steps of a run again: to compare them with its record, or to make a new run without some rows or steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from llmtrain.features.spikes.steps import LOOKS, REPLAYED, STEPS, StepRow, read
 from llmtrain.tracking.local import read_rows
 
 MARK = ".replay"
-"""File in the folder of a replay: the next one may delete that folder."""
+"""File that marks the folder of a replay, so that the next replay may delete it."""
 _STOPPED = 75
 """Exit code of a launch that was asked to stop."""
 _QUIET = {
@@ -50,13 +50,13 @@ _QUIET = {
     "fault.preempt_file": "null", "spikes.pinned": 0,
     "trackers": "{}", "eval.sets": "{}", "eval.choices": "{}",
 }  # fmt: skip
-"""Settings that change no number of a step."""
+"""Settings of a replay that do not change the numbers of a step."""
 _WHOLE = {"resume_weights_only": False, "resume_data": "same", "resume_model": "same"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The command line, checked against the run."""
+    """What the command line asks for, checked against the run."""
 
     run: Path
     out: Path
@@ -64,18 +64,18 @@ class Asked:
     last: int
     rows: int
     record: dict[int, StepRow]
-    """The run's own rows of these steps."""
+    """The run's rows in steps.bin for these steps."""
     begins: Path | None
-    """The checkpoint before the first step; None: the run's beginning."""
+    """Checkpoint before the first step; None: the replay starts where the run began."""
     within: list[Path]
-    """The run's checkpoints of these steps."""
+    """Checkpoints of the run within these steps."""
     devices: list[str]
     """Name of each rank's device."""
     changed: dict[str, Any] | None
-    """Settings of the new run that `--write` makes, in addition to those of the run; None: a replay."""
+    """Settings in which the new run of `--write` differs from the run; None: this is a replay."""
     one_rank: bool
     launch: str | None
-    """A hostfile of the ranks; None: they are on this machine."""
+    """Hostfile for the ranks; None: they run on this machine."""
     plugins: list[str]
 
     @property
@@ -89,7 +89,7 @@ class Asked:
 
     @property
     def log(self) -> Path:
-        """All output of the ranks."""
+        """File with all output of the ranks."""
         return self.out / "replay.log"
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    """Content of the run's config.yaml, which has all fields. Raises ConfigError: another file is there."""
+    """Return the content of the run's config.yaml, with all fields. Raises ConfigError: it was not written by a run."""
     settings: Any = strict_yaml.parse((run / "config.yaml").read_text(encoding="utf-8"), "config.yaml").tree
     if not isinstance(settings, dict) or not {"deepspeed", "resume", "data", "train"} <= settings.keys():
         raise ConfigError(f"{run}/config.yaml: is not the file of a run, which has all sections; restore it")
@@ -171,7 +171,7 @@ def asked_by(args: argparse.Namespace) -> Asked:
 
 
 def _refuse_other_plugins(args: argparse.Namespace, saved: dict[str, Any]) -> None:
-    """Raises ConfigError. `saved`: hashes of the plugins of the steps."""
+    """Raise ConfigError if the plugins differ from those of the steps. `saved`: hashes of the latter."""
     if args.plugin:
         from llmtrain.config.plugin_import import use
 
@@ -228,8 +228,10 @@ def _place(run: Path, data: dict[str, Any], row: int, first: int, last: int) -> 
 
 
 def finish(asked: Asked, out: Path) -> tuple[dict[str, Any], list[str]]:
-    """Give the new run its final name. Returns the answer, and its lines. Raises TrainingStopped: it has not done the
-    steps."""
+    """Give the new run its final name, and return the answer and its lines.
+
+    Raises TrainingStopped: the new run has not done the steps.
+    """
     newest = next((step_of(path) for path in complete_checkpoints(asked.replayed / "checkpoints")), None)
     if newest != asked.last:
         raise TrainingStopped(
@@ -255,7 +257,7 @@ def finish(asked: Asked, out: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def prepare(asked: Asked) -> int:
-    """Make and hold the folder of the replay; the one of an earlier replay is deleted. Raises ConfigError."""
+    """Make the replay's folder and lock it; the folder of an earlier replay is deleted. Raises ConfigError."""
     if asked.out.exists():
         for folder in (asked.out, asked.replayed):  # a replay's own ranks may outlive it for a moment
             refuse_if_in_use(str(folder), "--out")
