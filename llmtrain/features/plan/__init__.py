@@ -1,4 +1,4 @@
-"""The memory and time of a run before its start: rehearsed, and compared with what its ranks have."""
+"""Find memory and time of a run before its start, by a rehearsal, and compare them with what its ranks have."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What a start requires of the last answer of `llmtrain plan`."""
+    """What the last answer of `llmtrain plan` must say, so that the run may start."""
 
     memory_margin: float | None = bounded(None, BELOW_1, "0.05 keeps 5 % free; null checks nothing")
-    """Refuse to start if the plan leaves less than this share of a device's memory; null starts."""
+    """Refuse to start if the plan leaves less than this share of a device's memory free; null = always start."""
 
 
 def autos(config: RunConfig) -> list[str]:
-    """Keys of the run whose values memory decides."""
+    """Return the keys whose value is auto, which are decided by the memory."""
     from llmtrain.config.rules import value_of
 
     return [key for key in PlanFeature.decides if value_of(key, config) == "auto"]

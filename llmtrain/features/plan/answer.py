@@ -44,13 +44,13 @@ class Plan:
     checkpoint: int
     """Bytes of a checkpoint's tensors."""
     seconds: float
-    """CPU-seconds of the rehearsal."""
+    """CPU-seconds that the rehearsal took."""
     time: StepTime | None = None
-    """None: no device was named, or its speeds are not known."""
+    """Estimated time of a step; None: no device was named, or its speeds are not known."""
     changes: dict[str, int] = field(default_factory=dict)
-    """Change of the run, in words -> peak memory of the fullest rank after this change."""
+    """Change of the run in words -> peak memory in bytes of the fullest rank with this change."""
     chosen: dict[str, Any] | None = None
-    """Values for auto in the run."""
+    """Values that were chosen for auto."""
 
     @property
     def fullest(self) -> Kind:
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """None: nothing is known of the machines, or the range of a device's other memory decides."""
+        """Whether the run fits; None: the machines are not known, or the range of estimates includes their memory."""
         host = None if self.machines.host_memory is None else self.on_host <= self.machines.host_memory
         if host is False or self.machines.memory is None:
             return host

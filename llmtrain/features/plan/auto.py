@@ -1,5 +1,5 @@
-"""A run's start: train.micro_batch and model.recompute.layers auto, decided by a plan that is stored or made now, and
-plan.memory_margin."""
+"""At a run's start, decide train.micro_batch and model.recompute.layers auto by a plan that is stored or made now, and
+check plan.memory_margin."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from llmtrain.features.plan import PlanConfig, autos
 from llmtrain.features.plan.planned import in_words, refuse_without_room, stored, with_chosen
 
 LIMIT_S = 300.0
-"""For the rehearsals of a start: two to five, with 8 CPU-s each for 1B and 35 for 8B."""
+"""Time limit of a start's two to five rehearsals, which take 8 CPU-seconds each for 1B and 35 for 8B."""
 
 
 def decided(run: Run, ranks: Ranks) -> Run:
-    """Return the run with numbers instead of auto, the same on all ranks, with a note. All ranks call it.
+    """Return the run with values for auto, the same on all ranks, and a note on them. All ranks call it.
 
-    Without a plan for a device of at most this size, rank 0 rehearses in a process of its own, for the free memory of
-    the fullest device; the process stores its answer.
+    If no plan is stored for a device of at most this size, a child process of rank 0 rehearses the run for the free
+    memory of the fullest device, and stores the answer.
     """
     on_gpu = ranks.device.type == "cuda"
     if not autos(run.config):
@@ -52,7 +52,7 @@ def decided(run: Run, ranks: Ranks) -> Run:
 
 
 def check_room(run: Run, ranks: Ranks) -> None:
-    """All ranks call it. Raises UserError: the plan leaves less than plan.memory_margin of the smallest device."""
+    """Check plan.memory_margin. All ranks call it. Raises UserError: less of the smallest device stays free."""
     if run.config.section(PlanConfig).memory_margin is None:
         return
     least = min(ranks.gather(memory_of(ranks.device)))
@@ -62,15 +62,15 @@ def check_room(run: Run, ranks: Ranks) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory on this rank's device, or its share of the host's."""
+    """Return the free bytes of this rank's device, or on a CPU its share of the host's free memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return memory_available() // ranks_of_this_host()
 
 
 def _rehearsed(run: Run, free: int, ranks: Ranks) -> tuple[dict[str, Any], str]:
-    """Return the choice, and the reason for it in words."""
-    config = replace(run.config, parts={}, trackers={})  # parts of a Python program have no YAML
+    """Return the chosen values, and the reason in words."""
+    config = replace(run.config, parts={}, trackers={})  # parts that a Python program passes are in no YAML
     slots = ranks_of_this_host() if ranks.world_size % ranks_of_this_host() == 0 else ranks.world_size
     words = ["--hosts", str(ranks.world_size // slots), "--slots", str(slots), "--memory", str(free), "--begun"]
     words += [] if ranks.device.type == "cuda" else ["--device", "cpu"]
@@ -94,7 +94,7 @@ def _rehearsed(run: Run, free: int, ranks: Ranks) -> tuple[dict[str, Any], str]:
 
 
 def _answer(child: Child) -> dict[str, Any] | str:
-    """Wait for the plan, or return a reason against it."""
+    """Wait for the plan and return it, or the reason why there is none."""
     until_s, answers = time.monotonic() + LIMIT_S, list[dict[str, Any]]()
     while not child.is_closed and time.monotonic() < until_s:
         time.sleep(0.1)

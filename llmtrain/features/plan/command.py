@@ -122,7 +122,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
-    """Return (hosts, ranks of a host, a note on their source). Raises ConfigError."""
+    """Return (number of hosts, ranks of a host, where these numbers are from). Raises ConfigError."""
     for name, least in (("imbalance", 1), ("price", 0), ("hosts", 1), ("slots", 1)):
         if (number := getattr(args, name)) is not None and not least <= number < math.inf:
             raise stop(f"--{name}", number, f"must be at least {least}", f"write --{name} 2", COMMAND_LINE)
@@ -140,7 +140,7 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int, str]:
 
 
 def _fit(run: Run, words: list[str], machines: Machines, args: argparse.Namespace) -> int:
-    """Print the fastest mixes that fit, and the YAML of the first, whose JSON --out gets. Raises UserError."""
+    """Print the fastest forms that fit and the YAML of the first; write its JSON to --out. Raises UserError."""
     if machines.memory is None:
         raise stop("--fit", True, "needs a device, for its speeds and memory", "write --device h100-80", COMMAND_LINE)
     from llmtrain.features.plan.fit import fit

@@ -1,4 +1,4 @@
-"""Values that memory decides, `auto` in the run: each candidate is rehearsed."""
+"""Choose values for `auto` by memory: each candidate is rehearsed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ Peak = Callable[[RecomputeConfig], float]
 
 
 def decide(asked: Run, machines: Machines, rehearsed: Callable[[Run], Found]) -> tuple[Run, Found]:
-    """Choose the largest micro-batch and the fewest recomputed layers that fit, with plan.memory_margin to spare.
-    Returns (the run with these values, its rehearsal).
+    """Choose the largest micro-batch and the fewest recomputed layers that fit and leave plan.memory_margin free.
 
-    A smaller micro-batch comes before recomputation, which takes about a third of a step: layers are recomputed where
-    one sequence does not fit.
+    Returns the run with these values, and its rehearsal. Recomputation takes about a third of a step, so a smaller
+    micro-batch is preferred: layers are recomputed only if a single sequence does not fit.
     """
     margin = asked.config.section(PlanConfig).memory_margin or 0.0
     room = math.inf if machines.memory is None else (1 - margin) * machines.memory
@@ -50,17 +49,17 @@ def decide(asked: Run, machines: Machines, rehearsed: Callable[[Run], Found]) ->
 
 
 def needs(ranks: Iterable[Rehearsed]) -> int:
-    """Bytes of the fullest rank's device."""
+    """Return the bytes that the fullest rank needs on its device."""
     return max(rank.peak + rank.ahead for rank in ranks)
 
 
 def on_host(machines: Machines, ranks: Iterable[Rehearsed]) -> int:
-    """Bytes of tensors in a host's memory: of its fullest ranks."""
+    """Return the bytes of tensors in a host's memory, if the host has the fullest ranks."""
     return machines.slots * max(rank.host if machines.on_gpu else rank.peak for rank in ranks)
 
 
 def micro_batches(asked: Run) -> list[int]:
-    """Micro-batches that divide each stage's batch and that no rule refuses; the first is 1."""
+    """Return the micro-batches, from 1 on, that divide each stage's batch and that no rule refuses."""
     if asked.config.train.micro_batch != "auto":
         return [asked.batch.micro_batch]
     sequences, counts = asked.batch.accumulation, []
@@ -73,8 +72,11 @@ def micro_batches(asked: Run) -> list[int]:
 
 
 def keeps(run: Run) -> tuple[Keep, ...]:
-    """Choices for the results that recomputed layers keep, in order of preference. Attention's take one of 24 tensors
-    in a layer of Llama 3 8B, and spare the only kernel that grows with the square of the length."""
+    """Return the choices of what recomputed layers keep, the best one first.
+
+    Attention's output is one of 24 tensors in a layer of Llama 3 8B. Keeping it saves the recomputation of the only
+    kernel whose time grows with the square of the sequence length.
+    """
     model = run.config.model
     if model.recompute.keep is not None:
         return (model.recompute.keep,)
@@ -82,10 +84,10 @@ def keeps(run: Run) -> tuple[Keep, ...]:
 
 
 def fewest_layers(peak: Peak, layers: int, room: float, keeps: tuple[Keep, ...]) -> RecomputeConfig:
-    """Return the fewest of `layers` whose recomputation lets the peak fit into `room` bytes. `keeps`: choices for kept
-    results; if none fits, the last one is used with all layers.
+    """Return the fewest of `layers` whose recomputation makes the peak fit into `room` bytes.
 
-    Each layer frees as much, or less where the peak has moved: the line between none and all is an upper bound.
+    `keeps`: choices of what these layers keep; if none fits, the last one is used with all layers. Each layer frees the
+    same bytes, or fewer once the peak is elsewhere, so a straight line from none to all is an upper bound.
     """
     plain = peak(RecomputeConfig())
     if plain <= room:

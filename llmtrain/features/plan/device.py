@@ -1,4 +1,4 @@
-"""The devices that a run is planned for, and what a rehearsal changes to make a target's choices on this machine."""
+"""The machines that a run is planned for, and what makes a rehearsal on this machine choose as they would."""
 
 from __future__ import annotations
 
@@ -41,28 +41,30 @@ class Machines:
     slots: int
     """Ranks of each host."""
     device: str
-    """The user's words for a device."""
+    """Device as the user has named it."""
     on_gpu: bool
     memory: int | None
     """Bytes of a device; None: the user has named none."""
     begun: bool = False
-    """`memory` is what a process finds free that has begun: CUDA's context and NCCL's buffers are there."""
+    """True if `memory` is what a running process finds free, with CUDA's context and NCCL's buffers already there."""
     host_memory: int | None
     """Bytes of a host; None: the user has named none."""
     link: str | None = None
-    """The user's word for the network between hosts."""
+    """Network between hosts, as the user has named it."""
     price: float | None = None
     """A device's hour costs this."""
     disk: int | None = None
-    """Bytes a second that a checkpoint is written with."""
+    """Bytes a second at which a checkpoint is written."""
 
     @property
     def ranks(self) -> int:
         return self.hosts * self.slots
 
     def others(self, peak: int) -> list[Held]:
-        """Further memory of a rank's device: estimates from the sources named. Those of a GPU have not been measured.
-        `peak`: bytes of tensors."""
+        """Return memory of a rank's device that is no tensor, estimated from the sources in the comments.
+
+        The estimates for GPUs have not been measured. `peak`: bytes of tensors.
+        """
         if not self.on_gpu:
             process = Held(
                 "the process before the run", 160 * MIB, 300 * MIB, "Python, torch, DeepSpeed and transformers"
@@ -86,13 +88,13 @@ class Machines:
         ]
 
     def room(self, peak: int, memory: int) -> tuple[int, int]:
-        """Bytes that are left of a device's memory: at least, at most. Negative: they are missing."""
+        """Return the least and the most bytes of a device's memory that are left; negative if they are missing."""
         left, others = memory - peak, self.others(peak)
         return left - sum(other.high for other in others), left - sum(other.low for other in others)
 
 
 def memory_of(device: str | None, memory: str | None) -> int | None:
-    """Bytes of a device by its name or size. Raises ConfigError: no such device, or no size."""
+    """Return the bytes of a device, given by its name or size. Raises ConfigError: an unknown device, or no size."""
     if memory is not None:
         return parse_size("--memory", memory)
     if device in (None, "cpu"):
@@ -104,7 +106,7 @@ def memory_of(device: str | None, memory: str | None) -> int | None:
 
 
 def parse_size(key: str, text: str) -> int:
-    """Bytes of a text such as 80GiB or 1.5TB. Raises ConfigError."""
+    """Parse a size such as 80GiB or 1.5TB into bytes. Raises ConfigError."""
     units = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text.lower())
     if match is None or float(match[1]) == 0:
@@ -116,10 +118,10 @@ def parse_size(key: str, text: str) -> int:
 
 
 def on_gpu(config: RunConfig) -> RunConfig:
-    """The run with the choices that it makes on a GPU, in terms of kernels that a CPU has.
+    """Return the run with the kernels that it would choose on a GPU, replaced by ones that a CPU has.
 
-    Flash attention and varlen keep what torch's own kernel keeps without a mask. fp8 keeps less than the run's
-    precision, which is counted.
+    Flash attention and varlen keep the same tensors as torch's own kernel without a mask. fp8 keeps less than is
+    counted, which is what the run's precision keeps.
     """
     model, data = replace(config.model, fp8=None), config.data
     if model.attention.startswith("flash") or (data.isolate_documents and model.attention in ("auto", "varlen")):

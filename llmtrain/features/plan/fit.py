@@ -1,8 +1,8 @@
-"""`llmtrain plan --fit`: the fastest ways to train a run on given machines, among those that fit.
+"""`llmtrain plan --fit`: find the fastest ways to train a run that fit on given machines.
 
-Forms (ZeRO stage, degrees, offload) whose states alone do not fit are left out by arithmetic. The others are rehearsed
-with few layers and rows: bytes are linear in layers and rows, seconds in layers and in the inverse of rows. The best by
-that estimate are rehearsed as they are, and these alone are proposed.
+Forms (ZeRO stage, degrees, offload) whose parameters and optimizer state alone do not fit are left out. The others are
+rehearsed with few layers and small micro-batches: bytes are linear in layers and micro-batch, seconds in layers and in
+the inverse of the micro-batch. The best ones by this estimate are rehearsed completely, and only these are proposed.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from llmtrain.training.examine import Examined
 
 BEST = 5
 _EXPLORED = 3
-"""Forms of which more than two rehearsals are made."""
+"""How many forms get more than two rehearsals."""
 _TRIED = 8
-"""Complete rehearsals after which the search ends, if one has fitted."""
+"""The search ends after this many complete rehearsals, if one of them fits."""
 _CLOSE = 0.95
-"""Share of an estimated peak that has to fit: a complete rehearsal may find less."""
+"""Share of an estimated peak that must fit for a complete rehearsal, which may find a lower peak."""
 _LONG, _TILE = 32_768, 4096
-"""Tokens: of a row for which sequence parallelism and MLPs in tiles are tried, and of a tile."""
+"""Sequence length from which sequence parallelism and MLPs in tiles are tried, and tokens of a tile."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way to share the work."""
+    """A way to share the work: ZeRO stage, degrees of parallelism, offload."""
 
     stage: int
     tensor: int = 1
@@ -88,14 +88,14 @@ class Choice:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Keys of the run's YAML."""
+        """The choice as keys and values of the run's YAML."""
         tiled = {} if self.tile is None else {"model.mlp_tile_tokens": self.tile}
         batch = {"train.micro_batch": self.micro_batch, "train.accumulation": None}
         return {**batch, "model.recompute.layers": self.recomputed, **tiled}
 
     @property
     def again(self) -> str:
-        """Recomputed layers, and tiles, in words."""
+        """Recomputed layers and tiles in words."""
         return f"{self.recomputed or 'none'}{f', tiles of {self.tile}' if self.tile else ''}"
 
 
@@ -107,7 +107,7 @@ class Fitted:
     accumulation: int
     peak: int
     left: int
-    """Bytes of the device that stay free, at least, next to plan.memory_margin."""
+    """Least bytes of the device that stay free beyond plan.memory_margin."""
     time: StepTime
 
 
@@ -115,9 +115,9 @@ class Fitted:
 class Fit:
     best: list[Fitted]
     counted: int
-    """Choices that were counted, estimated or rehearsed."""
+    """Number of choices that were counted, estimated or rehearsed."""
     rehearsed: int
-    """Choices that were rehearsed with the complete model, not estimated from shallow ones."""
+    """Number of choices that were rehearsed with the complete model, and not only estimated from shallow ones."""
 
     def as_json(self) -> dict[str, Any]:
         best = [{**asdict(fitted), "mix": str(fitted.choice.form)} for fitted in self.best]
@@ -141,7 +141,7 @@ class _Point(NamedTuple):
     """Seconds without recomputation."""
 
     def between(self, other: _Point, share: float) -> _Point:
-        """The point at 0: this one, at 1: `other`, on a straight line through both."""
+        """Interpolate linearly: `share` 0 gives this point, 1 gives `other`."""
         return _Point(*(mine + share * (its - mine) for mine, its in zip(self, other, strict=True)))
 
 
@@ -199,7 +199,7 @@ class Fitter:
         return Fit(best=best, counted=len(legal) + len(estimated), rehearsed=tried)
 
     def _legal_forms(self) -> Iterator[Form]:
-        """Forms that the configuration takes and whose states fit."""
+        """Yield the forms that are legal with the run and whose parameters and optimizer state fit."""
         machines = self._machines
         experts = next((number for key in _EXPERTS if (number := getattr(self._config, key, None))), 1)
         powers = [1 << power for power in range(10)]
@@ -224,7 +224,7 @@ class Fitter:
                 yield form
 
     def _rows(self, form: Form) -> list[int]:
-        """Micro-batches that divide a rank's part of the global batch: 1, 2, 4, ..."""
+        """Return the micro-batches 1, 2, 4, ... that divide a rank's part of the global batch."""
         ranks = self._machines.ranks // (form.tensor * form.pipeline * form.sequence)
         return [1 << power for power in range(8) if self._batch.global_batch % (ranks << power) == 0]
 
@@ -232,7 +232,7 @@ class Fitter:
         return -1 if peak == math.inf else self._machines.room(int(peak), self._memory)[0]  # infinite: refused
 
     def _depths(self, form: Form) -> tuple[int, int]:
-        """Depths for two shallow models: complete periods of unlike layers, as many for each stage."""
+        """Return the layers of two shallow models: whole periods of unlike layers, the same number for each stage."""
         types = getattr(self._config.get_text_config(), "layer_types", None) or [None]
         period = next(size for size in range(1, len(types) + 1) if types == (types[:size] * len(types))[: len(types)])
         depth = max(2, period * form.pipeline)
@@ -249,8 +249,10 @@ class Fitter:
     def _rehearse(
         self, wanted: Iterable[tuple[Choice, int | None]]
     ) -> Iterator[tuple[tuple[Choice, int | None], Run, dict[int, Rehearsed]]]:
-        """Rehearse each choice with a number of layers, or all (None): one rank of each kind. Yields (one of `wanted`,
-        the run, its ranks), except for a choice that a model or an engine refuses."""
+        """Rehearse one rank of each kind for each (choice, number of layers or None for all).
+
+        Yields (one of `wanted`, the run, its ranks); a choice that a model or an engine refuses is left out.
+        """
         on_gpu, jobs, owners = self._machines.on_gpu, list[tuple[Examined, int]](), list[Any]()
         runs: dict[Any, Run] = {}
         for key in dict.fromkeys(wanted):

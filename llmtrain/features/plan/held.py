@@ -1,4 +1,4 @@
-"""All tensors that a rank keeps between steps, by what they hold."""
+"""List all tensors that a rank keeps between steps, with labels for what they hold."""
 
 from __future__ import annotations
 

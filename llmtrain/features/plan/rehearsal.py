@@ -1,4 +1,4 @@
-"""Two steps, a save and an evaluation of a run, by its own code on tensors without memory: a process for a rank."""
+"""Rehearse a run: its own code does two steps, a save and an evaluation on tensors without memory, in processes."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ class Rehearsed:
 
     rank: int
     peak: int
-    """Largest number alive on the device, which is the host for a run on CPUs."""
+    """Most bytes alive on the device; for a run on CPUs the device is the host."""
     at: str
-    """The part of the run in which the peak comes."""
+    """Part of the run with the peak."""
     phases: dict[str, dict[str, int]]
-    """Part of the run -> bytes of its peak by their content."""
+    """Part of the run -> bytes at its peak by label."""
     ahead: int
     """Bytes of parameters that ZeRO 3 gathers ahead on a GPU."""
     kept: int
-    """Alive between two steps."""
+    """Bytes alive between two steps."""
     highest: dict[str, int]
-    """Most bytes of each label in the last step; they need not come together."""
+    """Most bytes of each label in the last step; the labels may have theirs at different times."""
     host: int
     """Peak of the tensors in host memory, whose labels in `parts` end with HOST; on a GPU with `beyond_pinned`."""
     saved: int
@@ -99,12 +99,12 @@ class Rehearsed:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What fills the memory at the peak: label, such as `gradients`, -> bytes."""
+        """Bytes at the peak by label, such as `gradients`."""
         return self.phases[self.at]
 
 
 class _FullRows(Tokens):
-    """Every token counts, as in the fullest rows of a run."""
+    """Synthetic sequences in which every token counts, the most that a run can have."""
 
     def row(self, index: int) -> tuple[np.ndarray, int]:
         draw = np.random.default_rng(index)
@@ -112,7 +112,7 @@ class _FullRows(Tokens):
 
 
 class _FullAnswers(Answers):
-    """The answers of a record, at least two, fill a sequence, and all of their tokens count but the first."""
+    """Synthetic sequences filled by the answers of a record, at least two; all tokens but the first of each count."""
 
     def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float]]:
         count = max(2, self.kind.together)
@@ -121,7 +121,7 @@ class _FullAnswers(Answers):
 
 
 def prepared(run: Run, *, on_gpu: bool) -> Examined:
-    """The run's largest stage over full rows. Raises UserError: the model cannot be built, or not in this form."""
+    """Return the run's largest stage with full sequences. Raises UserError: the model cannot be built in this form."""
     sizes = [(s.batch.micro_batch * s.batch.sequence_length, s.batch.sequence_length) for s in run.stages]
     largest = run.stages[sizes.index(max(sizes))]
     config = choices_on_gpu(run.config) if on_gpu else run.config
@@ -148,7 +148,7 @@ def prepared(run: Run, *, on_gpu: bool) -> Examined:
 
 
 def _ahead(run: Run, spec: ModelSpec) -> int:
-    """Bytes of parameters that ZeRO 3 gathers ahead of their use where a device has a queue."""
+    """Return the bytes of parameters that ZeRO 3 gathers before they are used, on a device with a queue."""
     if run.mix.zero_stage != 3:
         return 0
     usual = int(DeepSpeedZeroConfig.model_fields["prefetch_bucket_size"].default)
@@ -241,7 +241,7 @@ def _in_child(pipe: Connection, examined: Examined, rank: int, slots: int, imbal
 
 
 def _thin(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The highest point of each of some hundred pieces."""
+    """Return the highest point of each of about a hundred pieces of the curve."""
     wide = -(-len(curve) // _POINTS)
     return [max(curve[first : first + wide], key=itemgetter(1)) for first in range(0, len(curve), wide)]
 
@@ -249,10 +249,10 @@ def _thin(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
 def walk(
     examined: Examined, ranks: Ranks, fill: Callable[[Setup], None] = lambda _: None, *, on_gpu: bool = False
 ) -> tuple[Ledger, Counts, int]:
-    """Set a run up, train two steps, save and evaluate. Returns (the count, a step's work, bytes of this rank's file
-    of a checkpoint).
+    """Set up a run, train two steps, save and evaluate.
 
-    `fill`: gives the parameters their values, where there is memory for them.
+    Returns the ledger, a step's work, and the bytes of this rank's file of a checkpoint. `fill` gives the parameters
+    their values, if they have memory.
     """
     run, spec, data = examined
     agreements = ranks.group_name if isinstance(ranks, ConnectedRanks) else None
@@ -313,13 +313,13 @@ def walk(
 
 
 def _largest_sub_group(engine: Engine) -> int:
-    """Elements of this rank's part."""
+    """Return the elements of the largest sub-group on this rank."""
     assert isinstance(engine, ZeroEngine)
     return max(flat.numel() for flat in engine.deepspeed.optimizer.fp32_partitioned_groups_flat)
 
 
 class RehearsedSetup(Setup):
-    """A run of another machine, whose weights are not read."""
+    """The setup of a run on another machine, which reads no weights."""
 
     def _check_device(self) -> None:
         """Do nothing: this machine does not have the device of the run."""
@@ -331,7 +331,7 @@ class RehearsedSetup(Setup):
         """Return None: no file is read."""
 
     def _hash_of_reference(self, source: ParameterSource) -> None:
-        """Leave the hashes of the data."""
+        """Do nothing: the hashes of the data stay as they are."""
 
     def _start_engine(self) -> Engine:
         engine = super()._start_engine()
@@ -340,7 +340,7 @@ class RehearsedSetup(Setup):
 
 
 class _WithoutValues:
-    """A source of the weights that an online reference computes with."""
+    """A source without values for the weights of an online reference."""
 
     origin = "plan"
 
@@ -361,10 +361,10 @@ class _WithoutValues:
 
 
 def kinds(degrees: Degrees) -> dict[int, int]:
-    """One rank of each kind -> the number of its pipeline's stages that hold as much.
+    """Return one rank of each kind -> for how many pipeline stages the rank stands.
 
-    Ranks of one stage hold the same. Of a long pipeline the first stages hold most micro-batches; in the middle, each
-    stage holds one less than the stage before it.
+    Ranks of a stage hold the same. In a long pipeline the first stages hold most micro-batches; in the middle, each
+    stage holds one micro-batch less than the stage before it.
     """
     first = degrees.place(0)
     stages = dict.fromkeys(range(degrees.pipeline), 1)

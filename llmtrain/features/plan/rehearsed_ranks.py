@@ -1,4 +1,4 @@
-"""A rank without the others: torch's fake process group, in which every collective returns at once."""
+"""Run a rank without the others, by torch's fake process group, in which every collective returns at once."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ class RehearsedRanks(Ranks):
 
 @contextlib.contextmanager
 def rehearsed_ranks(rank: int, world_size: int, slots: int, imbalance: float = 1.0) -> Iterator[Ranks]:
-    """Yield the ranks of a job of which this process alone exists. `slots`: ranks of a host. `imbalance`: tokens that
-    this rank's experts get, over the mean of the ranks that share experts."""
+    """Yield the `Ranks` of a job of which only this process exists.
+
+    `slots`: ranks of a host. `imbalance`: tokens for this rank's experts over the mean of the ranks that share experts.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     check((*PRIVATE, *held.PRIVATE))
@@ -77,7 +79,7 @@ _sent = TravellingTokens.exchanged
 
 
 def _exchanged(experts: TravellingTokens, imbalance: float, counts_E: Tensor, choices: int) -> tuple[Tensor, Tensor]:
-    """Set counts, as the routers of a rehearsal choose nothing: this rank's experts get `imbalance` times the mean."""
+    """Return counts of tokens in place of a router's: `imbalance` times the mean for this rank's experts."""
     _sent(experts, counts_E, choices)
     local, ranks = experts.num_local_experts, experts.ep_size
     mine, share = slice(experts.ep_rank * local, (experts.ep_rank + 1) * local), min(1.0, imbalance / ranks)

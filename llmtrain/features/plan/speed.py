@@ -1,4 +1,4 @@
-"""A step's time: the work of a rehearsed rank over the speeds of a device and its links."""
+"""Estimate a step's time: the work of a rehearsed rank divided by the speeds of a device and its links."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _GPUS = {
 host's memory. From the vendors' data sheets."""
 _LINKS = {"ib400": (400, True), "ib200": (200, True), "eth100": (100, False), "eth25": (25, False),
           "eth10": (10, False), "eth1": (1, False)}  # fmt: skip
-"""Gbit/s in one direction, and whether each rank has a card of its own."""
+"""Name of a network -> Gbit/s in one direction, and whether each rank has its own network card."""
 _OF_GLOO = {"reduce_scatter": 2, "allgather": 1.5}
 """Factors on the bytes of a ring, measured on slow cables. gloo sends a reduce-scatter as an all-reduce, and fills both
 directions with an all-gather."""
@@ -70,9 +70,9 @@ class Speeds:
     trip_s: float = 10e-6
     """Seconds for a message without content."""
     peak: float = math.inf
-    """FLOP/s of which MFU is a share; infinite: not known."""
+    """Peak FLOP/s, to which MFU relates; infinite: not known."""
     overlaps: bool = True
-    """Messages travel while the device computes."""
+    """True if messages travel while the device computes."""
     notes: tuple[str, ...] = ()
 
 
@@ -185,11 +185,11 @@ def step_time(run: Run, machines: Machines, speeds: Speeds, rehearsed: Mapping[i
         return max(operator.flops / rate, operator.bytes / speeds.memory) + speeds.overhead_s
 
     def of_a_layer(message: Message) -> bool:
-        """Ranks that share a layer's matrices wait for it."""
+        """Return True for a message of ranks that share a layer's matrices, who wait for it."""
         return degrees.tensor > 1 and message.group[0] // degrees.tensor == message.group[-1] // degrees.tensor
 
     def hides(message: Message) -> bool:
-        """True for a message of ZeRO that is sent while the rank computes."""
+        """Return True for a message of ZeRO that is sent while the rank computes."""
         if not speeds.overlaps or degrees.pipeline > 1 or len(message.group) < shared or of_a_layer(message):
             return False
         if message.phase not in ("forward", "backward", "recompute") or message.kind == "alltoall":

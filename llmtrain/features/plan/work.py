@@ -1,4 +1,4 @@
-"""Counts a step's work: FLOPs and bytes of operators, and messages between ranks."""
+"""Count a step's work: FLOPs and bytes of operators, and messages between ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Operator:
     name: str
     flops: int
     bytes: int
-    """Arguments and results."""
+    """Bytes of arguments and results."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,13 @@ def sent(step: Counts, slots: int) -> tuple[float, float]:
 
 
 class Work:
-    """The counts of a step by its micro-batches. Of a pipeline, whose micro-batches overlap, by steps of different
-    lengths."""
+    """Counts the work of a step for each micro-batch.
+
+    In a pipeline micro-batches overlap, so their work is the difference of two steps with different numbers of them.
+    """
 
     def __init__(self, agreements: str | None) -> None:
-        """`agreements`: the name of the group by which the ranks agree: no part of the training's messages."""
+        """`agreements`: name of the control group, whose messages are not counted."""
         self._agreements = agreements
         self._pieces: list[Counts] = [Counter()]
         self._before: list[Counts] = []
@@ -97,8 +99,8 @@ class Work:
             self._pieces[-1][Operator(phase, name, flops, moved)] += 1
 
     def of_step(self, micro_batches: int, walked: int, walked_before: int) -> Counts:
-        """The last step's counts, if it had `micro_batches` instead of the `walked` ones. `walked_before`: those of the
-        step before it."""
+        """Return the last step's counts as if it had `micro_batches`. It had `walked` ones, and the step before it
+        `walked_before`."""
         data, *pieces = self._pieces
         total = Counter({operation: count * micro_batches // walked for operation, count in data.items()})
         for piece in pieces:
@@ -130,7 +132,7 @@ _KINDS = ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "
 
 
 def _bytes(argument: Any) -> Iterator[int]:
-    """Bytes of all tensors in lists; an expanded tensor counts as its storage."""
+    """Yield the bytes of all tensors in an argument, also in lists; an expanded tensor counts as its storage."""
     if isinstance(argument, Tensor):
         yield min(argument.nbytes, argument.untyped_storage().nbytes())
     elif isinstance(argument, Iterable) and not isinstance(argument, str):
@@ -139,7 +141,7 @@ def _bytes(argument: Any) -> Iterator[int]:
 
 
 def _flops(function: Any, args: Any, kwargs: Any, made: Any) -> int:
-    """FLOPs of a product; 0 for other operators. Causal attention computes half of its square."""
+    """Return the FLOPs of a product; 0 for other operators. Causal attention counts half of its square."""
     name = function.overloadpacket.__name__
     if "attention" in name:
         by_name = arguments_by_name(function, args, kwargs)
