@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 
-def set_fp16(there: bool) -> None:
-    """From here on DeepSpeed takes this process's device for one that has fp16, or has not."""
+def set_fp16(there: bool, _rank: int = 0) -> None:
+    """From here on DeepSpeed takes this process's device for one that has fp16, or has not. `_rank`: of forked.py."""
     from deepspeed.accelerator import get_accelerator
 
     dtypes = [torch.float32, torch.bfloat16, *([torch.float16] if there else [])]
@@ -35,13 +35,3 @@ def on_device(there: bool, function: Callable[..., Any], *args: Any) -> Any:
     """function(*args) on a device with fp16, or without; for the ranks of a pool."""
     with fp16(there):
         return function(*args)
-
-
-def lack_fp16(rank: int) -> None:
-    """For tests/helpers/forked.py."""
-    set_fp16(False)
-
-
-def have_fp16(rank: int) -> None:
-    """For tests/helpers/forked.py."""
-    set_fp16(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -13,7 +14,9 @@ from llmtrain.cli import main
 from tests.helpers import forked
 from tests.helpers.launching import environment, finish, launch, losses, rows, write_recipe, write_run
 from tests.helpers.play import write_play
-from tests.helpers.processors import have_fp16, lack_fp16
+from tests.helpers.processors import set_fp16
+
+HAVE_FP16 = functools.partial(set_fp16, True)
 
 
 def test_explosion_stops_with_a_message_and_the_samples(small_data, tmp_path):
@@ -91,10 +94,10 @@ def test_a_time_limit_ends_a_run_well(small_data, tmp_path):
 def test_fp16_is_refused_where_the_device_lacks_it(small_data, tmp_path):
     recipe = write_recipe(tmp_path, small_data)
     fp16 = str(Path(__file__).parents[2] / "ds_configs" / "fp16.json")
-    code, output = forked.finish(recipe, "--deepspeed", fp16, before=lack_fp16)
+    code, output = forked.finish(recipe, "--deepspeed", fp16, before=functools.partial(set_fp16, False))
     assert code == 2 and "Traceback" not in output
     assert "fp16.enabled is true, but the device (cpu) does not support fp16" in output and "use bf16" in output
-    code, output = forked.finish(recipe, "--deepspeed", fp16, "--train.max_steps", "4", before=have_fp16)
+    code, output = forked.finish(recipe, "--deepspeed", fp16, "--train.max_steps", "4", before=HAVE_FP16)
     assert code == 0, output
 
 
@@ -105,12 +108,12 @@ def test_a_static_loss_scale_that_overflows_is_a_fault(small_data, tmp_path, sta
     scale |= {"pipeline": {"stages": stages}}
     train = {"global_batch": 8, "micro_batch": 4, "max_steps": 6, "export": True}
     run = write_run(tmp_path, small_data, scale, train)
-    code, output = forked.finish(run, "--fault.max_skipped", "3", world_size=stages, before=have_fp16)
+    code, output = forked.finish(run, "--fault.max_skipped", "3", world_size=stages, before=HAVE_FP16)
     assert code == 3 and "Traceback" not in output and not (tmp_path / "run/export").exists(), output
     assert "warning: step 2 skipped: non-finite gradient" in output and "(2 in a row)" in output
     assert "error: 3 steps in a row were skipped" in output
     assert "set fp16.loss_scale from the static 16777216 to 0 (dynamic)" in output
-    code, output = forked.finish(run, "--fault.max_skipped", "99", world_size=stages, before=have_fp16)
+    code, output = forked.finish(run, "--fault.max_skipped", "99", world_size=stages, before=HAVE_FP16)
     assert code == 3 and not (tmp_path / "run/export").exists(), output
     assert "error: none of the 6 steps has changed a parameter: all were skipped, the last because its" in output
 
@@ -146,9 +149,9 @@ def test_a_loss_scale_that_grows_into_each_overflow_is_said_once(small_data, tmp
     scale = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 1, "hysteresis": 1}}
     train = {"global_batch": 8, "micro_batch": 8, "max_steps": 30}
     run = write_run(tmp_path, small_data, {"zero_optimization": {"stage": 1}, **scale}, train)
-    code, output = forked.finish(run, "--train.max_steps", "2", world_size=1, before=have_fp16)
+    code, output = forked.finish(run, "--train.max_steps", "2", world_size=1, before=HAVE_FP16)
     assert code == 3 and "none of the 2 steps has changed" in output and "fp16.initial_scale_power" in output, output
-    code, output = forked.finish(run, world_size=1, before=have_fp16)
+    code, output = forked.finish(run, world_size=1, before=HAVE_FP16)
     assert code == 0 and output.count("the loss scale grows every 1 steps until gradients overflow") == 1, output
 
 
