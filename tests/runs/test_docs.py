@@ -33,8 +33,6 @@ NOT_RUN = {
     "make train": "installs a virtual environment and trains for minutes; its launch line is run here, smaller",
     "make test": "it is what runs this file",
     "make install\nmake check": "`make test` installs the same, and its tests are more",
-    "deepspeed --hostfile hosts launch/train.py --config launch/recipes/llama_1b.yaml": "needs a cluster of GPUs; "
-    "test_recipes.py checks the recipe, test_the_examples_are_what_deepspeed_reads the hostfile",
 }
 IN_SIGNAL_TEST = re.compile(r"^kill -|--train.max_steps 1000000")
 NEWCOMER = "llmtrain prepare --source 'my_text"  # the lines of "Your own text", which test_newcomer.py runs
