@@ -1,8 +1,8 @@
-"""The exchange of a round: each rank of a site fetches its own elements from other sites, and all agree on the results;
-the outer step, updates that are too large, and compressed differences.
+"""Exchange parameters in a round: each rank of a site fetches its own elements from other sites, and all ranks agree on
+the results. Also here: the outer step, the refusal of updates that are too large, and compressed differences.
 
-A site adds the loss of a compression to its next difference (error feedback; F. Seide et al., "1-Bit Stochastic
-Gradient Descent", Interspeech 2014): the sum after decoding differs from the true sum by the last round's loss only.
+A site adds the error of a compression to its next difference (error feedback; F. Seide et al., "1-Bit Stochastic
+Gradient Descent", Interspeech 2014), so that the sum after decoding differs from the true sum by the last error only.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Exchange:
         self._shard, self._site, self._run, self._form = shard, site, run, form
         self._healer = ""
         self._liars: set[str] = set()
-        """Ids of sites that sent another state than they had reported."""
+        """Ids of sites whose state was not the one that they had reported."""
         self._most_steps = float(most_steps)
         self._peers: dict[str, list[Peer]] = {}
 
@@ -77,16 +77,18 @@ class Exchange:
         part: slice,
         deadline_s: float,
     ) -> Fetched:
-        """`sources`: sites whose parameters count. `healers`: sites with the common state; empty if this site has it.
-        `local`: this rank's parameters, or its changes after decoding. `common`: [size]; a fetched one
-        replaces it. `leader`: its report must match the healers' data. `part`: of the round. `deadline_s`: of
-        time.monotonic()."""
+        """Fetch other sites' parameters and, if this site has fallen behind, the common state.
+
+        `sources`: sites whose parameters count. `healers`: sites that have the common state; empty if this site has it.
+        `local`: this rank's parameters, or its changes after decoding. `common`: the common parameters [size], which
+        fetched ones replace. `leader`: site whose report the healers' data must match. `part`: slice that the round
+        synchronises. `deadline_s`: a time of time.monotonic()."""
         arrays: dict[str, Array] = {}
         failed: dict[str, str] = {}
         round_ = leader.round
         kind = CHANGES if self._form else "values"
         others = {name: status for name, status in sorted(sources.items()) if name != self._site}
-        # All at once: a site that sends slowly, or nothing, takes no time from the others.
+        # All at once, so that a site that sends slowly, or nothing, does not delay the others.
         with ThreadPoolExecutor(len(others) + 1, "sites-fetch") as threads:
             honest = sorted(healers, key=lambda healer: (healer.id in self._liars, healer.id))
             healing = threads.submit(self._fetch_common, honest, round_, deadline_s)

@@ -48,7 +48,7 @@ class Sites(Part):
         self.communicates_beside = sites.travel_steps > 0
 
     def restore(self, kept: Any, folder: Path) -> None:
-        """Raises AgreedError: a damaged file."""
+        """Continue from a checkpoint. Raises AgreedError: a file is damaged."""
         self._site.restore(folder, kept)
 
     def begin(self, position: Position) -> Position:

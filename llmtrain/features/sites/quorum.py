@@ -29,13 +29,13 @@ _ASK_S, _JOINS_S = 0.1, 10.0
 """Shortest limits of a request to the coordinator: in general, and for a site that joins and waits without limit."""
 _LONGEST_S = 30.0
 _SAID_S = 1.0
-"""Seconds of waiting before a site logs it: an earlier peer is not mentioned."""
+"""Seconds that a site waits for a peer before it logs that it waits."""
 _HEARD_S = 2.0
 """Seconds until a restarted coordinator has heard of every living site, and meetings wait for them again."""
 
 
 class RoundFailed(Exception):
-    """The sites have not synchronised. Raised on all ranks of this site with the same message."""
+    """The sites did not synchronise. Raised on all ranks of this site with the same message."""
 
 
 class MeetAgain(Exception):
@@ -64,7 +64,7 @@ class Meetings:
         self.known: list[str] = []
         """Names of the sites in the last round with other sites."""
         self.missed = False
-        """A round has failed since."""
+        """True if a round has failed since the last one with other sites."""
         self.stop_asked: Callable[[], bool] = lambda: False
         """True if this rank was asked to stop while the site waits to join."""
         self._waits_for: list[str] = []

@@ -1,7 +1,7 @@
-"""Ledger of sequences: disjoint blocks of the global order, dealt to the sites again at every synchronisation.
+"""Ledger of sequences: at every synchronisation each site gets its own blocks of the global order.
 
-Every site updates an equal ledger from the same facts, so only facts are sent. The numbers of steps let all sites
-arrive at the next synchronisation together.
+Every site updates its copy of the ledger from the same facts, so only these are sent. The numbers of steps let
+all sites arrive at the next synchronisation together.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Request:
     steps: int
     """Steps until the next synchronisation."""
     reserve: int
-    """Steps beyond them, trained only while synchronisations fail; unused ones return at the next."""
+    """Further steps, trained only while synchronisations fail; unused ones are returned at the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Blocks in training; all other sequences before `next` are in the model."""
+    """Blocks that sites are training on. All other sequences before `next` are in the model."""
 
     next: int
     """The first sequence that was never dealt."""

@@ -41,7 +41,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Copy:
-    """Rows of elements that an owner broadcasts, and their place on another rank."""
+    """Rows of elements that an owner broadcasts, and where they are on another rank."""
 
     source: tuple[int, int]
     """First element in the owner's array, and distance of rows."""

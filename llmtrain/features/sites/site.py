@@ -1,9 +1,9 @@
-"""A launch as one of several sites that train one model: its rounds of synchronisation with the others.
+"""Make a launch one of several sites that train one model: its rounds of synchronisation with the others.
 
-A round: every rank serves its parameters; rank 0 meets the other sites at the coordinator; every rank fetches its own
-elements from the other sites' ranks; in a second meeting rank 0 reports the received parameters. From all reports every
-site knows whose parameters all have, and makes the same outer step. A site that misses the second meeting copies the
-result in the next round. No rank waits for another site longer than the round's limit.
+In a round every rank serves its parameters, and rank 0 meets the other sites at the coordinator. Every rank fetches its
+own elements from the other sites' ranks. In a second meeting rank 0 reports which parameters have arrived. From all
+reports every site knows whose parameters all sites have, and makes the same outer step. A site that misses the second
+meeting copies the result in the next round. No rank waits for another site longer than the round's limit.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Round:
 
 
 _STARTS = 100
-"""Allowance for rounds without a step: each start of a site makes one."""
+"""How many rounds without a step are allowed; each start of a site makes one."""
 _START_S = 1.0
 """Least seconds between two starts of a site."""
 _LARGEST_STEP = 1 << 40
