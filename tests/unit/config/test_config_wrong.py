@@ -195,28 +195,23 @@ def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "key, value, words",
-    [
-        ("tokens", {}, "its tokens do not fit its shards"),
-        ("tokens", None, "its tokens do not fit its shards"),
-        ("tokens", {"train": 10**9, "validation": 10**9}, "its tokens do not fit its shards"),
-        ("source", "x", "its source or its settings are not a map"),
-    ],
+    ("key", "value"),
+    [("tokens", {}), ("tokens", None), ("tokens", {"train": 10**9, "validation": 10**9}), ("source", "x")],
 )
 def test_a_manifest_that_was_changed_is_no_traceback(
-    key: str, value: Any, words: str, here: Path, capsys: pytest.CaptureFixture[str]
+    key: str, value: Any, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(here)
     edit_manifest(here / "data/x", lambda told: told.update({key: value}))
     assert main(["config", "check", "run.yaml", "--world-size=2"]) == 2
-    assert f"data/x/manifest.json: is not a manifest of prepared data ({words})" in capsys.readouterr().err
+    assert re.search(rf"data/x/manifest\.json: .*its {key}", capsys.readouterr().err)
 
 
 def test_a_file_in_the_wrong_place_is_named_for_what_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here)
     for given, words in (
-        ("ds.json", "looks like a DeepSpeed JSON"),
-        ("data/x", "is a folder, but a run is given by its YAML file"),
+        ("ds.json", "DeepSpeed JSON"),
+        ("data/x", "folder"),
     ):
         assert main(["config", "check", given]) == 2
         told = capsys.readouterr().err

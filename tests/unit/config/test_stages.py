@@ -190,36 +190,41 @@ def test_config_show_says_the_stages_and_where_they_stand(here: Path, capsys: py
     assert "stage 3: from step 80: data/x, sequences of 128" in summary(found)
 
 
-WRONG: list[tuple[list[dict[str, Any]] | Any, dict[str, Any], tuple[str, ...]]] = [
-    ("data/y", {}, ("data.stages", "must be a list of maps")),
-    ([{"from_step": 5, "path": "data/none"}], {}, ('data.stages[0].path = "data/none"', "no such folder", "line ")),
+WRONG: list[tuple[Any, dict[str, Any], str, tuple[str, ...]]] = [
+    ("data/y", {}, "data.stages", ("list",)),
+    ([{"from_step": 5, "path": "data/none"}], {}, "data.stages[0].path", ('= "data/none"', "line ")),
     (
         [{"from_step": 5, "mixture": {"data/x": 1, "data/none": 1}}, {"from_step": 6, "sequence_length": 64}],
         {},
-        ("data.stages[0].mixture.data/none = ", "no such folder"),
+        "data.stages[0].mixture.data/none",
+        ("folder",),
     ),
-    ([{"from_step": 5, "lenght": 4}], {}, ("data.stages[0].lenght", "a stage has no such field")),
-    ([{"path": "data/y"}], {}, ("data.stages[0].from_step = null", "is required", "count optimizer steps")),
-    ([{"from_step": 5, "mixture": {"data/x": -1}}], {}, ("mixture.data/x = -1.0", "must be greater than 0")),
-    ([{"from_step": 5, "sequence_length": 1}], {}, ("data.stages[0].sequence_length", "must be at least 2")),
-    ([{"from_step": 5, "train": {"max_steps": 7}}], {}, ("train.max_steps = 7", "stays as it is during a run")),
-    ([{"from_step": 5, "train": {"global_batch": 6}}], {}, ("global_batch 6", "data.stages[0].train", "not whole")),
-    ([{"from_step": 5, "schedule": {"name": "cosinus"}}], {}, ("data.stages[0].schedule.name", "choose one")),
-    ([{"from_step": 0, "path": "data/y"}], {}, ("data.stages[0].path", 'data.path = "data/x"', "remove one")),
+    ([{"from_step": 5, "lenght": 4}], {}, "data.stages[0].lenght", ("= 4", "field")),
+    ([{"path": "data/y"}], {}, "data.stages[0].from_step", ("= null", "optimizer steps")),
+    ([{"from_step": 5, "mixture": {"data/x": -1}}], {}, "data.stages[0].mixture.data/x", ("= -1.0", " 0")),
+    ([{"from_step": 5, "sequence_length": 1}], {}, "data.stages[0].sequence_length", ("= 1", " 2")),
+    ([{"from_step": 5, "train": {"max_steps": 7}}], {}, "data.stages[0].train.max_steps", ("= 7", "during a run")),
+    ([{"from_step": 5, "train": {"global_batch": 6}}], {}, "train.global_batch", ("6", "data.stages[0].train")),
+    ([{"from_step": 5, "schedule": {"name": "cosinus"}}], {}, "data.stages[0].schedule.name", ("cosine", "linear")),
+    ([{"from_step": 0, "path": "data/y"}], {}, "data.stages[0].path", ('data.path = "data/x"',)),
     (
         [{"from_step": 9, "schedule": {"name": "linear"}}],
         {"schedule": {"name": "cosine", "warmup_steps": 9}},
-        ("schedule.warmup_steps = 9", "schedule's 9 steps, 0 to 9"),
+        "schedule.warmup_steps",
+        ("= 9", "9 steps, 0 to 9"),
     ),
 ]
 
 
-@pytest.mark.parametrize(("stages", "sections", "says"), WRONG, ids=[case[2][0] for case in WRONG])
-def test_what_a_stage_cannot_say(here: Path, stages: Any, sections: dict[str, Any], says: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as error:
+@pytest.mark.parametrize(("stages", "sections", "key", "values"), WRONG, ids=[case[2] for case in WRONG])
+def test_what_a_stage_cannot_say(
+    here: Path, stages: Any, sections: dict[str, Any], key: str, values: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
         loaded(here, stages, **sections)
-    for words in says:
-        assert words in str(error.value)
+    assert refused.value.keys == {key}
+    for value in values:
+        assert value in str(refused.value)
 
 
 def test_lengths_of_stages_are_checked_as_those_of_runs(here: Path) -> None:
