@@ -1,8 +1,8 @@
-"""Adapters: low-rank matrices on linear maps of the decoder layers, computed by the peft library.
+"""Adapters: low-rank matrices on linear layers inside the decoder layers, computed by the peft library.
 
-peft makes the layers on the meta device, and reads no value of the map that a layer then wraps: the weights may be
-partitioned. Tensors have the names of a PEFT file without its `base_model.model.`: X.lora_A.weight, X.lora_B.weight
-and, for DoRA, X.lora_magnitude_vector, where X is the map. The map's own weight keeps its Hugging Face name.
+peft makes its layers on the meta device and does not read the wrapped layer's values, which may be partitioned. An
+adapter's tensors have the names of a PEFT file without its `base_model.model.`: X.lora_A.weight, X.lora_B.weight and,
+for DoRA, X.lora_magnitude_vector, where X is the wrapped linear layer. X's own weight keeps its Hugging Face name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ALL = "all-linear"
 _OTHERS = ("bias", "rank_pattern", "alpha_pattern", "trainable_token_indices")
-"""Settings of peft without a key in the section."""
+"""Settings of peft that the section adapter does not have."""
 
 
 def scale(adapter: AdapterConfig) -> float:
@@ -49,9 +49,10 @@ def scale(adapter: AdapterConfig) -> float:
 
 
 def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
-    """The maps that get an adapter, in the model's order. `places`: lines of the user's settings, for messages.
+    """Return the paths of the linear layers that get an adapter, in the model's order. `places`: lines of the user's
+    settings, for messages.
 
-    Raises ConfigError: a pattern matches none.
+    Raises ConfigError if a pattern matches none.
     """
     layers = decoder_layers(hf)
     inside = {id(module) for module in layers.modules() if type(module) is nn.Linear}
@@ -61,7 +62,7 @@ def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | N
             for path, what in other_maps(hf).items():
                 if fnmatchcase(path, pattern) or pattern.startswith(f"{path}."):
                     rule = f"names {path}, {what}: only torch.nn.Linear can have an adapter"
-                    remedy = "name other maps; in adapter.modules_to_save it would train completely"
+                    remedy = f"name other maps, or train {path} completely by adapter.modules_to_save"
                     raise stop("adapter.targets", pattern, rule, remedy, (places or {}).get("adapter.targets"))
             near = nearest(pattern, linear)
             rule = "matches no linear map (torch.nn.Linear) of the decoder layers"
@@ -76,7 +77,7 @@ def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | N
 
 
 def other_maps(hf: PreTrainedModel) -> dict[str, str]:
-    """Modules of the decoder layers that multiply but get no adapter: path -> description."""
+    """Return the modules in the decoder layers that multiply but cannot have an adapter: path -> description."""
     inside = {id(module) for module in decoder_layers(hf).modules()}
     others = {}
     for path, module in hf.named_modules():
@@ -90,9 +91,9 @@ def other_maps(hf: PreTrainedModel) -> dict[str, str]:
 
 
 def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
-    """The modules that train completely, in the model's order; always a reward model's score, and the first of modules
-    that share a tensor. Raises ConfigError: a pattern matches no module with own parameters, a target, or a module of
-    modules."""
+    """Return the paths of the modules that train completely, in the model's order; of modules that share a tensor only
+    the first. A reward model's score head is always among them. Raises ConfigError if a pattern matches no module with
+    own parameters, or matches a target of the adapter or a module that contains others."""
     key, place = "adapter.modules_to_save", (places or {}).get("adapter.modules_to_save")
     modules = {path: module for path, module in hf.named_modules() if dict(module.named_parameters(recurse=False))}
     patterns = [*adapter.modules_to_save, *([SCORE] if gives_scores(hf.config) else [])]
@@ -121,7 +122,7 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
 
 
 def saved_names(hf: PreTrainedModel, adapter: AdapterConfig) -> set[str]:
-    """Return the names of the parameters that train completely beside the adapter; a tied one by its first name. Raises
+    """Return the parameters that train completely beside the adapter, tied ones by their first name. Raises
     ConfigError."""
     paths = saved_paths(hf, adapter)
     chosen = {id(parameter) for path in paths for parameter in hf.get_submodule(path).parameters()}
@@ -129,14 +130,14 @@ def saved_names(hf: PreTrainedModel, adapter: AdapterConfig) -> set[str]:
 
 
 def aliases(hf: PreTrainedModel) -> dict[str, str]:
-    """The first name of each tied parameter by its other names."""
+    """Return each other name of a tied parameter -> its first name."""
     first = {id(parameter): name for name, parameter in hf.named_parameters()}
     every = hf.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
 
 
 def need_peft(what: str) -> None:
-    """`what`: a key and its value, or a folder. Raises ConfigError: peft is not installed."""
+    """Check that peft is installed. `what`: the key and value, or the folder, that needs it. Raises ConfigError."""
     try:
         import peft  # noqa: F401
     except ImportError as error:
@@ -153,9 +154,10 @@ def lora_config(
     saved: Collection[str] = (),
     places: Places | None = None,
 ) -> Any:
-    """peft's LoraConfig for these maps: by the last parts of their names if these are unique, which vLLM requires; by
-    `target_parameters` (without dropout) if peft would take a name for the experts'. `saved`: modules that train
-    completely. Raises ConfigError: peft is not installed, or has no DoRA for such maps."""
+    """Return peft's LoraConfig for the linear layers at `paths`. It names them by the last parts of their paths if
+    these select no others, which vLLM requires; or in `target_parameters` (without dropout) if peft would take a name
+    for the experts'. `saved`: modules that train completely. Raises ConfigError: peft is not installed, or cannot load
+    DoRA for these layers."""
     need_peft(f"adapter.r = {adapter.r}")
     from peft import LoraConfig
 
@@ -186,8 +188,8 @@ def lora_config(
 
 
 def _taken_for_experts(hf: PreTrainedModel, short: Iterable[str]) -> set[str]:
-    """Ends of names that peft 0.21 takes for the experts' maps in transformers 4, now in one tensor: it would
-    adapt that tensor, but no dense or shared map."""
+    """Return the last parts of names that peft 0.21 takes for experts' layers of transformers 4, which are one tensor
+    now: peft would adapt that tensor, but no dense or shared layer of that name."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -196,7 +198,7 @@ def _taken_for_experts(hf: PreTrainedModel, short: Iterable[str]) -> set[str]:
         config = LoraConfig(target_modules=[name])
         try:
             convert_peft_config_for_transformers(config, hf, None)
-        except ValueError:  # one of two that were united
+        except ValueError:  # the name of one of two tensors that became one
             taken.add(name)
         if name not in (config.target_modules or ()):
             taken.add(name)
@@ -205,7 +207,7 @@ def _taken_for_experts(hf: PreTrainedModel, short: Iterable[str]) -> set[str]:
 
 @with_values()
 def adapted(skeleton: PreTrainedModel, adapter: AdapterConfig) -> PreTrainedModel:
-    """A copy with the adapter's layers, on the meta device. Raises ConfigError."""
+    """Return a copy of the skeleton with the adapter's layers, on the meta device. Raises ConfigError."""
     if adapter.quantize is not None:
         need_bitsandbytes()
     config = lora_config(skeleton, adapter, paths := target_paths(skeleton, adapter))
@@ -213,7 +215,7 @@ def adapted(skeleton: PreTrainedModel, adapter: AdapterConfig) -> PreTrainedMode
 
     config.target_modules, config.target_parameters = set(paths), None
     config.lora_dropout = adapter.dropout
-    # peft does not know the family of a plain module, and adapts the given maps.
+    # peft does not recognise the family inside a plain module, and therefore adapts exactly the given layers.
     holder: Any = nn.ModuleDict({"hf": copy.deepcopy(skeleton)})
     inject_adapter_in_model(config, holder, low_cpu_mem_usage=True)
     hf: Any = holder["hf"]
@@ -232,9 +234,14 @@ def put_around(
     packed: bool = False,
     shares_inputs: bool = False,
 ) -> list[nn.Module]:
-    """Give maps of `hf` (or a pipeline's stage) the layers of `like`, with uninitialised values, and return them.
-    `share`: called with each path and new layer, to take a tensor-parallel part. `packed`: the maps get room for 4 bits
-    an element. `shares_inputs`: layers with the same input multiply by their A at once, which rounds differently."""
+    """Wrap linear layers of `hf` (or of a pipeline stage) in the adapter layers of `like`, with uninitialised values.
+    Returns the new layers.
+
+    Args:
+        share: called with each path and new layer, to cut it to a tensor-parallel shard.
+        packed: the wrapped layers get memory for 4 bits an element.
+        shares_inputs: layers with the same input multiply by their A in one product, which rounds differently.
+    """
     from peft.tuners.lora import LoraLayer
 
     from llmtrain.models.lora import scaled_first, share_inputs
@@ -261,7 +268,7 @@ def put_around(
 
 @contextlib.contextmanager
 def without_adapter(module: nn.Module) -> Iterator[None]:
-    """Context in which PEFT layers return exactly their base layer's output."""
+    """A context in which PEFT layers return exactly their base layer's output."""
     from peft.tuners.lora import LoraLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
@@ -275,7 +282,7 @@ def without_adapter(module: nn.Module) -> Iterator[None]:
 
 
 def _name(path: str, layer: nn.Module) -> None:
-    """Record the name outside of peft at each parameter of an adapter's layer and its map."""
+    """Record for each parameter of an adapter's layer, and of the layer in it, the name that it has outside of peft."""
     for name, parameter in layer.named_parameters():
         local = local_parameter("", parameter)
         shard = Shard(shape=local.shape, region=local.region, copy=local.copy)
@@ -283,7 +290,7 @@ def _name(path: str, layer: nn.Module) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Convert a tensor's name in a model with peft's layers to its name everywhere else."""
+    """Convert a tensor's name in a model with peft's layers to its name in files and in the engine."""
     plain = name.replace(".base_layer.", ".").replace(".original_module.", ".").replace(".modules_to_save.", ".")
     plain = plain.replace(".default.", ".").removesuffix(".default")
     return plain.removesuffix(".weight") if plain.endswith(f"{MAGNITUDE}.weight") else plain
@@ -292,8 +299,9 @@ def plain_name(name: str) -> str:
 def read_peft(
     adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None
 ) -> dict[str, Tensor]:
-    """The flat fp32 tensors in the folder `adapter.start`, by name. `shapes`: of the run's adapter and of modules that
-    train completely. `tied`: see `aliases`. Raises ConfigError: there is no adapter, or another one."""
+    """Read the PEFT folder `adapter.start`: name -> flat fp32 tensor. `shapes`: shapes of the run's adapter tensors and
+    of the modules that train completely. `tied`: see `aliases`. Raises ConfigError if the folder is no PEFT adapter, or
+    does not match the run's."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -305,7 +313,7 @@ def read_peft(
     required |= {"use_rslora": adapter.rslora, "use_dora": adapter.dora}
     try:
         config = untrusted.loads((folder / CONFIG).read_bytes())
-        with TensorFile(folder / WEIGHTS):  # whose errors say more
+        with TensorFile(folder / WEIGHTS):  # its errors say more than safetensors'
             files = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
         parameters = [str(name) for name in config.get("target_parameters") or []]
         settings = {
@@ -329,7 +337,7 @@ def read_peft(
         raise refuse(rule, "merge it with peft first")
     tensors: dict[str, Tensor] = {}
     for other, tensor in files.items():
-        # Of a module that trains completely peft writes the first values, too, and some tensors under two names.
+        # For a module that trains completely peft also writes the first values, and some tensors under two names.
         if ".original_module." not in other and not torch.equal(tensors.setdefault(plain_name(other), tensor), tensor):
             rule = f"its {other} and {plain_name(other)} are one tensor, but have different values"
             raise refuse(rule, "save it with peft again")
@@ -340,7 +348,7 @@ def read_peft(
                 rule, "set tie_word_embeddings to false in the model's config.json, so that they are two tensors"
             )
     of_file = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    shapes = {name: shape for name, shape in shapes.items() if name in of_file or name != WEIGHT}  # a score is drawn
+    shapes = {name: shape for name, shape in shapes.items() if name in of_file or name != WEIGHT}  # drawn if missing
     if odd := sorted(name for name in of_file.keys() | shapes.keys() if of_file.get(name) != shapes.get(name)):
         rule = f"its {odd[0]} is {of_file.get(odd[0], 'missing')}, but {shapes.get(odd[0], 'missing')} in the run"
         remedy = (
@@ -352,8 +360,8 @@ def read_peft(
 
 
 class AdaptedSource:
-    """The model's own values, and the first values of an adapter, like peft's: A is uniform within 1 / sqrt(inputs),
-    drawn from the run's seed and A's name; B is zero; each magnitude is the length of its row of W."""
+    """The values of a base source, and an adapter's first values as in peft: A is uniform within 1 / sqrt(inputs),
+    drawn from the run's seed and A's name; B is zero; each magnitude is the norm of its row of W."""
 
     def __init__(
         self,
@@ -362,7 +370,8 @@ class AdaptedSource:
         seed: int,
         first_values: dict[str, Tensor] | None = None,
     ) -> None:
-        """`shapes`: of the adapter's tensors. `first_values`: flat; also of modules that train completely."""
+        """`shapes`: shapes of the adapter's tensors. `first_values`: flat tensors to use instead of those and the
+        base's."""
         self.base, self.origin, self._first_values = base, base.origin, first_values or {}
         self._shapes, self._seed = shapes, seed
 

@@ -1,6 +1,7 @@
-"""torch.compile on this machine: a trial, its share of the cores, and a way to switch it off for a while.
+"""torch.compile on this machine: a trial, the number of its processes, and a context without it.
 
-On CUDA it needs Triton, a C compiler and Python's header files, on a CPU a C++ compiler. Training works without.
+On CUDA it needs Triton, a C compiler and Python's header files, on a CPU a C++ compiler. Without them runs train
+uncompiled.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _answers: dict[str, str | None] = {}
 
 
 def trouble(device: torch.device) -> str | None:
-    """The reason why nothing can be compiled for this kind of device; None: it can. Tried once; success is recorded in
-    the user's cache folder, a failure is a warning."""
+    """Return why nothing can be compiled for this kind of device, or None if it can. This is tried once: success is
+    recorded in the user's cache folder, a failure is logged as a warning."""
     if device.type not in _answers:
         _answers[device.type] = None
         works_mark = cache_folder() / "compiler" / _circumstances(device)
@@ -39,14 +40,14 @@ def trouble(device: torch.device) -> str | None:
         elif (reason := _attempt(device.type)) is not None:
             do_without(device, f"{reason}. {_REMEDY}")
         else:
-            with contextlib.suppress(OSError):  # then the next process tries, too
+            with contextlib.suppress(OSError):  # then the next process tries again
                 works_mark.parent.mkdir(parents=True, exist_ok=True)
                 works_mark.touch()
     return _answers[device.type]
 
 
 def _circumstances(device: torch.device) -> str:
-    """Hash of the facts that decide a trial's answer."""
+    """Return a hash of everything on which the result of a trial depends."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     files = [shutil.which(os.environ.get(key) or usual) for key, usual in (("CC", "gcc"), ("CXX", "g++"))]
     files += [sysconfig.get_path("include") + "/Python.h", getattr(importlib.util.find_spec("triton"), "origin", None)]
@@ -62,13 +63,13 @@ def do_without(device: torch.device, reason: str) -> None:
 
 
 def _attempt(kind: str) -> str | None:
-    """None if a small function compiles."""
+    """Return None if a small function compiles, else the reason."""
     try:
         share_cores()
-        # Not from the cache: the compiler that filled it may be gone, or belong to another host with the same home.
+        # Without the cache: its compiler may be gone, or be that of another host with the same home folder.
         with fresh_compilation_cache():
             try:
-                # Compiled, the function doubles its values.
+                # The function doubles its input only if it is compiled.
                 twice = torch.compile(lambda x: x * 2 if torch.compiler.is_compiling() else x, dynamic=False)
                 works = bool((twice(torch.ones(64, device=kind)) == 2).all())
             except Exception as error:  # torch, Triton and the compilers raise classes of their own
@@ -79,23 +80,23 @@ def _attempt(kind: str) -> str | None:
 
 
 def _line(error: Exception) -> str:
-    message, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")  # the rest is advice for torch's developers
+    message, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")  # what follows is for torch's developers
     return " ".join(f"{type(error).__name__}: {message}".split())[:300]
 
 
 def share_cores() -> None:
-    """Let inductor compile on this rank's share of the cores: by default each rank starts a process for every core, up
-    to 32. A value that the user has set in TORCHINDUCTOR_COMPILE_THREADS stays."""
+    """Let inductor compile with as many processes as this rank has cores; by default each rank starts one for every
+    core, up to 32. A value of TORCHINDUCTOR_COMPILE_THREADS that the user has set stays."""
     if _THREADS in os.environ:
         return
     os.environ[_THREADS] = str(min(32, cores_of_a_rank()))  # the package reads it when it is imported
-    set_compile_threads(int(os.environ[_THREADS]))  # something else may have imported it before
+    set_compile_threads(int(os.environ[_THREADS]))  # in case it has been imported before
 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled functions as plain PyTorch. For a few tokens: each new shape would be compiled, and torch would take
-    shapes that change for dynamic ones."""
+    """A context in which compiled functions run as plain PyTorch. It is for calls with a few tokens: torch would
+    compile each new shape, and then take the changing shapes for dynamic ones."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled in this process, and the import takes seconds
         yield
         return

@@ -1,6 +1,6 @@
 """The divergence of a head's next-token distribution from a teacher's, without the [tokens, vocabulary] logits.
 
-The method: see loss.py. All sums over the vocabulary are in fp32.
+The method is that of loss.py. All sums over the vocabulary are in fp32.
 """
 
 from __future__ import annotations
@@ -17,45 +17,46 @@ from torch import Tensor
 from llmtrain.models.loss import About, Labels, Vocabulary, in_chunks, scaled_gradients
 
 FIGURES = 4
-"""Number of a distillation's figures: loss, divergence, next-token loss, entropy of the teacher."""
+"""Number of figures of a distillation: loss, divergence, next-token loss, entropy of the teacher."""
 _TABLES = 8
-"""Number of [tokens, vocabulary] tables in fp32 that a chunk needs at one time. The next-token loss needs one, so a
-chunk here has this many times fewer tokens."""
+"""Number of [tokens, vocabulary] tensors in fp32 that a chunk needs at one time. The next-token loss needs one, so
+chunks here have this many times fewer tokens."""
 
 TeacherLogits = Callable[[slice], Tensor]
-"""The teacher's logits for some of a micro-batch's N tokens, fp32 [tokens, V] with all words."""
+"""Returns the teacher's logits for a slice of a micro-batch's N tokens, fp32 [tokens, V] over the whole vocabulary."""
 
 NOTHING = -1e4
-"""Replaces log(0): its exponential is 0 in fp32, and so is the product of both."""
+"""Replaces log(0): its exponential is 0 in fp32, and the product of the two is 0 as well, not NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopWords:
-    """A teacher's distribution at the loss's temperature as k + 1 events: its k likeliest words, and any other word.
-    The student's is split equally: D is at most the D of complete distributions, and equal for k = V."""
+    """A teacher's distribution at the loss's temperature as k + 1 events: its k likeliest tokens, and any other token.
+    The student's distribution is divided into the same events, so D is at most the D of the complete distributions; for
+    k = V they are equal."""
 
     words: Tensor
-    """int64 [N, k], no word twice in a row of a counted token."""
+    """Token ids, int64 [N, k]; in the row of a counted token none occurs twice."""
     logs: Tensor
-    """fp32 [N, k + 1]: log-probabilities of the words, and the logarithm of the other words' mass; NOTHING for none.
-    Anything finite for a token that does not count."""
+    """fp32 [N, k + 1]: log-probabilities of these tokens, then of all others together; NOTHING for probability 0. Rows
+    of tokens that do not count may hold anything finite."""
 
     def of(self, rows: slice) -> TopWords:
         return TopWords(words=self.words[rows], logs=self.logs[rows])
 
 
 TeacherSays = Callable[[slice], Tensor | TopWords]
-"""`TeacherLogits`, or the likeliest words of the tokens."""
+"""`TeacherLogits`, or a function that returns `TopWords` for the slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """The loss of a token: (1 - alpha) temperature^2 D + alpha (-log p(label)).
 
-    p is the teacher's distribution and q the student's, both of logits / temperature. D is KL(p || q) for beta 0,
-    KL(q || p) for beta 1, and between them beta KL(p || m) + (1 - beta) KL(q || m) of m = beta p + (1 - beta) q
-    (arXiv 2306.13649, section 3). The label's probability is that of temperature 1. temperature^2 keeps the gradient's
-    size (arXiv 1503.02531, section 2).
+    p is the teacher's distribution and q the student's, both from logits / temperature. D is KL(p || q) for beta 0,
+    KL(q || p) for beta 1, and otherwise beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q (arXiv
+    2306.13649, section 3). The label's probability has temperature 1. The factor temperature^2 keeps the size of the
+    gradient (arXiv 1503.02531, section 2).
     """
 
     beta: float
@@ -64,7 +65,7 @@ class Terms:
 
 
 def few_of(chunk: int) -> int:
-    """Return the tokens of a chunk of the distillation, from those of the next-token loss."""
+    """Return the number of tokens in a chunk of distillation. `chunk`: that of the next-token loss."""
     return max(1, chunk // _TABLES)
 
 
@@ -78,15 +79,16 @@ def distilled_sums(
     teacher: TeacherSays,
     terms: Terms,
 ) -> Tensor:
-    """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p; with `TopWords`, D and
-    the entropy of the k + 1 events. Only the loss has a gradient. Arguments: see `chunked_nll_sums` in loss.py."""
+    """Return sums over the counted tokens in nats, fp32 [4]: loss, D, next-token loss, entropy of p; with `TopWords`, D
+    and the entropy are those of the k + 1 events. Only the loss has a gradient. For the arguments see
+    `chunked_nll_sums` in loss.py."""
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     total, others = _Distilled.apply(flat_NH, weight, bias, labels.reshape(-1), about, teacher, terms)
     return torch.cat([total.unsqueeze(0), others])
 
 
 class _Distilled(torch.autograd.Function):
-    """(loss, the other figures [3]); inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N]."""
+    """Returns (loss, the other figures [3]). Inputs: hidden [N, H], weight [V, H], bias [V] or None, labels [N]."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, about, teacher, terms):
@@ -111,15 +113,15 @@ class _Distilled(torch.autograd.Function):
 
 
 _Apart = tuple[Tensor, Tensor | None, Tensor]
-"""D [C, 1], its gradient to the student's logits / temperature [C, V], the teacher's entropy [C, 1]."""
+"""D [C, 1]; its gradient with respect to the student's logits / temperature, [C, V]; the teacher's entropy [C, 1]."""
 
 
 def _of_chunk(
     student_CV: Tensor, labels: Labels, about: About, terms: Terms, apart: Callable[[Tensor], _Apart]
 ) -> tuple[Tensor, Tensor | None]:
-    """(the figures of each token [C, 4], the gradient of the student's logits [C, V] in fp32).
+    """Return (each token's figures [C, 4], the gradient with respect to the student's logits [C, V] in fp32).
 
-    V is this rank's part of the words. `apart`: from log q [C, V].
+    V is this rank's part of the vocabulary. `apart`: computes `_Apart` from log q [C, V].
     """
     form, vocabulary = about.form, about.vocabulary
     values_CV = form.apply(student_CV.float())
@@ -175,11 +177,11 @@ def _apart_in_events(
     *,
     wants_gradient: bool,
 ) -> _Apart:
-    """E = k + 1 events, including those whose tokens are on other ranks."""
+    """Compute `_Apart` over E = k + 1 events, including events whose tokens are on other ranks."""
     first, count = _part(vocabulary, log_q_CV)
     own_Ck = words_Ck - first
     mine_Ck = (own_Ck >= 0) & (own_Ck < count)
-    # A word of another rank points past this rank's: at a column that is cut off again.
+    # A token of another rank gets the column behind this rank's, which is cut off again.
     own_Ck = own_Ck.masked_fill(~mine_Ck, count)
     wide_CX = F.pad(log_q_CV, (0, 1), value=0.0)
     log_q_Ck = _added_up(wide_CX.gather(1, own_Ck), vocabulary)
@@ -190,13 +192,13 @@ def _apart_in_events(
     entropy_C1 = -(log_p_CE.exp() * log_p_CE).sum(1, keepdim=True)
     if pull_CE is None:
         return divergence_C1, None, entropy_C1
-    # The words of an event share its pull in proportion to their probabilities.
+    # Tokens of the last event share its gradient in proportion to their probabilities.
     pull_CX = F.pad(others_CV.sub_(log_rest_C1).exp_().mul_(pull_CE[:, -1:]), (0, 1))
     return divergence_C1, pull_CX.scatter_(1, own_Ck, pull_CE[:, :-1])[:, :count].contiguous(), entropy_C1
 
 
 def top_words(values_CV: Tensor, k: int, temperature: float) -> TopWords:
-    """`values_CV`: the teacher's fp32 logits of all words."""
+    """Return the k likeliest tokens. `values_CV`: the teacher's fp32 logits over the whole vocabulary."""
     log_p_CV = _log_softmax(values_CV, temperature, None)
     logs_Ck, words_Ck = log_p_CV.topk(k, dim=1)
     log_rest_C1 = _log_of_sum(log_p_CV.scatter(1, words_Ck, -math.inf), None)
@@ -204,7 +206,7 @@ def top_words(values_CV: Tensor, k: int, temperature: float) -> TopWords:
 
 
 def _log_of_sum(logs_CV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """The logarithm of the summed exponentials [C, 1]; NOTHING, or hardly more, if all are 0."""
+    """Return the logarithm of the summed exponentials, [C, 1]; about NOTHING if all exponentials are 0."""
     most_C1 = logs_CV.amax(1, keepdim=True).clamp_(min=NOTHING)
     if vocabulary is not None:
         vocabulary.take_largest(most_C1)
@@ -218,7 +220,7 @@ def _part(vocabulary: Vocabulary | None, values_CV: Tensor) -> tuple[int, int]:
 def _divergence(
     log_p_CV: Tensor, log_q_CV: Tensor, beta: float, vocabulary: Vocabulary | None, *, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(D [C, 1], its gradient to the student's logits / temperature [C, V])."""
+    """Return (D [C, 1], its gradient with respect to the student's logits / temperature [C, V])."""
     if beta == 0.0:
         p_CV = log_p_CV.exp()
         divergence_C1 = _added_up((p_CV * (log_p_CV - log_q_CV)).sum(1, keepdim=True), vocabulary)
@@ -235,12 +237,12 @@ def _divergence(
     sums_CK = _added_up(torch.cat(parts, dim=1), vocabulary)
     of_q_C1 = sums_CK[:, :1]
     divergence_C1 = share * of_q_C1 if beta == 1.0 else share * of_q_C1 + beta * sums_CK[:, 1:]
-    # dD/dq is share (log q - log m): the rest of m's own derivative and those of p and q is 0.
+    # dD/dq is share (log q - log m): the terms with the derivative of m cancel.
     return divergence_C1, ratio_CV.sub_(of_q_C1).mul_(q_CV).mul_(share) if wants_gradient else None
 
 
 def _log_softmax(values_CV: Tensor, temperature: float, vocabulary: Vocabulary | None) -> Tensor:
-    """Log-probabilities of values / temperature. Student and teacher have the same roundings."""
+    """Return log-probabilities of values / temperature. Student and teacher both use it, and so round alike."""
     most_C1 = values_CV.amax(1, keepdim=True)
     if vocabulary is not None:
         vocabulary.take_largest(most_C1)

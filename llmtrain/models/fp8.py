@@ -1,7 +1,7 @@
-"""fp8: chooses the linear maps that multiply in 8-bit floats, and describes the choice in the log.
+"""fp8: chooses the linear layers that multiply in 8-bit floats, and describes the choice in the log.
 
-P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433. The maps are those of the torchao library
-(`models/fp8_linear.py`); weights, gradients and optimizer stay in the run's precision, and no file has an fp8 tensor.
+P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433. The layers are the torchao library's
+(`models/fp8_linear.py`); weights, gradients and optimizer stay in the run's precision, and no file has fp8 tensors.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MULTIPLE = 16
-"""The products need inputs and outputs in multiples of 16 bytes."""
+"""fp8 products need inputs and outputs in multiples of 16 bytes, which are 16 elements."""
 _OURS = "lora_"
-"""Prefix of the names of an adapter's own maps: their inner side is too narrow to gain anything."""
+"""Prefix of the names of an adapter's own layers, whose inner side is too narrow to gain from fp8."""
 
 
 def maps_of(layer: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The linear maps of a decoder layer by path: (those for fp8, the others with the reason). Routers stay in bf16
-    because they choose experts, experts because their number of tokens, an inner side of a product, varies."""
+    """Return the linear layers in a decoder layer: ({path: layer} for fp8, {path: reason} for the others). Routers stay
+    in bf16 as they choose experts; experts as their number of tokens, which varies, is the inner side of a product."""
     blocks = expert_blocks(layer)
     routed = {m for block in blocks for part in (block.router, *block.experts) for m in part.modules()}
     chosen: dict[str, nn.Linear] = {}
@@ -47,7 +47,7 @@ def maps_of(layer: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
 
 
 def check_maps(hf: PreTrainedModel, recipe: str, places: Places) -> None:
-    """Raises ConfigError: torchao is not installed, or no map can use fp8. `hf`: the complete skeleton."""
+    """Raise ConfigError if torchao is not installed, or no linear layer can use fp8. `hf`: the complete skeleton."""
     if importlib.util.find_spec("torchao") is None:
         rule = "fp8 is computed by the torchao library, which is not installed here"
         remedy = "install it: pip install 'llmtrain[fp8]'; or remove the key"
@@ -59,13 +59,13 @@ def check_maps(hf: PreTrainedModel, recipe: str, places: Places) -> None:
 
 
 def line(hf: PreTrainedModel, recipe: str, *, emulated: bool) -> str:
-    """A line for the log. `hf`: the complete skeleton."""
+    """Return a line for the log. `hf`: the complete skeleton."""
     layers = decoder_layers(hf)
     split = [maps_of(layer) for layer in layers]
     count, rest = sum(len(chosen) for chosen, _ in split), sum(len(others) for _, others in split)
     text = f"model.fp8 {recipe}: {count} linear maps of {units.counted(len(layers), 'decoder layer')} multiply in fp8"
     if emulated:
-        text += ", emulated: a CPU has no such products, and steps take longer"
+        text += ", emulated: a CPU cannot multiply in fp8, so steps take longer"
     reasons = {path: reason for _, others in split for path, reason in others.items()}
     if reasons:
         path, reason = next(iter(reasons.items()))
@@ -74,12 +74,7 @@ def line(hf: PreTrainedModel, recipe: str, *, emulated: bool) -> str:
 
 
 def use_fp8(layers: Iterable[nn.Module], recipe: str, *, emulated: bool) -> None:
-    """Let these layers' maps multiply in fp8; their parameters stay the same objects.
-
-    Args:
-        recipe: rowwise or tensorwise.
-        emulated: round to fp8 and multiply in fp32, for a CPU.
-    """
+    """Make the linear layers inside these layers multiply in fp8. Their parameters stay the same objects."""
     from llmtrain.models.fp8_linear import convert
 
     for layer in layers:
@@ -88,7 +83,7 @@ def use_fp8(layers: Iterable[nn.Module], recipe: str, *, emulated: bool) -> None
 
 @contextlib.contextmanager
 def without_fp8(module: nn.Module) -> Iterator[None]:
-    """Context in which a module's linear layers multiply in its own precision, not in fp8, for sharp comparisons."""
+    """A context in which a module's linear layers multiply in its own precision, not in fp8, for exact comparisons."""
     layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "multiplies_in_fp8", False)]
     try:
         for layer in layers:

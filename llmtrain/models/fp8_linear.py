@@ -1,8 +1,8 @@
-"""torchao's linear map in fp8, with less kept for the backward pass. Import it only with torchao installed.
+"""torchao's linear layer in fp8, which keeps less for the backward pass here. Importing this file needs torchao.
 
-Each of the three products of a map (output, input's gradient, weight's gradient) has both factors in 8 bits, scaled by
-the largest absolute value of the complete tensor (tensorwise; gradients in e5m2), or of each row along the side that is
-summed over (rowwise; all in e4m3, scales rounded to powers of two). Scales come from the current values.
+Each of a layer's three products (output, gradient of the input, gradient of the weight) has both factors in 8 bits. A
+factor is scaled by the largest absolute value of the whole tensor (tensorwise; gradients in e5m2), or of each row along
+the side that is summed over (rowwise; all in e4m3, scales rounded to powers of two), from the current values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 
 
 def convert(layer: nn.Module, maps: Iterable[nn.Linear], recipe: str, *, emulated: bool) -> None:
-    """Let these maps of a layer multiply in fp8; their parameters stay the same objects."""
+    """Make these linear layers inside `layer` multiply in fp8. Their parameters stay the same objects."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
     chosen = {id(linear) for linear in maps}
     convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, _: id(module) in chosen)
@@ -30,10 +30,10 @@ def convert(layer: nn.Module, maps: Iterable[nn.Linear], recipe: str, *, emulate
 
 
 class Fp8Linear(Float8Linear):
-    """The weight is a parameter like any other."""
+    """A linear layer that multiplies in fp8, with a weight in the run's precision."""
 
     multiplies_in_fp8 = True
-    """False: compute like torch.nn.Linear."""
+    """False: compute as torch.nn.Linear."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
@@ -45,8 +45,8 @@ class Fp8Linear(Float8Linear):
 
 @torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
-    """x W^T by torchao's function, which would keep a view of W (under ZeRO 3 the gathered weight) until the backward
-    pass. Here the parameter is kept, which is empty until it is gathered again."""
+    """Computes x W^T by torchao's function. That would keep a view of W for the backward pass (under ZeRO 3 the
+    gathered weight); here the parameter is kept, which under ZeRO 3 is empty until it is gathered again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any, config: Float8LinearConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model's head for objectives: the likelihoods of labels, also with shared vocabulary or rows; or a score."""
+"""A model's head for objectives: it computes likelihoods of labels, or scores, also with shared vocabulary or rows."""
 
 from __future__ import annotations
 
@@ -21,54 +21,53 @@ if TYPE_CHECKING:
 
 
 _WORTH_IT = 0.9
-"""Share of tokens in the head above which a search for the others costs more than it saves."""
+"""Share of tokens for the head above which leaving the others out costs more than it saves."""
 
 
 class SharedRows(Protocol):
-    """The ranks that share each row: this one has the columns [rank T / degree, (rank + 1) T / degree)."""
+    """The ranks that share each row: rank r has columns [r T / degree, (r + 1) T / degree) of it."""
 
     rank: int
     degree: int
 
     def of_all(self, shard: Tensor) -> Tensor:
-        """[degree, ...] from [...] of each of these ranks, by rank. A gradient returns to the rank of its part."""
+        """Gather [...] from each of these ranks into [degree, ...]. The gradient of a part goes back to its rank."""
         ...
 
 
 class Head:
-    """The last linear layer of a model. It hides a shared vocabulary (tensor parallelism) or shared rows (sequence
-    parallelism) from its caller."""
+    """A model's last linear layer. It hides from the caller whether ranks share the vocabulary (tensor parallelism) or
+    rows (sequence parallelism)."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int) -> None:
-        """`chunk`: tokens whose logits exist at one time.
-
-        Raises: ModelError: not a linear layer.
-        """
+        """`chunk`: tokens whose logits exist at one time. Raises ModelError if the head is no linear layer."""
         layer = score_layer(hf) if gives_scores(hf.config) else hf.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(layer).__name__}).")
         self.form = HeadForm.of(hf.config)
         self.shared_rows: SharedRows | None = None
-        """Set under sequence parallelism, where the hidden state has this rank's columns only."""
+        """Set under sequence parallelism, where the hidden state has only this rank's columns."""
         self._layer: Any = layer
-        self._vocabulary: Any = getattr(layer, "vocabulary", None)  # its shard, under tensor parallelism
+        self._vocabulary: Any = getattr(layer, "vocabulary", None)  # this rank's shard under tensor parallelism
         self._chunk = chunk
         layer.forward = self._forward  # type: ignore[method-assign, assignment]
 
     def compute(self, loss: Loss, hidden: Tensor) -> Tensor:
-        """`loss` of the decoder's output [B, T, H], inside of the layer's own forward: under ZeRO 3 its weight exists
-        only there."""
+        """Return `loss` of the decoder's output [B, T, H]. It runs inside the layer's own forward, because under ZeRO 3
+        the layer's weight exists only there."""
         sums: Tensor = self._layer(hidden, loss)
         return sums
 
     def nll_sum(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
-        """Summed negative log-likelihood (nats) of the counted `labels` [b, T], already shifted, for a `Loss`.
-        `hidden`: [b, t, H], rows of the loss's input. `counted`: number of counted labels, if known: the head skips the
-        others. Under sequence parallelism the sum over this rank's columns."""
+        """Return the summed negative log-likelihood (nats) of the counted `labels` [b, T], which are already shifted.
+        For use in a `Loss`. Under sequence parallelism it is the sum over this rank's columns. `hidden`: [b, t, H],
+        rows of the loss's input. `counted`: number of counted labels, if known, so that the head can leave out the
+        others."""
         return self.nll_sums(hidden, labels, counted, 0.0)[0]
 
     def nll_sums(self, hidden: Tensor, labels: Tensor, counted: int | None, z_loss: float) -> Tensor:
-        """`nll_sum` with a z-loss of this coefficient in the gradient, and the summed squares of log Z: fp32 [2]."""
+        """Return `nll_sum`, with a z-loss of this coefficient in its gradient, and the summed squares of log Z: fp32
+        [2]."""
         labels = self.own(labels)
         rows = self._counted_rows(labels, counted)
         if rows is not None:
@@ -76,10 +75,10 @@ class Head:
         return self._likelihoods(chunked_nll_sums, hidden, labels, z_loss)
 
     def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
-        """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 for labels that do not count.
+        """Return the negative log-likelihood of each label (nats, fp32 [b, T]), 0 for labels that do not count.
 
-        The backward pass computes the logits a second time. Ranks that share the rows get equal values, so their sums
-        go through `once`. Arguments: see `nll_sum`.
+        The backward pass computes the logits a second time. Ranks that share rows get equal values, so pass their sums
+        through `once`. For the arguments see `nll_sum`.
         """
         labels = self.own(labels)
         rows = self._counted_rows(labels, counted)
@@ -89,7 +88,8 @@ class Head:
         return nll.new_zeros(labels.numel()).index_copy(0, rows, nll).view(labels.shape)
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Scores of texts that end here, by a model with a score head: fp32 [...], for a `Loss`.
+        """Return the scores, fp32 [...], of texts that end at these places, by a model with a score head. For use in a
+        `Loss`.
 
         Args:
             hidden: [..., H], chosen places of the loss's input.
@@ -98,9 +98,9 @@ class Head:
         return scores.squeeze(-1)
 
     def scores_at(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """Scores, fp32 [A], at `places` (int64 [A]) of complete rows [B, T], flattened.
+        """Return the scores, fp32 [A], at `places` (int64 [A]) in the flattened complete rows [B, T].
 
-        Ranks that share the rows get equal values, so their sums go through `once`.
+        Ranks that share rows get equal values, so pass their sums through `once`.
 
         Args:
             hidden: [B, t, H], the loss's input.
@@ -109,35 +109,36 @@ class Head:
         if shared is None:
             return self.scores(hidden.flatten(0, 1)[places])
         length = hidden.shape[1]
-        part = places // length  # rows and their parts, row by row
+        part = places // length  # number of the part, counted row by row
         scores = self.scores(hidden[part // shared.degree, places % length])
         return shared.of_all(scores.where(part % shared.degree == shared.rank, 0.0)).sum(0)
 
     def own(self, rows: Tensor) -> Tensor:
-        """Slice complete rows [B, T, ...] to this rank's columns [B, t, ...]."""
+        """Cut this rank's columns [B, t, ...] from complete rows [B, T, ...]."""
         shared = self.shared_rows
         return rows if shared is None else rows.chunk(shared.degree, dim=1)[shared.rank]
 
     def whole(self, columns: Tensor) -> Tensor:
-        """Gather complete rows [B, T, ...] from each rank's columns [B, t, ...]."""
+        """Gather complete rows [B, T, ...] from the columns [B, t, ...] of all ranks that share them."""
         shared = self.shared_rows
         return columns if shared is None else shared.of_all(columns).transpose(0, 1).flatten(1, 2)
 
     def once(self, sums: Tensor) -> Tensor:
-        """Divide sums that are equal on all ranks with the same rows, so that the ranks' parts add up."""
+        """Divide sums that are equal on all ranks that share rows by these ranks' number, so that they add up
+        correctly."""
         shared = self.shared_rows
         return sums if shared is None else sums / shared.degree
 
     def distilled_sums(self, hidden: Tensor, labels: Tensor, teacher: TeacherSays, terms: Terms) -> Tensor:
-        """The four sums of models/distillation.py. Arguments: see `nll_sum`. Under sequence parallelism over this
-        rank's columns."""
+        """Return the four sums of models/distillation.py, under sequence parallelism over this rank's columns. For the
+        arguments see `nll_sum`."""
         from llmtrain.models.distillation import distilled_sums
 
         distilled = functools.partial(distilled_sums, teacher=teacher, terms=terms)
         return self._likelihoods(distilled, hidden, self.own(labels))
 
     def top_words(self, hidden: Tensor, k: int, temperature: float) -> TopWords:
-        """The k likeliest next words at each of N places, without a gradient; for a `Loss`.
+        """Return the k likeliest next tokens at each of N places, without a gradient. For use in a `Loss`.
 
         Args:
             hidden: [N, H], chosen places of the loss's input.
@@ -154,13 +155,14 @@ class Head:
         return TopWords(words=torch.cat([part.words for part in words]), logs=torch.cat([part.logs for part in words]))
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Logits after the head's form, fp32 [..., V], from [..., H]; all rows of the weight must be here."""
+        """Return the logits after `form`, fp32 [..., V], from [..., H]; this rank must have all rows of the weight."""
         return self.form.apply(F.linear(hidden, *self._of_dtype(hidden.dtype)).float())
 
     def _counted_rows(self, labels: Tensor, counted: int | None) -> Tensor | None:
-        """int64 [K]: tokens with all `counted` among them, in order; None: all tokens.
+        """Return the indices of tokens for the head, int64 [K], which include all counted tokens; None: all tokens.
 
-        The device is not asked for their number, because the host would wait. Compiled kernels get complete chunks.
+        Their number comes from the host, since asking the device would make the host wait. K is a multiple of a chunk
+        if kernels are compiled for complete chunks.
         """
         if counted is None or self.shared_rows is not None:
             return None
@@ -179,7 +181,7 @@ class Head:
         return compute(hidden, *self._of_dtype(hidden.dtype), labels, about)
 
     def _of_dtype(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias in a dtype: autocast's, else their own."""
+        """Return weight and bias in this dtype."""
         weight, bias = self._layer.weight, self._layer.bias
         return weight.to(dtype), None if bias is None else bias.to(dtype)
 
@@ -191,11 +193,11 @@ class Head:
             return logits
         if hidden.shape[-1] != layer.in_features:
             raise ModelError(
-                f"model: its head takes {layer.in_features} features, and its decoder gives {hidden.shape[-1]}: a "
-                "layer between the two is not known here, and the loss needs it. Train another family."
+                f"model: its head takes {layer.in_features} features, but its decoder gives {hidden.shape[-1]}: the "
+                "loss would miss a layer between the two, which llmtrain does not know. Train another family."
             )
-        # Backward passes run outside of autocast, so the loss gets factors in bf16, as autocast makes them; what it
-        # computes in fp32 stays fp32.
+        # Backward passes run outside of autocast, so autocast is off here and the loss gets bf16 factors, as autocast
+        # would make them; what the loss computes in fp32 stays fp32.
         kind = hidden.device.type
         if not torch.is_autocast_enabled(kind):
             return loss(self, hidden)
@@ -204,4 +206,4 @@ class Head:
 
 
 Loss = Callable[[Head, Tensor], Tensor]
-"""Gives sums over the micro-batch, the loss first, from a head and the decoder's output [B, T, H]."""
+"""Returns sums over the micro-batch, the loss first, from a head and the decoder's output [B, T, H]."""

@@ -1,4 +1,4 @@
-"""A transformers causal language model that computes an objective's sums: the form without a pipeline."""
+"""A transformers causal language model that computes the sums of an objective; the form without a pipeline."""
 
 from __future__ import annotations
 
@@ -30,43 +30,44 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.routing: Routing | None = None
-        """Watches the routers of a mixture of experts."""
+        """Watches the routers of a mixture of experts; None for other models."""
         self.notes: list[str] = []
-        """Lines for the log about the way this model was built."""
+        """Lines for the log on how this model was built."""
         self.balance: Tensor | None = None
-        """After a forward pass in training: this rank's part of the load-balancing loss, if there is one to add."""
+        """This rank's part of the load-balancing loss of the last forward pass in training; None: there is none to
+        add."""
         if hf.base_model is hf:
             raise ModelError(
-                f"model: {type(hf).__name__} cannot be asked for its hidden state without its logits (it has no "
-                f"{hf.base_model_prefix!r}), and the loss needs it. Train another family."
+                f"model: {type(hf).__name__} gives no hidden state without logits (it has no "
+                f"{hf.base_model_prefix!r}), but the loss needs the hidden state. Train another family."
             )
         self.head = Head(hf, chunk)
         self.noise: Neftune | None = None
-        """Noise on the embeddings, in training."""
+        """Adds noise to the embeddings, in training."""
         self.wants_logits = False
-        """The loss gets transformers' own logits instead of the hidden state."""
+        """True: the loss gets transformers' own logits instead of the hidden state."""
 
     @property
     def config(self) -> PreTrainedConfig:
         return self.hf.config
 
     def local_parameters(self) -> list[LocalParameter]:
-        """Return this rank's parameters; a tied tensor appears once."""
+        """Return this rank's part of each parameter; a tied tensor appears once."""
         return [local_parameter(name, tensor) for name, tensor in named_tensors(self.hf)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors by Hugging Face name."""
-        shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack tensors of others' heads
+        shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack tensors of other heads
         return shapes or {local.name: local.shape for local in self.local_parameters()}
 
     def matrices(self) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
-        """Yield each matrix [.., rows, columns] of a linear map in the decoder layers, its rows and columns, and True
-        if its rows are the map's inputs."""
+        """Yield (matrix [.., rows, columns], rows, columns, True if its rows are the inputs) for each linear layer and
+        group of experts in the decoder layers."""
         return matrices(decoder_layers(self.hf))
 
     def forward(self, inputs: Tensor, loss: Loss, positions: Tensor | None = None) -> Tensor:
-        """The result of `loss` for the decoder's output. `inputs`: [B, T]. `positions`: [B, T], beginning at 0 with
-        each document; None: a row is one sequence."""
+        """Return the result of `loss` for the decoder's output. `inputs`: [B, T]. `positions`: [B, T], starting at 0 in
+        each document; None: each row is one sequence."""
         if self.wants_logits:
             return loss(self.head, self.logits(inputs))
         return self.head.compute(loss, self.hidden(inputs, positions))
@@ -80,7 +81,7 @@ class LanguageModel(nn.Module):
             return self.decoded(input_ids=inputs, **options)
 
     def decoded(self, **inputs: Any) -> Tensor:
-        """Watches the routers, if any, in training."""
+        """Run the decoder; in training, record what the routers choose."""
         routing = self.routing if self.training else None
         with contextlib.nullcontext() if routing is None else routing.watching():
             hidden_BTH = self.hf.base_model(**inputs, **self._plain_forward()).last_hidden_state
@@ -88,7 +89,7 @@ class LanguageModel(nn.Module):
         return hidden_BTH
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """transformers' own logits of [B, T] tokens, computed on each rank by itself."""
+        """Return transformers' own logits for tokens [B, T]; each rank computes them by itself."""
         with at_the_last_place(self.config):
             return self.hf(input_ids=inputs, **self._plain_forward()).logits
 
@@ -98,19 +99,19 @@ class LanguageModel(nn.Module):
 
 
 def compare_losses(hf: PreTrainedModel, in_chunks: float, of_logits: float, *, autocast: bool = False) -> None:
-    """`autocast`: products are in bf16. Raises ModelError: the loss in chunks differs from that of transformers' logits
-    by more than rounding."""
+    """Raise ModelError if the loss in chunks differs from that of transformers' logits by more than rounding.
+    `autocast`: products are in bf16."""
     tolerance = 1e-4 if hf.dtype == torch.float32 and not autocast else 3e-2
     if not abs(in_chunks - of_logits) <= tolerance * max(1.0, abs(of_logits)):
         raise ModelError(
             f"model: the loss of {type(hf).__name__} computed in chunks is {in_chunks:.6f}, from its own logits "
-            f"{of_logits:.6f}. Its head does something to the logits that is not known here; the run would train on "
-            "a wrong loss."
+            f"{of_logits:.6f}. Its head changes the logits in a way that llmtrain does not know, so the run would "
+            "train on a wrong loss. Train another family."
         )
 
 
 @contextlib.contextmanager
 def documents_in_rows(positions: Tensor | None) -> Iterator[None]:
-    """Set the tokens of a row that belong together for transformers: all, or with `positions` those of a document."""
+    """Tell transformers which tokens of a row belong together: all, or with `positions` those of each document."""
     with documents_are(None if positions is None else (positions == 0).cumsum(-1)):
         yield

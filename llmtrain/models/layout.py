@@ -1,8 +1,8 @@
 """Maps a model's parameters to the tensors in a Hugging Face folder's files.
 
-transformers 5 keeps the experts of a layer as one parameter and renames others, but its files keep the old form (one
-tensor for each expert). The rules are transformers' own: it turns the model's tensors into the file's, on the meta
-device, and each result is followed back to the parameter that it is a view of.
+transformers 5 keeps the experts of a layer as one parameter and renames others, but its files have the old form (one
+tensor for each expert). The rules are transformers' own: it converts the model's tensors to the file's on the meta
+device, and each result is traced back to the parameter of which it is a view.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 from llmtrain.models.transformers_private import names_not_saved, patterns_not_loaded, storage_of
 
 _DERIVED = (".inv_freq", ".masked_bias", ".attn.bias")
-"""Buffers that old versions of transformers saved and that the model computes itself."""
+"""Ends of the names of buffers that old versions of transformers saved, but that the model computes itself."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor in a file that is the elements [start, start + numel) of a flat parameter."""
+    """A tensor in a file that consists of the elements [start, start + numel) of a flat parameter."""
 
     parameter: str
     start: int
@@ -45,25 +45,25 @@ class Part:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     parts: dict[str, list[tuple[str, Part]]]
-    """Parameter -> (tensor of a file, its part), in the order of the elements."""
+    """Parameter -> [(name of a file's tensor, its part of the parameter)], in the order of the elements."""
     twins: dict[str, str] = field(default_factory=dict)
-    """A tensor that repeats a tied weight -> the tied parameter."""
+    """Name of a file's tensor that repeats a tied weight -> the tied parameter."""
     derived: list[str] = field(default_factory=list)
-    """Tensors that the model computes itself."""
+    """Names of tensors that the model computes itself."""
     surplus: list[str] = field(default_factory=list)
-    """Tensors without a place in the model."""
+    """Names of tensors that belong nowhere in the model."""
 
 
 class _FollowViews(TorchFunctionMode):
-    """Lets `contiguous` return the view: a copy would hide its part of a parameter."""
+    """Makes `contiguous` return its argument: a copy could not be traced back to a parameter."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 class FolderLayout:
-    """The tensors in a model's folder, and their places in its parameters. Raises ModelError: transformers does not
-    make the tensors by cutting a parameter into consecutive parts."""
+    """The tensors in a model's folder, and their places in its parameters. Raises ModelError if transformers converts a
+    tensor otherwise than by cutting a parameter into consecutive parts."""
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -71,27 +71,28 @@ class FolderLayout:
 
         self.skeleton = skeleton
         self.shapes = tensor_shapes(skeleton)
-        """Shape of every parameter by the model's name, frozen ones included; a tied one once."""
+        """Shape of every parameter by the model's name, frozen parameters included; a tied parameter appears once."""
         self.frozen = set(frozen_tensors(skeleton))
         """Names of the parameters that do not train."""
         every = dict(named_tensors(skeleton, remove_duplicate=False))
         first = {id(parameter): name for name, parameter in named_tensors(skeleton)}
         self._tied = {name: first[id(p)] for name, p in every.items() if name not in self.shapes}
         self.tied = len(self._tied)
-        """Number of names that share the parameter of another."""
+        """Number of names whose parameter has another, first name."""
         state = skeleton.state_dict()
         self._known = {name: torch.empty(value.shape, device="meta") for name, value in state.items()}
         mapping: list[Any] = get_model_conversion_mapping(self.skeleton)
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._renamings: list[Any] = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
         self.tensors: dict[str, Part] = self._written_tensors()
-        """Tensors that `save_pretrained` writes for the parameters, in its order."""
+        """Name of a tensor that `save_pretrained` writes -> its part of a parameter, in the order of writing."""
         self.together: dict[str, tuple[int, int]] = self._groups()
-        """Tensor -> (group, elements of the group): `save_pretrained` puts tensors that share memory into one file."""
+        """Tensor -> (group, elements of the group). `save_pretrained` puts tensors that share memory, a group, in one
+        file."""
 
     def place(self, tensors: Iterable[str]) -> Placement:
-        """Find the tensors of each parameter by transformers' new or old names, or the model's own, with the decoder's
-        prefix or without. Raises ModelError: two tensors are the same part, or a conversion is not supported."""
+        """Find each parameter's tensors by transformers' new or old names or by the model's own, with the decoder's
+        prefix or without. Raises ModelError if two tensors are the same part, or a conversion is not supported."""
         from transformers.core_model_loading import dot_natural_key
 
         placement, unread = Placement(parts={}), patterns_not_loaded(self.skeleton)
@@ -125,8 +126,8 @@ class FolderLayout:
             name = owner.get(storage_of(view))
             if name is None or not view.is_contiguous():
                 raise ModelError(
-                    f"{type(self.skeleton).__name__}: transformers makes the file's {tensor} in a way that is no cut "
-                    "of a parameter into consecutive parts; such models cannot be read or written yet."
+                    f"{type(self.skeleton).__name__}: transformers does not make the file's {tensor} by cutting a "
+                    "parameter into consecutive parts; llmtrain cannot read or write such models. Train another family."
                 )
             parts[tensor] = Part(name, view.storage_offset(), tuple(view.shape))
         return parts
@@ -143,7 +144,7 @@ class FolderLayout:
         return {name: value for name, value in self._known.items() if name not in skipped}
 
     def _model_name(self, tensor: str) -> tuple[str, bool]:
-        """(the model's name of a tensor's parameter, True if the tensor is a part of it)."""
+        """Return (the model's name for the parameter of a file's tensor, True if transformers converts the tensor)."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self.skeleton.base_model_prefix
@@ -158,6 +159,6 @@ class FolderLayout:
             if name in self.tensors and self.tensors[name].parameter == parameter:
                 return self.tensors[name]
         raise ModelError(
-            f"{tensor} becomes a part of the model's {parameter} in a way that cannot be followed: transformers would "
+            f"{tensor} becomes a part of the model's {parameter}, but llmtrain cannot find which: transformers would "
             "write it under another name. Load the folder with transformers and save it again."
         )

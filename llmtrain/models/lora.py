@@ -1,4 +1,4 @@
-"""peft's LoRA layer with less to compute. Import it only with peft installed."""
+"""peft's LoRA layer with less computation. Importing this file needs peft."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 
 class _AddedTo(nn.Linear):
-    """B of an adapter, whose product is added to the map's output as it is computed: that output is read and written
-    once less, 2 of 3 passes over it. The module is called, so that ZeRO 3 gathers its weight."""
+    """An adapter's B, whose product is added to the wrapped layer's output as it is computed, which saves 1 of 3 passes
+    over that output. It is called as a module, so that ZeRO 3 gathers its weight."""
 
     def forward(self, few: Tensor, output: Tensor) -> Tensor:  # type: ignore[override]
         """few: [..., r], output: [..., out]. Returns output + B few."""
@@ -23,24 +23,24 @@ class _AddedTo(nn.Linear):
 
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of maps that get one tensor in the families that have them; one that gets another is found as it comes."""
+"""Names of linear layers that get the same input in most families; that it is the same is checked at each call."""
 
 
 class SharedInput:
-    """Layers with the same input: a call of the first computes A x of all of them in one product. A layer that is
-    called before the first leaves the group for good: else its recomputation, with the same input, would take a product
-    that is left over from the forward pass."""
+    """Layers with the same input: when the first is called, A x is computed for all of them in one product. A layer
+    that is called before the first leaves the group for good: its recomputation, with the same input, could otherwise
+    get a product left over from the forward pass."""
 
     def __init__(self, layers: list[ScaledFirst]) -> None:
         self._layers = layers
         self._x: Tensor | None = None
         self._few: dict[int, Tensor] = {}
-        """Place of a layer -> its A x, until it takes that."""
+        """Place of a layer -> its A x, until the layer takes it."""
         for place, layer in enumerate(layers):
             layer.shared, layer.place = self, place
 
     def take(self, place: int, x: Tensor) -> Tensor:
-        """A x of the layer of that place. x: [..., in]. Returns [..., r]."""
+        """Return A x, [..., r], of the layer at this place. x: [..., in]."""
         if place == 0:
             layers = [layer for layer in self._layers if layer.shared is self]
             weights = [layer.weight_of_a() for layer in layers]
@@ -58,8 +58,8 @@ class SharedInput:
 
 
 class ScaledFirst(Linear):
-    """Wx + B (s A x) instead of peft's Wx + s (B A x), s = alpha / r: s multiplies r features of a token, not all
-    outputs, also in the gradient. If s is a power of two, both have equal rounding."""
+    """Computes Wx + B (s A x) instead of peft's Wx + s (B A x), s = alpha / r: s multiplies r features of a token
+    instead of all outputs, also in the gradient. If s is a power of two, both round equally."""
 
     shared: SharedInput | None = None
     place = 0
@@ -86,7 +86,7 @@ class ScaledFirst(Linear):
 
 
 def scaled_first(layer: Any) -> Any:
-    """Turn a layer into a `ScaledFirst` if it is peft's of a linear map and no variant (DoRA)."""
+    """Make a layer a `ScaledFirst` if it is peft's plain LoRA layer (not DoRA) of a linear layer. Returns the layer."""
     if type(layer) is Linear and not layer.lora_variant:
         layer.__class__ = ScaledFirst
         for b in layer.lora_B.values():
@@ -95,8 +95,8 @@ def scaled_first(layer: Any) -> Any:
 
 
 def share_inputs(layers: Mapping[str, Any]) -> None:
-    """Let layers of one module read a tensor that they share once, if they have no dropout, which differs between them.
-    `layers`: by path. Where other ranks have a part of a layer's A, it must stay a product of its own."""
+    """Let layers of one module with the same input read it once. Layers with dropout are left out, because each drops
+    other elements. `layers`: path -> layer, without layers whose A is sharded, which must stay a product of its own."""
     alike = {
         path: layer
         for path, layer in layers.items()

@@ -4,9 +4,9 @@ Tokens go through the head in chunks. Because the loss is a scalar, each chunk's
 pass (while its logits exist) and only scaled in the backward pass: the method of Liger's fused linear cross-entropy
 (arXiv 2410.10989).
 
-The operations on each logit are written twice. On a CPU every pass is in place, with one exponential. A GPU waits for
-its memory in such passes (each reads and writes fp32 logits): there torch.compile makes two kernels, both in the
-model's precision.
+There are two implementations of the operations on each logit. The one for CPUs works in place, with one exponential. On
+a GPU such passes would wait for memory (each reads and writes fp32 logits): there torch.compile makes two kernels, both
+in the model's precision.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeadForm:
     scale: float = 1.0
     """Factor on the logits (Cohere's logit_scale, 1 / Granite's logits_scaling)."""
     softcap: float | None = None
-    """cap * tanh(logits / cap) (Gemma 2)."""
+    """The cap in cap * tanh(logits / cap) (Gemma 2); None: no cap."""
 
     @classmethod
     def of(cls, config: object) -> HeadForm:
@@ -42,7 +42,7 @@ class HeadForm:
         return cls(scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Changes fp32 logits in place."""
+        """Apply scale and cap to fp32 logits, in place."""
         if self.scale != 1.0:
             logits = logits.mul_(self.scale)
         if self.softcap is not None:
@@ -51,32 +51,32 @@ class HeadForm:
 
 
 class Vocabulary(Protocol):
-    """A rank's part of a vocabulary that a group shares, and the group's sums."""
+    """A rank's part of a vocabulary that several ranks share, and reductions over these ranks."""
 
     @property
     def first(self) -> int:
-        """The first word of this rank."""
+        """Return this rank's first token id."""
 
     @property
     def count(self) -> int:
-        """Number of this rank's words."""
+        """Return the number of this rank's token ids."""
 
     def take_largest(self, values: Tensor) -> None:
-        """Put the maximum over all ranks into each element."""
+        """Take the elementwise maximum over the ranks, in place."""
 
     def add_up(self, values: Tensor) -> None:
-        """Put the sum over all ranks into each element."""
+        """Sum over the ranks, in place."""
 
 
 class Labels(NamedTuple):
-    """The labels [N] by token, as [N, 1]."""
+    """The labels of N tokens; each tensor is [N, 1]."""
 
     counts: Tensor
-    """True if the token counts; or the factor on its gradient, 0 if it does not count."""
+    """True if the token counts; or the factor of the token's gradient, which is 0 if it does not count."""
     word: Tensor
-    """The column of its label among this rank's logits, 0 for none."""
+    """The label's column among this rank's logits; 0 if it is not there."""
     mine: Tensor
-    """True if this rank has the label's logit."""
+    """True if this rank has the label's logit. Without a shared vocabulary: if the token counts."""
 
     @classmethod
     def of(cls, labels_N: Tensor, vocabulary: Vocabulary | None) -> Labels:
@@ -93,24 +93,25 @@ class Labels(NamedTuple):
 
 class About(NamedTuple):
     chunk: int
-    """Tokens whose logits exist at one time."""
+    """Number of tokens whose logits exist at one time."""
     form: HeadForm
     vocabulary: Vocabulary | None = None
-    """The shard that V is; all shards get the same sums."""
+    """This rank's shard, if V is a shard of the vocabulary; all ranks get the same sums."""
     z_loss: float = 0.0
-    """Coefficient of the z-loss; 0: there is none."""
+    """Coefficient of the z-loss; 0: no z-loss."""
 
 
 _Elementwise = Callable[[Tensor, Labels, About, bool], tuple[Tensor, Tensor | None]]
 
 
 def _in_place(logits_CV: Tensor, labels: Labels, about: About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """The kept figures of each token in a chunk (`_kept`), and the logits' gradient in fp32; changes the logits."""
+    """Return (the losses of a chunk's tokens, see `_kept`; the gradient of the logits in fp32). Overwrites the
+    logits."""
     form, vocabulary = about.form, about.vocabulary
     logits_CV = form.apply(logits_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()
-    # One exponential serves the loss and its gradient, and every pass is in place: log_softmax or logsumexp would need
-    # a second [C, V] and a second exponential.
+    # One exponential serves loss and gradient, and every pass is in place: log_softmax or logsumexp would need a second
+    # [C, V] tensor and a second exponential.
     most_C1 = logits_CV.amax(1, keepdim=True)
     if vocabulary is not None:
         vocabulary.take_largest(most_C1)
@@ -121,13 +122,13 @@ def _in_place(logits_CV: Tensor, labels: Labels, about: About, wants_gradient: b
     if not wants_gradient:
         return kept_CK, None
     grad_CV = exp_CV.mul_(share_C1)
-    # Not scatter_add_: with train.deterministic torch refuses it on CUDA, though no two of these meet in one element.
+    # Not scatter_add_, which torch refuses on CUDA with train.deterministic, although no two indices are the same here.
     grad_CV.scatter_(1, labels.word, grad_CV.gather(1, labels.word) - factor_C1 * labels.mine)
     return kept_CK, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
 def _fused(logits_CV: Tensor, labels: Labels, about: About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """`_in_place` in two compiled kernels; the gradient has the logits' dtype."""
+    """Compute `_in_place` in two compiled kernels. The gradient has the logits' dtype, and the logits are kept."""
     form, vocabulary = about.form, about.vocabulary
     most_C1, sum_C1, chosen_C1 = _compiled(_softmax_sums)(logits_CV, labels.word, form)
     if vocabulary is not None:
@@ -145,11 +146,11 @@ def _fused(logits_CV: Tensor, labels: Labels, about: About, wants_gradient: bool
 def _kept(
     most_C1: Tensor, sum_C1: Tensor, chosen_C1: Tensor, labels: Labels, about: About
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the losses [C, 1], with a z-loss also the squares of log Z [C, 2]; the factor on each exponential in the logits'
-    gradient; the value subtracted at the label).
+    """Return (the losses [C, 1], with a z-loss [C, 2] with the squares of log Z; the factor of the exponentials in the
+    gradient of the logits; the number to subtract from that gradient at the label).
 
-    `sum_C1`: of this rank's exponentials below `most_C1`; `chosen_C1`: the label's logit less `most_C1`, or that of any
-    word if the label's is another rank's.
+    `sum_C1`: sum of this rank's exponentials, of logits less `most_C1`. `chosen_C1`: the label's logit less `most_C1`;
+    any number if the label is another rank's.
     """
     if about.vocabulary is not None:
         both_C2 = torch.cat([sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0)], dim=1)
@@ -165,7 +166,8 @@ def _kept(
 
 
 def _softmax_sums(logits_CV: Tensor, word_C1: Tensor, form: HeadForm) -> tuple[Tensor, Tensor, Tensor]:
-    """fp32 [C, 1]: the largest value, the sum of the exponentials below it, the value of `word`."""
+    """Return the largest logit, the sum of the exponentials of logits less that, and the logit of `word`: fp32 [C, 1]
+    each."""
     values_CV = form.apply(_widened(logits_CV))
     most_C1 = values_CV.amax(1, keepdim=True)
     sum_C1 = (values_CV - most_C1).exp().sum(1, keepdim=True)
@@ -175,7 +177,7 @@ def _softmax_sums(logits_CV: Tensor, word_C1: Tensor, form: HeadForm) -> tuple[T
 def _logits_gradient(
     logits_CV: Tensor, word_C1: Tensor, most_C1: Tensor, share_C1: Tensor, factor_C1: Tensor, form: HeadForm
 ) -> Tensor:
-    """The loss's gradient to the logits: `share` times the exponentials, less `factor` at `word`. Computed in fp32."""
+    """Return the gradient of the logits: `share` times the exponentials, less `factor` at `word`. Computed in fp32."""
     values_CV = form.apply(_widened(logits_CV))
     grad_CV = (values_CV - most_C1).exp() * share_C1
     words_1V = torch.arange(logits_CV.shape[1], device=logits_CV.device).unsqueeze(0)
@@ -200,7 +202,7 @@ def _elementwise(device: torch.device) -> _Elementwise:
 
 
 def has_one_shape(device: torch.device) -> bool:
-    """True if the device has kernels compiled for the shape of a complete chunk."""
+    """Return True if the device has kernels compiled only for the shape of a complete chunk."""
     return _elementwise(device) is _fused
 
 
@@ -213,8 +215,8 @@ def _add_gradients(
     grad_bias: Tensor | None,
     first: bool,
 ) -> None:
-    """Use a chunk's gradient of the logits: fill its rows of the hidden state's gradient, add to the head's (fp32),
-    which has no values before the first chunk."""
+    """Use a chunk's gradient of the logits: write its rows of the hidden state's gradient, and add to the fp32
+    gradients of the head, which are uninitialised before the first chunk."""
     if grad_bias is not None:
         grad_bias += grad_CV.sum(0, dtype=torch.float32)
     low_CV = grad_CV.to(weight.dtype)
@@ -238,8 +240,8 @@ TRIED: dict[tuple[str, torch.dtype], bool] = {}
 
 
 def adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
-    """True if a kind of device adds a product to an fp32 sum without rounding it first; tried once, with a warning on a
-    GPU that does not."""
+    """Return True if a kind of device can add a product to an fp32 sum without first rounding the product. This is
+    tried once; a GPU that cannot gets a warning."""
     if (kind, dtype) in TRIED:
         return TRIED[kind, dtype]
     works = TRIED[kind, dtype] = _tried_in_fp32(kind, dtype)
@@ -253,7 +255,8 @@ def adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
 
 @with_values()
 def _tried_in_fp32(kind: str, dtype: torch.dtype) -> bool:
-    """Try it: torch has it for CUDA only, and its rules for the sum's dtype have changed between versions."""
+    """Try it: torch supports this only on CUDA, and its rules for the dtype of the sum have changed between
+    versions."""
     total = torch.ones(16, 16, device=kind)
     factor = torch.full((16, 16), 1.0 + 2.0**-7, device=kind, dtype=dtype)  # its square has more bits than bf16
     want = total + factor.float() @ factor.float()
@@ -265,15 +268,15 @@ def _tried_in_fp32(kind: str, dtype: torch.dtype) -> bool:
 
 
 _SCALED_AT_ONCE = 1024
-"""Number of rows, on a CPU."""
+"""Number of rows that a CPU scales at once."""
 
 
 def _scale(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values * factor, an fp32 number on the device, rounded once to `dtype`, in one pass; in place if that is
-    the values' own.
+    """Return values * factor, rounded once to `dtype`, in one pass; in place if the values have that dtype. `factor`:
+    an fp32 scalar on the device.
 
-    The factor has a dimension: a number's dtype would give way to bf16, where it is up to 0.4 % off, and to fp16,
-    where it is infinite beyond 65,504. A CPU computes such a product in a second tensor, hence the parts.
+    The factor is given a dimension, because a scalar would be converted to the values' dtype: up to 0.4 % off in bf16,
+    and infinite beyond 65,504 in fp16. A CPU computes such a product in a second tensor, hence the parts.
     """
     scaled = values if dtype == values.dtype else torch.empty_like(values, dtype=dtype)
     rows = _SCALED_AT_ONCE if values.device.type == "cpu" else max(1, len(values))
@@ -283,10 +286,11 @@ def _scale(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Multiply `ctx.grads` of hidden state, weight and bias (and the head's dtype) by the factor, once."""
+    """Return `ctx.grads` (of hidden state, weight and bias; then the head's dtype) times `grad_output`. They can be
+    used only once."""
     hidden, weight, bias, dtype = ctx.grads
     ctx.grads = None
-    # The factor carries the loss scale of fp16: multiply in fp32 before the result is narrowed.
+    # The factor includes fp16's loss scale: multiply in fp32, then round.
     hidden = None if hidden is None else _scale(hidden, grad_output, hidden.dtype)
     weight = None if weight is None else _scale(weight, grad_output, dtype)
     bias = None if bias is None else _scale(bias, grad_output, dtype)
@@ -294,18 +298,18 @@ def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tens
 
 
 _Wanted = tuple[bool, bool, bool]
-"""True for each of hidden state, weight and bias that needs a gradient."""
+"""For hidden state, weight and bias: True if it needs a gradient."""
 
 
 OfChunk = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
-"""Maps some tokens' logits [C, V], in the head's dtype, which it may change, and their slice of the N tokens to kept
-figures of each token, fp32 [C, K], and the logits' gradient, None if none is wanted."""
+"""Gets the logits [C, V] of some tokens, in the head's dtype, which it may overwrite, and the slice of these tokens
+among all N. Returns figures of each token, fp32 [C, K], and the logits' gradient (None if no gradient is wanted)."""
 
 
 def in_chunks(
     leaves: tuple[Tensor, Tensor, Tensor | None], chunk: int, wanted: _Wanted, of_chunk: OfChunk
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(kept figures of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V])."""
+    """Return (the figures of each chunk's tokens; the gradients of hidden [N, H], weight [V, H] and bias [V])."""
     hidden, weight, bias = leaves
     figures: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -316,7 +320,7 @@ def in_chunks(
     for low in range(0, hidden.shape[0], chunk):
         rows = slice(low, low + chunk)
         hidden_CH = hidden[rows]
-        # The logits are an argument and nothing else: widened, they give their memory back at once.
+        # No other name refers to the logits, so that their memory is free once they are widened.
         each_CK, grad_CV = of_chunk(F.linear(hidden_CH, weight, bias), rows)
         figures.append(each_CK)
         if grad_CV is not None:
@@ -338,9 +342,9 @@ def _token_losses(
 
 
 class _ChunkedNLL(torch.autograd.Function):
-    """Sums over counted tokens, fp32: [1] of -log p(label), or with a z-loss [2] with log Z squared, whose gradient is
-    in the first sum's. Inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N]; V: this rank's part of the
-    vocabulary."""
+    """Returns sums over the counted tokens, fp32: -log p(label), [1]; with a z-loss also log Z squared, [2], whose
+    gradient is included in the first sum's. Inputs: hidden [N, H], weight [V, H], bias [V] or None, labels [N]; V: this
+    rank's part of the vocabulary."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, about):
@@ -359,9 +363,9 @@ class _ChunkedNLL(torch.autograd.Function):
 
 
 class _TokenNLL(torch.autograd.Function):
-    """-log p(label) of each token, fp32 [N]; inputs as for the sum.
+    """Returns -log p(label) of each token, fp32 [N]. Inputs as for `_ChunkedNLL`.
 
-    The backward pass computes the logits again, because a token's factor is known only there.
+    The backward pass computes the logits again, because the tokens' factors are known only then.
     """
 
     @staticmethod
@@ -382,18 +386,18 @@ class _TokenNLL(torch.autograd.Function):
 
 
 def chunked_nll_sums(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, about: About) -> Tensor:
-    """Sums over the counted `labels` [...], already shifted, fp32: the negative log-likelihood (nats), [1]; with a
-    z-loss also the square of log Z, where Z sums the exponentials of the head's logits, [2].
+    """Return sums over the counted `labels` [...], which are already shifted, fp32: the negative log-likelihood (nats),
+    [1]; with a z-loss also the square of log Z, [2]. Z is the sum of the exponentials of the head's logits.
 
-    Only the first has a gradient: its own plus the z-loss's coefficient times the second's (PaLM, arXiv 2204.02311,
-    section 5). `hidden`: [..., H]. `weight`, `bias`: [V, H] and [V] of the head.
+    Only the first sum has a gradient, which includes the z-loss's coefficient times that of the second (PaLM, arXiv
+    2204.02311, section 5). `hidden`: [..., H]. `weight`, `bias`: the head's, [V, H] and [V].
     """
     sums: Tensor = _ChunkedNLL.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), about)
     return sums
 
 
 def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, about: About) -> Tensor:
-    """The negative log-likelihood of each label (nats, fp32, the shape of `labels`), 0 for labels that do not count.
-    Arguments: see `chunked_nll_sums`."""
+    """Return the negative log-likelihood of each label (nats, fp32, shaped like `labels`), 0 for labels that do not
+    count. For the arguments see `chunked_nll_sums`."""
     losses: Tensor = _TokenNLL.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), about)
     return losses.view(labels.shape)

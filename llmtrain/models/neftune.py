@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 
 class Neftune:
-    """Adds noise of alpha / sqrt(L d) x U(-1, 1) to an embedding's d features; L: tokens of the text. The noise comes
-    from torch's stream, like dropout, and is equal on the ranks that share an embedding."""
+    """Adds noise of alpha / sqrt(L d) x U(-1, 1) to the d features of each embedded token, where L is the number of
+    tokens in its text. The noise is drawn from torch's global generator, as for dropout, and is equal on ranks that
+    share an embedding."""
 
     def __init__(self, embedding: nn.Module, alpha: float) -> None:
         self._alpha = alpha
         self.lengths_BT: Tensor | None = None
-        """L of each token in the next embedding."""
+        """L of each token of the next forward pass."""
         embedding.register_forward_hook(self._add_noise)
 
     def look(self, inputs_BT: Tensor, positions_BT: Tensor | None) -> None:
@@ -33,7 +34,8 @@ def drawn(embedded: Tensor) -> Tensor:
 
 
 def text_lengths(inputs_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
-    """Length of each token's text, int64 [B, T]: its document if `positions` are given, else its row."""
+    """Return the length of each token's text, int64 [B, T]: of its document if `positions` are given, else of its
+    row."""
     length = inputs_BT.shape[1]
     if positions_BT is None:
         return torch.full((1, 1), length, device=inputs_BT.device).expand_as(inputs_BT)

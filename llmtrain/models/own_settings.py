@@ -17,16 +17,16 @@ from llmtrain.optim.optimizers import Optimizer
 
 class OwnSettings(NamedTuple):
     lr_factor: float = 1.0
-    """Factor on the learning rate of its group."""
+    """Factor on the learning rate of the parameter's group."""
     weight_decay: float | None = None
     """None: `optim.decay` decides."""
 
 
 def own_settings(spec: ModelSpec, optim: Optimizer, places: Places | None = None) -> dict[str, OwnSettings]:
-    """Settings of each trained parameter by its Hugging Face name; a tied one has its first.
+    """Return the settings of each trained parameter by its Hugging Face name, a tied one's by its first name.
 
     Raises:
-        ConfigError: a pattern matches nothing that trains, or two of a map give one parameter two values.
+        ConfigError: a pattern matches no trained parameter, or two patterns give one parameter different values.
     """
     names = trained_names(spec)
     factors, decays = (
@@ -41,7 +41,7 @@ def own_settings(spec: ModelSpec, optim: Optimizer, places: Places | None = None
 
 
 def trained_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """Return all names of each trained parameter by its first one."""
+    """Return the first name of each trained parameter -> all its names."""
     tied: dict[int, list[str]] = {}
     for path, parameter in spec.adapted.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(local_parameter(path, parameter).name)
@@ -70,7 +70,8 @@ def _by_pattern(key: str, values: dict[str, float], names: dict[str, list[str]],
 
 
 def _depths(hf: nn.Module) -> Iterator[tuple[str, int]]:
-    """Layers between a parameter and the head, by name: 0 for the last decoder layer, all for an embedding."""
+    """Yield (name, number of layers between the parameter and the head): 0 in the last decoder layer, all for an
+    embedding."""
     layers = decoder_layers(hf)
     inside = {id(parameter) for parameter in layers.parameters()}
     depth = {id(p): len(layers) - 1 - index for index, layer in enumerate(layers) for p in layer.parameters()}

@@ -1,6 +1,6 @@
 """DeepSpeed's private names: all that llmtrain/models/parallel uses. Verified with DeepSpeed 0.19.8.
 
-If a name is gone, the import of this file or a call of the entry raises ImportError or AttributeError with that name.
+If a name is missing, importing this file or calling its function raises ImportError or AttributeError with that name.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from llmtrain.models.parallel.mesh import site
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 all_to_all = _dim_zero_all_to_all
-"""sequence.layer._dim_zero_all_to_all(group, [S, ...]): piece i goes to rank i; differentiable. The public
+"""sequence.layer._dim_zero_all_to_all(group, [S, ...]): sends piece i to rank i; differentiable. The public
 single_all_to_all cuts and joins other dimensions."""
 
 
 def overrides(base: type) -> Callable[[_Method], _Method]:
-    """Mark a method that replaces DeepSpeed's private one of the same name, and fail if that is gone: nobody would call
-    ours."""
+    """Mark a method that replaces DeepSpeed's private one of that name. Raises AttributeError if DeepSpeed has none."""
 
     def checked(method: _Method) -> _Method:
         getattr(base, method.__name__)
@@ -45,17 +44,17 @@ def overrides(base: type) -> Callable[[_Method], _Method]:
 
 
 def set_bounds(pipeline: PipelineModule, start: int, stop: int) -> None:
-    """PipelineModule._set_bounds: the layers of the chain that this rank builds, for a _partition_layers of our own."""
+    """PipelineModule._set_bounds: set which layers of the chain this rank builds, in a _partition_layers of ours."""
     pipeline._set_bounds(start=start, stop=stop)
 
 
 def rank_among_experts(degree: int, stages: int) -> int:
-    """This rank's place among the `degree` ranks of its stage that share the experts; makes DeepSpeed's groups for
-    them.
+    """Return this rank's place among the `degree` ranks of its pipeline stage that share the experts; makes DeepSpeed's
+    groups for them.
 
     groups._get_expert_parallel_group_dict, _get_expert_data_parallel_group_dict, _create_expert_and_data_parallel,
-    _get_expert_parallel_rank: the engine's own calls for AutoEP, which come later than we need them. Their names leave
-    out the stages: an earlier engine of this process may have had others.
+    _get_expert_parallel_rank: the engine calls these for AutoEP, but later than we need the groups. The groups' names
+    leave out the pipeline stages, so groups of an earlier engine of this process with other stages are removed.
     """
     name = f"ep_size_{degree}"
     alike, shared = groups._get_expert_data_parallel_group_dict(), groups._get_expert_parallel_group_dict()
@@ -67,13 +66,13 @@ def rank_among_experts(degree: int, stages: int) -> int:
 
 
 def ranks_with_the_same_experts(name: str) -> dist.ProcessGroup:
-    """groups._get_expert_data_parallel_group; `name`: a parameter's group_name."""
+    """Call groups._get_expert_data_parallel_group. `name`: group_name of a parameter."""
     return groups._get_expert_data_parallel_group(name)
 
 
 def activate_in_pytorch() -> None:
-    """moe.ep_experts.EXPERT_ACTIVATIONS: removes the fused kernels, which are Triton's. With a grouped product AutoEP
-    uses them on any device, and no CPU runs them. For the complete process."""
+    """Remove the fused Triton kernels from moe.ep_experts.EXPERT_ACTIVATIONS, for the rest of the process. With a
+    grouped product AutoEP uses them on any device, but CPUs cannot run them."""
     for name, form in EXPERT_ACTIVATIONS.items():
         EXPERT_ACTIVATIONS[name] = replace(form, fused_fn=None, packed_fused_fn=None)
 
@@ -81,10 +80,10 @@ def activate_in_pytorch() -> None:
 class TravellingTokens(AutoEPMoELayer):
     """AutoEPMoELayer that exchanges token counts among ranks, and copies them to the host, while the device works on.
 
-    torch's all-to-all reads these counts on the host. AutoEP waits for them where it needs them, and the device is idle
-    until the host has queued the next kernels; its async_split_plan is for CUDA, and its shared experts come last. Here
-    a copy starts after the router, and shared experts and the sorting of tokens are queued before the host waits, once
-    a layer and forward pass.
+    torch's all-to-all reads these counts on the host. AutoEP waits for them just before it needs them, and then the
+    device is idle until the host has queued more kernels; its async_split_plan is only for CUDA, and its shared experts
+    come last. Here the copy starts right after the router. Shared experts and the sorting of tokens are queued before
+    the host waits, once for each layer and forward pass.
     """
 
     @overrides(AutoEPMoELayer)
@@ -105,17 +104,17 @@ class TravellingTokens(AutoEPMoELayer):
         routed_BTH = combine_from_routed(
             tokens, scores_NK, order, self.top_k, self.score_apply, self.combine_impl, tuple(hidden_BTH.shape)
         )
-        if isinstance(rest, tuple):  # with the router's scores
+        if isinstance(rest, tuple):  # has the router's scores, too
             return rest[0] + routed_BTH.view_as(rest[0]), *rest[1:]
         return rest + routed_BTH.view_as(rest)
 
     def _announce(self, counts_E: torch.Tensor, choices: int) -> tuple[torch.Tensor, Callable[[], list[list[int]]]]:
-        """(tokens that come here [ranks, local experts], a function that waits for the numbers to each rank, and from
-        it)."""
+        """Return (numbers of tokens that come to this rank, [ranks, local experts]; a function that waits for the
+        numbers of tokens that this rank sends to each rank, and gets from each)."""
         counts_E, came_E = self.exchanged(counts_E, choices)
         came_RL = came_E.view(self.ep_size, -1)
         both = torch.stack([counts_E.view(self.ep_size, -1).sum(1), came_RL.sum(1)])
-        on_host = both.to("cpu", non_blocking=True)  # page-locked: it is there when the event is
+        on_host = both.to("cpu", non_blocking=True)  # page-locked, and complete when the event is
         copied = torch.cuda.Event() if both.is_cuda else None
         if copied is not None:
             copied.record()
@@ -128,17 +127,17 @@ class TravellingTokens(AutoEPMoELayer):
         return came_RL, numbers
 
     def exchanged(self, counts_E: torch.Tensor, choices: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send the counts of this rank's `choices`. Returns (the counts, the tokens that come here [ranks x local
-        experts])."""
+        """Exchange the ranks' token counts by expert, which add up to `choices`. Returns (this rank's counts, the
+        numbers of tokens that come here, [ranks x local experts])."""
         came_E = torch.empty_like(counts_E)
         dist.all_to_all_single(came_E, counts_E, group=self.ep_group)
         return counts_E, came_E
 
 
 def replace_block(surgeon: Any, spec: Any, degree: int, rank: int) -> None:
-    """AutoEP._replace_moe_layer_without_retarget: replace a block by this rank's experts.
+    """Call AutoEP._replace_moe_layer_without_retarget, which replaces a block by this rank's experts.
 
-    Not its public replace_moe_layers: that also turns transformers' recorders of router logits to the new modules, and
-    fails with transformers 5.23 (auto_ep_presets/base.py 326: _CanRecordRegistry.get takes no default).
+    The public replace_moe_layers also points transformers' recorders of router logits to the new modules, and fails at
+    that with transformers 5.23 (auto_ep_presets/base.py 326: _CanRecordRegistry.get takes no default).
     """
     surgeon._replace_moe_layer_without_retarget(spec, degree, rank)

@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank holds some experts of each block, and tokens travel to them.
+"""Expert parallelism: each rank holds some experts of each block, and tokens are sent to them.
 
-DeepSpeed's AutoEP replaces the blocks (module_inject/auto_ep*.py). llmtrain asks for it before the engine is built: the
-parameters are then never complete on any rank (except one block at a time under ZeRO 3), and the optimizer's groups are
-made from the local ones.
+DeepSpeed's AutoEP replaces the blocks (module_inject/auto_ep*.py). llmtrain does this before the engine is built, so
+that no rank ever holds all experts (except one block at a time under ZeRO 3), and the optimizer's groups are made from
+the local parameters.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 
 _TOKENS = 24
 _ROUNDING = 1e-3
-"""Tolerance of logits and gradients relative to their spread. Measured: at most 6e-5 for the same function, at least
-0.2 for another."""
+"""Tolerance of logits and gradients relative to their spread. Measured: at most 6e-5 if the function is the same, at
+least 0.2 if not."""
 
 
 def prepare_experts(
     hf: PreTrainedModel, blocks: list[ExpertBlock], mix: Mix, section: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> Routing:
-    """`section`: the JSON's `expert_parallel`. Raises ModelError: the experts do not support the run's settings."""
+    """Shard the experts, or make them leaf modules of ZeRO 3, and return the watch over their routers. `section`: the
+    JSON's `expert_parallel`. Raises ModelError if the experts do not support the run's settings."""
     check_gradients(blocks, mix)
     if mix.degrees.expert > 1:
         shard_experts(hf, find_experts(hf, mix, section), mix, section, device)
@@ -55,14 +56,14 @@ def prepare_experts(
 
 
 def check_gradients(blocks: list[ExpertBlock], mix: Mix) -> None:
-    """Check that each expert's parameters have a gradient on every rank if ZeRO needs one. Raises ModelError."""
+    """Check that each expert's parameters have a gradient on every rank if ZeRO needs it. Raises ModelError."""
     if mix.zero_stage in (1, 2) and mix.degrees.data > 1:
         for block in blocks:
             if block.are_modules:
                 raise ModelError(
                     f"model: the experts of {block.name} are modules of their own, and one that gets no token on a "
-                    "rank has no gradient there: ZeRO 1 and 2 of DeepSpeed 0.19 then add gradients of different "
-                    "parameters, in silence. Set zero_optimization.stage to 3 or 0."
+                    "rank has no gradient there: ZeRO 1 and 2 of DeepSpeed 0.19 then silently add gradients of "
+                    "different parameters. Set zero_optimization.stage to 3 or 0."
                 )
 
 
@@ -90,7 +91,7 @@ def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
 
 
 def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tuple[AutoEP, list[Any]]:
-    """DeepSpeed's AutoEP for a transformers model, with the blocks of experts that it found.
+    """Return DeepSpeed's AutoEP for a transformers model, with the blocks of experts that it has found.
 
     Raises:
         ModelError: AutoEP does not know this family, its blocks compute another function, or the experts cannot be
@@ -127,8 +128,8 @@ def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tupl
 def shard_experts(
     hf: PreTrainedModel, replaceable: tuple[AutoEP, list[Any]], mix: Mix, section: dict[str, Any], device: torch.device
 ) -> None:
-    """Replace the blocks of experts by ones with this rank's experts only. `replaceable`: from `find_experts`, before a
-    pipeline takes layers out. Raises ModelError."""
+    """Replace each block of experts by one with only this rank's experts. `replaceable`: result of `find_experts` for
+    the model before a pipeline removed layers. Raises ModelError."""
     degree, zero3 = mix.degrees.expert, mix.zero_stage == 3
     rank = rank_among_experts(degree, mix.degrees.pipeline)
     if device.type != "cuda" or mix.precision != "bf16":
@@ -159,17 +160,17 @@ def shard_experts(
 
 @with_values()
 def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> None:
-    """Compare AutoEP's blocks with transformers' own before any part of the model is replaced.
+    """Compare AutoEP's blocks with transformers' before any part of the model is replaced.
 
-    Raises: ModelError; ValueError: AutoEP cannot handle a small copy.
+    Raises ModelError if they compute something else, ValueError if AutoEP cannot handle a small copy.
     """
     preset = section.get("preset_model")
     try:
         apart = apart_from_transformers(hf, section)
     except ModelError as error:
         raise ModelError(
-            f"expert_parallel.autoep_size {degree}: DeepSpeed's blocks of experts are held against transformers' own "
-            f"in a small copy of the model, and there is none: {error}"
+            f"expert_parallel.autoep_size {degree}: DeepSpeed's blocks of experts are compared with transformers' own "
+            f"in a small copy of the model, but none can be made: {error}"
         ) from error
     except ValueError:
         raise
@@ -187,21 +188,22 @@ def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> 
 
 
 def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> float:
-    """Distance of a small copy's logits with AutoEP's blocks from transformers', over their standard deviation (a
-    single logit's size), or that of the embedding's gradient, if larger. On the CPU, in fp32.
+    """Return how far a small copy's logits with AutoEP's blocks are from transformers', in their standard deviations
+    (for a single logit in its size), or how far the embedding's gradients are, if farther. On the CPU, in fp32.
 
-    Raises: ValueError: AutoEP cannot; any error of a forward pass; ModelError: there is no small copy.
+    Raises ValueError if AutoEP cannot replace the blocks, ModelError if there is no small copy, or any error of a
+    forward pass.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 
     small = probe_copy(hf)
     draw = torch.Generator().manual_seed(2)
-    for tensor in frozen_tensors(small).values():  # a correction of the routers that is 0 would hide its loss
+    for tensor in frozen_tensors(small).values():  # if the routers' correction is 0, its loss would not show
         tensor.add_(0.3 * torch.randn(tensor.shape, generator=draw))
     ids = torch.arange(_TOKENS).unsqueeze(0) * 7 % small.config.get_text_config().vocab_size
     expected = _pass(small, ids)
-    keys = {key: value for key, value in section.items() if key != "combine_impl"}  # one of its ways is for GPUs alone
+    keys = {key: value for key, value in section.items() if key != "combine_impl"}  # may need a GPU
     if keys.get("top_k") == experts_per_token(hf.config):
         keys.pop("top_k")  # the copy's may differ
     surgeon = AutoEP(small, parse_autoep_config({**keys, "enabled": True, "autoep_size": 1, "use_grouped_mm": False}))
@@ -216,7 +218,7 @@ def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> flo
 
 
 def _pass(small: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(logits, the embedding's gradient of their squares)"""
+    """Return (logits, the embedding's gradient of the mean squared logit)."""
     small.zero_grad()
     with torch.enable_grad():
         logits = small(input_ids=ids, use_cache=False).logits
@@ -225,7 +227,7 @@ def _pass(small: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fitting_presets(hf: PreTrainedModel, section: dict[str, Any]) -> list[str]:
-    """AutoEP's presets whose blocks match transformers' in a small copy."""
+    """Return the AutoEP presets whose blocks match transformers' in a small copy."""
     from deepspeed.module_inject.auto_ep_config import available_preset_names
 
     presets = []
@@ -240,7 +242,7 @@ def _offer(hf: PreTrainedModel, section: dict[str, Any]) -> str:
     around = "remove the section: all ranks then hold all experts (ZeRO 3 partitions them)"
     if fitting := fitting_presets(hf, section):
         named = " or ".join(fitting)
-        return f"Set expert_parallel.preset_model to {named}, which does in a small copy of the model, or {around}"
+        return f"Set expert_parallel.preset_model to {named}, which does in a small copy, or {around}"
     return f"None of DeepSpeed's presets does, so {around}"
 
 
@@ -258,7 +260,7 @@ def _refusal(hf: PreTrainedModel, section: dict[str, Any], degree: int, reason: 
 
 
 def _filled(hf: PreTrainedModel, section: dict[str, Any], mix: Mix) -> dict[str, Any]:
-    """The JSON's section, with the kind of product that these experts support."""
+    """Return the JSON's section, completed with the degree and with the kind of product that these experts support."""
     parts = (part for block in expert_blocks(hf) for part in block.experts)
     grouped = all(fit_grouped_product(part, DTYPES[mix.precision]) for part in parts)
     grouped &= section.get("use_grouped_mm", True)
@@ -266,14 +268,14 @@ def _filled(hf: PreTrainedModel, section: dict[str, Any], mix: Mix) -> dict[str,
 
 
 def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], rank: int) -> None:
-    """Record each new parameter's part of a Hugging Face tensor."""
+    """Record for each new parameter which part of which Hugging Face tensor it is."""
     local_experts = spec.num_experts // block.ep_size
     prefix = spec.moe_module_name
     fused, down = (f"{prefix}.{spec.experts_name}.{name}" for name in (spec.expert_w1_name, spec.expert_w2_name))
     if before.get(fused) != (spec.num_experts, 2 * spec.ffn_hidden_size, spec.hidden_size):
         raise ModelError(
-            f"expert_parallel.autoep_size: {fused} is not [experts, gate and up, hidden]: how its parts lie in a "
-            "checkpoint is not known here. Remove the section: all ranks then hold all experts."
+            f"expert_parallel.autoep_size: {fused} is not [experts, gate and up, hidden], so llmtrain does not "
+            "know where its parts are in a checkpoint. Remove the section: all ranks then hold all experts."
         )
     half = spec.ffn_hidden_size * spec.hidden_size  # elements of the gate, and of the up projection, of one expert
     for parameter, offset in ((block.experts.w1, 0), (block.experts.w3, half)):
@@ -293,14 +295,14 @@ def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], 
 
 
 def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
-    """Record frozen tensors, too: AutoEP keeps the bias of a score under another name."""
+    """Record the names of frozen tensors: AutoEP keeps the bias of a router's scores under another name."""
     prefix, tensors = spec.moe_module_name, frozen_tensors(block)
     path, renamed = spec.e_score_correction_bias_path, "router.e_score_correction_bias"
     new_names = {name: renamed if name == f"{path}.e_score_correction_bias" else name for name in frozen}
     if lost := sorted(name for name, new in new_names.items() if new not in tensors):
         raise ModelError(
-            f"expert_parallel.autoep_size: DeepSpeed's AutoEP does not know {prefix}.{lost[0]}, without which tokens "
-            "go to other experts. Remove the section: all ranks then hold all experts."
+            f"expert_parallel.autoep_size: DeepSpeed's AutoEP would drop {prefix}.{lost[0]}, without which tokens go "
+            "to other experts. Remove the section: all ranks then hold all experts."
         )
     for name, new in new_names.items():
         shape = tuple(frozen[name].shape)
@@ -308,7 +310,8 @@ def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
 
 
 def _partition(block: Any, hf: nn.Module) -> None:
-    """ZeRO 3: partition over the ranks with the same experts, like the engine's own _partition_autoep_zero3_experts."""
+    """Partition the experts for ZeRO 3 over the ranks with the same experts, as the engine's
+    _partition_autoep_zero3_experts does."""
     convert = next(p.convert_to_zero_parameters for p in hf.parameters() if hasattr(p, "convert_to_zero_parameters"))
     parameters = list(block.experts.parameters())
     for parameter in parameters:

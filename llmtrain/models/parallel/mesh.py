@@ -1,4 +1,4 @@
-"""The process groups of the degrees of parallelism: also DeepSpeed's mpu."""
+"""The process groups for each kind of parallelism; `Mesh` is also DeepSpeed's mpu."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from llmtrain.config.topology import Degrees
 
 
 def site() -> Any:
-    """The group of all ranks of one DeepSpeed engine: torch's world, which DeepSpeed takes for granted."""
+    """Return the group of all ranks of one DeepSpeed engine: torch's world, which DeepSpeed always uses."""
     return dist.group.WORLD
 
 
 def make_groups(groups: list[list[int]], rank: int) -> Any:
-    """Make the process group of `rank`; `groups` hold each rank of the world once. Every rank must call it.
+    """Make the process group of `rank`. `groups` hold each rank of the world once. All ranks must call this.
 
-    With NCCL it is one collective, ncclCommSplit, for any number of groups: torch's new_group makes one for each group,
-    also on the ranks outside of it (distributed_c10d.py perform_nocolor_split), 1,024 of them on 512 ranks. With gloo a
-    rank outside of a group has nothing to do.
+    With NCCL this is one collective (ncclCommSplit) for all groups. torch's new_group would need one for each group,
+    also on the ranks outside of it (distributed_c10d.py perform_nocolor_split): 1,024 of them on 512 ranks. With gloo a
+    rank outside of a group does nothing.
     """
     mine = next(index for index, ranks in enumerate(groups) if rank in ranks)
     if site().bound_device_id is not None:
@@ -33,15 +33,16 @@ def make_groups(groups: list[list[int]], rank: int) -> Any:
 
 
 def host_group(ranks: Sequence[int] | None, limit_s: float) -> Any:
-    """A gloo group for computations on the host; None: all ranks of the world. Every rank calls it.
+    """Make a gloo group for computations on the host; `ranks` None: all ranks of the world. All ranks must call this.
 
-    With NCCL torch lets the ranks outside of a group split the world's communicator, for any backend of the group
-    (distributed_c10d.py _new_process_group_helper): a collective of all ranks, in which they wait for ever, as members
-    of a gloo group never enter it. So the world looks unbound in the meantime. (`use_local_synchronization`, with which
-    the others enter nothing either, hangs if ranks have made different numbers of groups: it is part of the name.)
+    With NCCL, whatever the backend of the new group, torch makes the ranks outside of it split the world's communicator
+    (distributed_c10d.py _new_process_group_helper). That is a collective of all ranks, but the members of a gloo group
+    never enter it, so the others would wait for ever. Therefore the world looks unbound in the meantime.
+    (`use_local_synchronization` avoids this as well, but hangs if ranks have made different numbers of groups, because
+    the number is part of the name.)
 
     Args:
-        limit_s: time limit for its collectives.
+        limit_s: time limit of the group's collectives.
     """
     limit = timedelta(seconds=limit_s)
     if ranks is None:
@@ -56,16 +57,16 @@ def host_group(ranks: Sequence[int] | None, limit_s: float) -> Any:
 
 @cache
 def mesh_of(degrees: Degrees) -> Mesh:
-    """Made once a process group. Every rank of the world must call it."""
+    """Return the mesh, made once for a process group. All ranks of the world must call this."""
     return Mesh(degrees)
 
 
 class Mesh:
     """This rank's groups. The `get_` methods are DeepSpeed's mpu interface (its utils/groups.py, utils/bwc.py); its
-    "model parallel" ranks are the tensor-parallel ones here. There is no get_sequence_parallel_world_size: with it,
-    ZeRO of 0.19.8 averages gradients over different groups by stage and bucket (zero/stage3.py __avg_scatter_grads
-    against __avg_scatter_contiguous_grads), S times too small. Without it, every stage averages over all ranks with
-    data and sequence."""
+    "model parallel" ranks are the tensor-parallel ones. There is no get_sequence_parallel_world_size: with that method
+    ZeRO of DeepSpeed 0.19.8 averages gradients over different groups by stage and bucket (zero/stage3.py
+    __avg_scatter_grads against __avg_scatter_contiguous_grads), S times too small. Without it every ZeRO stage averages
+    over all data- and sequence-parallel ranks."""
 
     def __init__(self, degrees: Degrees) -> None:
         self.site = site()
@@ -76,15 +77,15 @@ class Mesh:
         self._made: dict[tuple[int, ...], Any] = {}
         self.sequence = self._group("sequence") if degrees.sequence > 1 else None
         """Ranks that share each row; None without sequence parallelism."""
-        # DeepSpeed sums over the group that an mpu gives it, and None would mean all ranks.
+        # DeepSpeed sums over the mpu's tensor-parallel group, where None would mean all ranks.
         self.tensor = self._group("tensor") if degrees.tensor > 1 or self.mpu is not None else None
         """Ranks that share each matrix; None without tensor parallelism and without an mpu."""
         self.data = self._group("data")
         self.data_and_sequence = self._group("data", "sequence")
-        """Ranks with the same parameters: ZeRO partitions over them, gradients are averaged over them."""
+        """Ranks with the same parameters: ZeRO partitions over them, and gradients are averaged over them."""
 
     def _group(self, *along: str) -> Any:
-        """The group with this rank. Equal sets of ranks share one group; all ranks have the site's."""
+        """Return the group of ranks along these axes that contains this rank. Equal sets of ranks share one group."""
         groups = self.degrees.groups(*along)
         mine = tuple(next(ranks for ranks in groups if self.rank in ranks))
         if len(groups) == 1:
@@ -95,7 +96,8 @@ class Mesh:
 
     @property
     def mpu(self) -> Mesh | None:
-        """The mpu for deepspeed.initialize; None: all ranks are data-parallel, or a pipeline brings its own."""
+        """Return the mpu for deepspeed.initialize; None if all ranks are data-parallel, or for a pipeline, which has
+        its own."""
         plain = self.degrees.tensor == self.degrees.sequence == 1
         return None if plain or self.degrees.pipeline > 1 else self
 
@@ -113,7 +115,7 @@ class Mesh:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_tensor_model_parallel_src_rank(self) -> int:
-        return self.rank - self.place.tensor  # neighbours: the tensor index runs fastest (topology.Degrees)
+        return self.rank - self.place.tensor  # neighbours, as the tensor index varies fastest (topology.Degrees)
 
     def get_pipeline_model_parallel_world_size(self) -> int:
         return 1

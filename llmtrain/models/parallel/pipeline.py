@@ -1,4 +1,4 @@
-"""A transformers causal language model cut into pipeline stages: DeepSpeed's PipelineModule, with this rank's stage."""
+"""A transformers causal language model cut into pipeline stages: DeepSpeed's PipelineModule, with this rank's part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.decoder_parts import AbsentAfter, AbsentBefore, AbsentLayer, Anatomy
 from llmtrain.models.transformers_private import matrices
 
-# Layers of each pipeline stage, and the time that stages wait. Standard library only.
+# How many layers each pipeline stage gets, and how long stages wait. Standard library only.
 
 
 _KEY = "pipeline.partition"
@@ -45,14 +45,14 @@ _KEY = "pipeline.partition"
 @dataclass(frozen=True, kw_only=True)
 class Weights:
     before: float
-    """The embedding's, on the first stage only."""
+    """Weight of the embedding, which is on the first pipeline stage."""
     layers: tuple[float, ...]
     after: float
-    """Final norm's and head's, on the last stage only, with a tied head."""
+    """Weight of final norm and head (a tied head, too), which are on the last pipeline stage."""
 
 
 def bubble_share(stages: int, micro_batches: int) -> float:
-    """Share of a step's time in which a stage waits, if all stages take equally long.
+    """Return the share of a step's time in which a pipeline stage waits, if all stages take equally long.
 
     The schedule is 1F1B (Narayanan et al., arXiv 1806.03377): a step takes the time of M + S - 1 micro-batches.
     """
@@ -60,7 +60,7 @@ def bubble_share(stages: int, micro_batches: int) -> float:
 
 
 def explain(layers: Sequence[int], micro_batches: int) -> str:
-    """Return a line for the log on the stages. `layers`: number in each stage."""
+    """Return a line on the pipeline stages for the log. `layers`: number of decoder layers in each stage."""
     stages = len(layers)
     share = bubble_share(stages, micro_batches)
     line = (
@@ -75,19 +75,19 @@ def explain(layers: Sequence[int], micro_batches: int) -> str:
 
 
 def given(counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
-    """Check the given numbers of layers of the stages. Raises ModelError: they do not fit."""
+    """Return the user's layer counts. Raises ModelError if they do not fit the model and the number of stages."""
     _check_stages(layers, stages)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         raise ModelError(
-            f"{_KEY} = {list(counts)}: one count for each of the {stages} stages is needed, at least 1 each, {layers} "
-            f"(the model's layers) in all; these are {len(counts)} with {sum(counts)} in all. For example "
-            f"{list(uniform(layers, stages))}."
+            f"{_KEY} = {list(counts)}: these are {len(counts)} counts with the sum {sum(counts)}. Give one count for "
+            f"each of the {stages} pipeline stages, at least 1 each, with the sum {layers} (the model's layers), such "
+            f"as {list(uniform(layers, stages))}."
         )
     return tuple(counts)
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers divided evenly: the middle gets one more first, the stage with the head last."""
+    """Return layer counts that differ by at most one: the middle stages have more, the stage with the head last."""
     _check_stages(layers, stages)
     count, more = divmod(layers, stages)
     middle = sorted(range(stages), key=lambda stage: (abs(2 * stage - stages + 1), stage))
@@ -95,7 +95,8 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced(weights: Weights, stages: int) -> tuple[int, ...]:
-    """Layer counts with the lightest possible heaviest stage, and the others as equal as that allows."""
+    """Return the layer counts with the lightest possible heaviest stage, and the other stages as equal as that
+    allows."""
     _check_stages(len(weights.layers), stages)
     heaviest, _ = _best(weights, stages, lambda so_far, own: max(so_far, own))
     _, counts = _best(weights, stages, lambda so_far, own: so_far + own * own if own <= heaviest else math.inf)
@@ -103,7 +104,8 @@ def balanced(weights: Weights, stages: int) -> tuple[int, ...]:
 
 
 def _best(weights: Weights, stages: int, join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-    """Cost and counts of the cheapest partition; `join`: (cost of earlier stages, a stage's weight) -> total cost."""
+    """Return cost and counts of the cheapest partition. `join`: (cost of earlier stages, a stage's weight) -> total
+    cost."""
     layers = len(weights.layers)
     sums = [0.0, *accumulate(weights.layers)]
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # number of placed layers: cost, counts
@@ -124,13 +126,13 @@ def _best(weights: Weights, stages: int, join: Callable[[float, float], float]) 
 def _check_stages(layers: int, stages: int) -> None:
     if stages > layers:
         raise ModelError(
-            f"pipeline.stages = {stages}: each stage needs at least one decoder layer, and the model has {layers}. Use "
+            f"pipeline.stages = {stages}: each stage needs at least one decoder layer, but the model has {layers}. Use "
             f"at most {layers} stages."
         )
 
 
-# A pipeline stage: the transformers model itself without the parts of other stages.
-# So masks, rotary embeddings and all other inputs of a layer are made by transformers' own code on every stage.
+# A pipeline stage is the transformers model itself, without the parts of other stages. So transformers' own code makes
+# masks, rotary embeddings and all other inputs of a layer on every stage.
 
 
 if TYPE_CHECKING:
@@ -138,8 +140,8 @@ if TYPE_CHECKING:
 
 
 class Entrance(AbsentLayer):
-    """The last absent layer before a stage's own: the received hidden state enters here, and the output of the absent
-    parts is dropped, since the first stage has scaled and projected its embeddings."""
+    """The last absent layer before a pipeline stage's own layers. It returns the received hidden state and drops its
+    input, because the first stage has already scaled and projected the embeddings."""
 
     received: Tensor | None = None
 
@@ -154,16 +156,17 @@ class Stage(nn.Module):
     def __init__(self, hf: PreTrainedModel, entrance: Entrance | None) -> None:
         super().__init__()
         self.hf = hf
-        self._entrance = (entrance,)  # not a submodule a second time
+        self._entrance = (entrance,)  # in a tuple, so that it is not registered as a submodule twice
         self.noise: Neftune | None = None
-        """Noise on the embeddings, in training; on the first stage."""
+        """Adds noise to the embeddings in training; on the first pipeline stage only."""
         self.conclude: Callable[[Tensor], Tensor] | None = None
-        """The last stage's loss of the hidden state."""
+        """On the last pipeline stage: computes the loss from the hidden state."""
         self.wants_logits = False
-        """True if the last stage's `conclude` gets transformers' own logits instead."""
+        """True if `conclude` gets transformers' own logits instead of the hidden state."""
 
     def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        """Tokens or hidden states, with positions [B, T] if there are documents in the rows; returns the same form."""
+        """`inputs`: tokens or hidden states, with positions [B, T] if rows hold several documents. Returns the hidden
+        states in the same form; on the last pipeline stage the result of `conclude`."""
         first, positions = inputs if isinstance(inputs, tuple) else (inputs, None)
         kwargs: dict[str, Any] = {"use_cache": False}
         if positions is not None:
@@ -175,8 +178,7 @@ class Stage(nn.Module):
                 self.noise.lengths_BT = text_lengths(first, positions)
         else:
             entrance.received = first
-            # Only its shape is read: some models scale the embeddings in place (CTRL), and would scale the received
-            # state.
+            # Only its shape matters. Not the received state itself: some models scale their embeddings in place (CTRL).
             kwargs["inputs_embeds"] = torch.zeros_like(first)
         with documents_in_rows(positions):
             if self.wants_logits:
@@ -193,9 +195,9 @@ class Stage(nn.Module):
 class Part:
     layers: range
     first: bool
-    """The embedding, and all other modules before the first layer."""
+    """The part has the embedding, and all other modules before the first layer."""
     last: bool
-    """Final norm and head."""
+    """The part has final norm and head."""
 
 
 def build_stage(
@@ -207,10 +209,8 @@ def build_stage(
     *,
     shard: Callable[[PreTrainedModel], None] | None = None,
 ) -> Stage:
-    """Turn the model's skeleton into a stage; its parts get uninitialised memory on the device.
-
-    `shard` gives memory to a rank's shards instead, if ranks share matrices or experts.
-    """
+    """Turn the model's skeleton into a pipeline stage, with uninitialised parameters on the device. `shard`: allocates
+    this rank's shards first, if ranks share matrices or experts."""
     entrance = _cut(hf, anatomy, part, dtype)
     if shard is not None:
         shard(hf)
@@ -220,8 +220,8 @@ def build_stage(
 
 
 def _cut(hf: PreTrainedModel, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance | None:
-    """Take the other stages' parts out of a model. Returns the module that the hidden state enters; None on the first
-    stage."""
+    """Take other pipeline stages' parts out of the model. Returns the module that receives the hidden state; None on
+    the first stage."""
     as_tuple = anatomy.layers_return_tuples
     absent: dict[str, nn.Module] = {
         layer.path: AbsentLayer(as_tuple) for index, layer in enumerate(anatomy.layers) if index not in part.layers
@@ -242,7 +242,7 @@ if TYPE_CHECKING:
 
 
 class _Tie(TiedLayerSpec):
-    """Declares one weight of two stages to DeepSpeed; in the chain of layers it does nothing."""
+    """Tells DeepSpeed that two pipeline stages share a weight; in the chain of layers it does nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__("embedding", nn.Module, forward_fn=lambda _, passing: passing)
@@ -253,7 +253,7 @@ class _Tie(TiedLayerSpec):
 
 
 class PipelineLanguageModel(PipelineModule):
-    """The last stage gives the loss of a micro-batch."""
+    """DeepSpeed's pipeline module with this rank's stage. The last pipeline stage returns the loss of a micro-batch."""
 
     def __init__(
         self,
@@ -266,41 +266,41 @@ class PipelineLanguageModel(PipelineModule):
     ) -> None:
         degrees, place = mesh.degrees, mesh.place
         stages = degrees.pipeline
-        specs: list[Any] = [LayerSpec(nn.Identity)] * stages  # DeepSpeed builds only those of this rank's stage
+        specs: list[Any] = [LayerSpec(nn.Identity)] * stages  # DeepSpeed builds only this rank's
         specs[place.pipeline] = stage
         bounds = list(range(stages + 1))
         if tied is not None:
             specs = [_Tie(tied[0]), *specs, _Tie(tied[1])]
             bounds = [0, *range(2, stages + 1), stages + 2]
         topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=degrees.tensor, num_dp=degrees.data)
-        # It prints its topology and its seeds, and broadcasts tied weights with gradients on.
+        # DeepSpeed prints its topology and seeds, and broadcasts tied weights with gradients on.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(specs, topology=topology, partition_method=bounds)
         self.stage = stage
         for name, parameter in [] if tied is None else tied[1].named_parameters():
-            if name != "weight":  # DeepSpeed takes a tied head's bias for a copy, too, and leaves it out of the norm
+            if name != "weight":  # else a tied head's bias counts as a copy, and not in the norm
                 parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
         if place.pipeline == stages - 1:
-            # Not DeepSpeed's loss_fn, which runs outside of the engine's forward pass and its hooks: BF16_Optimizer,
-            # DeepSpeed's default, lost the head's gradients that way.
+            # Not DeepSpeed's loss_fn, which runs outside of the engine's forward pass and its hooks: with it
+            # DeepSpeed's BF16_Optimizer lost the head's gradients.
             stage.conclude = self._loss
             self.head = Head(stage.hf, chunk)
         self.notes: list[str] = []
-        """For the user, at the start of a run."""
+        """Lines for the log at the start of a run."""
         self.routing: None = None
-        """A mixture of experts has no pipeline."""
+        """Always None: the routers of a mixture of experts are not watched in a pipeline."""
         self._parameters_here = parameters
         self._shapes = shapes
         self.factor: Callable[[], float] = lambda: 1.0
-        """Factor on the summed loss of a micro-batch, in training."""
+        """Returns the factor on a micro-batch's summed loss in training."""
         self.losses: deque[Loss] = deque()
-        """Micro-batches whose forward pass has not begun; on the last stage."""
+        """Loss functions of the micro-batches whose forward pass has not begun; on the last pipeline stage."""
         self.sums: list[Tensor] = []
-        """Sums of the micro-batches since the list was emptied; on the last stage."""
+        """Sums of the micro-batches since the list was emptied; on the last pipeline stage."""
 
     @overrides(PipelineModule)
     def _partition_layers(self, method: list[int] = ()) -> None:  # type: ignore[assignment]
-        """DeepSpeed's hook: the bounds are given."""
+        """Set the bounds of the pipeline stages, which DeepSpeed passes to this hook as it got them from us."""
         self.parts = method
         set_bounds(self, method[self.stage_id], method[self.stage_id + 1])
 
@@ -318,7 +318,7 @@ class PipelineLanguageModel(PipelineModule):
 
     @wants_logits.setter
     def wants_logits(self, wanted: bool) -> None:
-        # The other stages give their hidden state as ever: transformers' forward would scale or cap that as logits.
+        # Other stages still return hidden states, which transformers' forward would scale or cap like logits.
         self.stage.wants_logits = wanted and self.stage.conclude is not None
 
     def local_parameters(self) -> list[LocalParameter]:
@@ -328,11 +328,11 @@ class PipelineLanguageModel(PipelineModule):
         return self._shapes
 
     def matrices(self) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
-        """Yield the matrices of this rank's layers, as LanguageModel.matrices does."""
+        """Yield the matrices of this rank's layers, as `LanguageModel.matrices` does."""
         return matrices(decoder_layers(self.hf))
 
     def _loss(self, hidden: Tensor) -> Tensor:
-        """The weighted loss of a micro-batch."""
+        """Return the loss of a micro-batch, in training times `factor`."""
         loss = self.losses.popleft()
         sums = loss(self.head, hidden) if self.stage.wants_logits else self.head.compute(loss, hidden)
         self.sums.append(sums.detach())
@@ -340,7 +340,7 @@ class PipelineLanguageModel(PipelineModule):
 
 
 def build_pipeline(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
-    """This rank's stage with uninitialised parameters; those of other stages never get memory.
+    """Return this rank's pipeline stage with uninitialised parameters; those of other stages never get memory.
 
     Raises:
         ModelError: transformers cannot build the model, or it cannot be cut into these stages.
@@ -399,7 +399,7 @@ def build_pipeline(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) 
 
 
 def layer_counts(asked: str | tuple[int, ...], stages: int, hf: PreTrainedModel, anatomy: Anatomy) -> tuple[int, ...]:
-    """Decoder layers of each stage, by `pipeline.partition`. Raises ModelError."""
+    """Return the number of decoder layers of each pipeline stage, by `pipeline.partition`. Raises ModelError."""
     if not isinstance(asked, str):
         return given(asked, len(anatomy.layers), stages)
     if asked == "uniform":
@@ -408,7 +408,7 @@ def layer_counts(asked: str | tuple[int, ...], stages: int, hf: PreTrainedModel,
 
 
 def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:
-    """Elements of the parts' parameters; the last stage also holds a head tied to the embedding."""
+    """Return the numbers of elements of the model's parts. A head tied to the embedding counts in `after`, too."""
 
     def count(*paths: str) -> int:
         return sum(p.numel() for path in paths for p in hf.get_submodule(path).parameters())
@@ -421,7 +421,8 @@ def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:
 
 
 def _local_parameters(hf: nn.Module, anatomy: Anatomy, copy: int) -> list[LocalParameter]:
-    """A tied weight has the embedding's name on the last stage, too, with copies 0 and 1."""
+    """Return this stage's parameters. A tied weight has the embedding's name on both its stages, with copies 0 and
+    1."""
     parameters = []
     tied = [f"{anatomy.embedding}.weight", f"{anatomy.head}.weight"] if anatomy.tied else []
     for name, parameter in named_tensors(hf):

@@ -1,6 +1,6 @@
-"""Recomputation in the backward pass, with a choice of the kept tensors and their place; MLPs over slices.
+"""Recomputation in the backward pass, with a choice of which tensors are kept and where; MLPs over slices.
 
-Transformers' own code recomputes all layers or none.
+transformers' own code can only recompute all layers or none.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from llmtrain.models.transformers_private import ATTENTION_KERNELS, OperatorMode
 from llmtrain.models.varlen import within_documents  # noqa: F401  (defines the operator)
 
 ATTENTION = (*ATTENTION_KERNELS, torch.ops.llmtrain.within_documents.default)
-"""Operators whose results `keep: attention` keeps: the output [B, T, heads x size] and the sums of the softmax. They
-are the one part of a layer whose time grows with the square of the sequence length. On a GPU the kernel is chosen for
-each shape and mask."""
+"""Operators whose results `keep: attention` keeps: the output [B, T, heads x size] and the sums of the softmax.
+Attention is the only part of a layer whose time grows with the square of the sequence length. On a GPU torch chooses
+among these kernels by shape and mask."""
 
 
 def recompute(layers: Iterable[nn.Module], *, keep_attention: bool, on_host: bool, compiled: bool) -> None:
-    """Let each of these layers run again in the backward pass; called before compilation. `keep_attention`: except
-    attention (`ATTENTION`). `on_host`: kept tensors wait in host memory. `compiled`: torch.compile sees torch's own
-    policy only."""
+    """Make each of these layers run again in the backward pass. Call this before compilation.
+
+    Args:
+        keep_attention: keep the results of attention (`ATTENTION`) instead of computing it again.
+        on_host: kept tensors wait in host memory.
+        compiled: the layers will be compiled; torch.compile supports only torch's own way to keep tensors.
+    """
     run_again: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False)
     if keep_attention:
         policy = functools.partial(create_selective_checkpoint_contexts, _policy)
@@ -45,7 +49,7 @@ def recompute(layers: Iterable[nn.Module], *, keep_attention: bool, on_host: boo
         return run_again(plain, *args) if layer.training else plain(*args)
 
     for layer in layers:
-        layer.forward = MethodType(forward, layer)  # one function: compiled layers of one kind share their graph
+        layer.forward = MethodType(forward, layer)  # one function, so that compiled layers of one kind share a graph
 
 
 def _with_inputs_on_host(run_again: Callable[..., Any], function: Any, *args: Any) -> Any:
@@ -58,11 +62,11 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 class _Keep(OperatorMode):
-    """Keeps the results of attention in a layer's forward pass, and the random state after it, from which the
+    """Keeps the results of attention in a layer's forward pass, and the random state after it, with which the
     recomputation continues after attention's dropout.
 
-    Torch's own mode counts every operator and ends a run whose recomputation has others: under ZeRO 3 a weight may be
-    gathered ahead in one pass and within the layer in the other.
+    torch's own mode counts all operators, and fails if the recomputation runs others: under ZeRO 3 a weight may be
+    gathered ahead in one pass and inside the layer in the other.
     """
 
     def __init__(self, pack: Callable[[Tensor], Any]) -> None:
@@ -73,14 +77,14 @@ class _Keep(OperatorMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         if operator in ATTENTION:
-            # Detached: `result` gets the graph that its layer's recomputation is a part of, a circle.
+            # Detached: else `result` and the graph that recomputes its layer would hold each other.
             packed = [self._pack(x.detach()) if isinstance(x, Tensor) else x for x in result]
             self.kept.append((packed, result[0].device, random_state(result[0].device)))
         return result
 
 
 class _Give(OperatorMode):
-    """Returns the kept results instead of attention in the recomputation."""
+    """Returns the kept results in the recomputation instead of running attention."""
 
     def __init__(self, results: deque[Any], unpack: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -95,7 +99,7 @@ class _Give(OperatorMode):
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the state of the device's random numbers, without waiting for the device."""
+    """Return the random state of the host and the device, without waiting for the device."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
@@ -119,16 +123,16 @@ _PIECE_BYTES = 2**26
 
 
 class OnHost(tuple[torch.device, torch.Size, list[Tensor]]):
-    """A copy of a tensor in host memory: its device, its shape, its elements in pieces."""
+    """A copy of a tensor in host memory: (device, shape, elements in pieces)."""
 
 
 def to_host(tensor: Tensor) -> OnHost:
-    """Copy to host memory in pieces of 64 MiB: torch rounds each request for pinned memory up to a power of two, 4.3 GB
-    for the 3.3 GB that an 8B layer keeps for 400,000 tokens."""
+    """Copy to host memory in pieces of 64 MiB: torch rounds each request for pinned memory up to a power of two, which
+    makes 4.3 GB of the 3.3 GB that an 8B layer keeps for 400,000 tokens."""
     pieces = []
     for part in tensor.detach().reshape(-1).split(_PIECE_BYTES // tensor.element_size()):
         piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)
-        pieces.append(piece.copy_(part, non_blocking=True))  # the host never reads it, so nobody waits
+        pieces.append(piece.copy_(part, non_blocking=True))  # no wait, as the host never reads it
     return OnHost((tensor.device, tensor.shape, pieces))
 
 
@@ -140,16 +144,16 @@ def from_host(on_host: OnHost) -> Tensor:
     return flat.view(shape)
 
 
-# The MLPs of a decoder over slices of the sequence: they keep one slice's tensors for the backward pass.
-# An MLP's inner width is three to four times the hidden size, and it holds several tensors of it: with recomputed
-# layers it needs most of a long sequence's memory. Each token goes through it alone, so slices of the sequence can go
-# one after another, and again in the backward pass (ALST, arXiv 2506.13996).
-# DeepSpeed's TiledMLP sums a weight's gradient over the slices in the parameter's own dtype, and must report the last
-# slice to ZeRO. Ours sums in fp32 and returns each gradient once, in every ZeRO stage.
+# MLPs that compute slices of the sequence one after another, and keep one slice's tensors for the backward pass. An
+# MLP's inner width is three to four times the hidden size, and it holds several tensors of that width: with recomputed
+# layers it needs most of a long sequence's memory. It treats each token separately, so slices can be computed one by
+# one, and again in the backward pass (ALST, arXiv 2506.13996). DeepSpeed's TiledMLP sums a weight's gradient over the
+# slices in the parameter's own dtype, and has to tell ZeRO which slice is the last. Ours sums in fp32 and returns each
+# gradient once, in every ZeRO stage.
 
 
 class _Tiled(torch.autograd.Function):
-    """An MLP on [N, H] tokens, `tile` at a time; keeps its input only."""
+    """Runs an MLP on [N, H] tokens, `tile` at a time, and keeps only its input for the backward pass."""
 
     @staticmethod
     def forward(ctx, run, tile, drops, tokens_NH, *parameters):
@@ -181,7 +185,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def tiled(mlp: nn.Module, tile: int) -> Callable[[Tensor], Tensor]:
-    """Return the MLP over tiles: [B, T, H] -> [B, T, H]."""
+    """Return a forward that runs the MLP on `tile` tokens at a time: [B, T, H] -> [B, T, H]."""
     forward_of_mlp = mlp.forward
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules())
 
@@ -210,7 +214,8 @@ def _in_tiles(run: Callable[[Tensor], Tensor], tile: int, tokens_NH: Tensor) -> 
 
 @contextlib.contextmanager
 def _random_numbers(device: torch.device, state: tuple[Tensor, Tensor | None] | None) -> Iterator[None]:
-    """Restore the forward pass's random numbers, for dropout."""
+    """A context with the random state of the forward pass, so that recomputed dropout draws the same mask. `state`
+    None: nothing changes."""
     if state is None:
         yield
         return
@@ -220,7 +225,7 @@ def _random_numbers(device: torch.device, state: tuple[Tensor, Tensor | None] | 
 
 
 def tile_mlps(mlps: Iterable[nn.Module], tile: int) -> None:
-    """Let these MLPs compute `tile` tokens at a time. Call it before DeepSpeed takes the model."""
+    """Make these MLPs compute `tile` tokens at a time. Call this before the DeepSpeed engine is built."""
     for mlp in mlps:
         mlp.forward = tiled(mlp, tile)
         set_z3_leaf_module(mlp, True)  # ZeRO 3: its weights are gathered once for all slices, not for each

@@ -1,11 +1,11 @@
 """Sequence parallelism (Ulysses, arXiv 2309.14509): ranks share each row, and within attention they share its heads.
 
-A rank has the columns [s T / S, (s + 1) T / S) of every row in all of the model, except in attention: there an
-all-to-all gives it all T tokens of its shard of the heads, the model's own attention function runs on them with the
-mask of complete rows, and another all-to-all brings the result back.
+Rank s has the columns [s T / S, (s + 1) T / S) of every row, except within attention. There an all-to-all gives it all
+T tokens for its share of the heads, the model's own attention function runs on them with the mask of complete rows, and
+another all-to-all returns the result to the ranks with the columns.
 
-DeepSpeed's own wrapper for transformers (UlyssesSPAttentionHF, 0.19.8) drops the mask: sliding windows and documents
-are silently lost with sdpa, eager attention (soft caps) is refused, and it serves one model a process.
+DeepSpeed's wrapper for transformers (UlyssesSPAttentionHF, 0.19.8) drops the mask, so with sdpa sliding windows and
+document borders are silently lost. It also refuses eager attention (soft caps), and serves only one model a process.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class SequenceLanguageModel(LanguageModel):
-    """Each rank of the group gets the same complete rows, finds their length and documents for the masks, and takes its
-    columns."""
+    """Each rank of the group gets the same complete rows, derives lengths and documents from them for the masks, and
+    then computes only its columns."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int, group: Any) -> None:
         super().__init__(hf, chunk)
@@ -45,7 +45,7 @@ class SequenceLanguageModel(LanguageModel):
         exchange_heads(hf, self._exchange)
 
     def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
-        """`inputs`: complete rows [B, T]. Returns [B, t, H]."""
+        """Return the hidden state of this rank's columns, [B, t, H]. `inputs`: complete rows [B, T]."""
         rows, length = inputs.shape
         assert length % self._exchange.degree == 0, (length, self._exchange.degree)
         places = torch.arange(length, device=inputs.device).expand(rows, -1) if positions is None else positions
@@ -61,7 +61,8 @@ class SequenceLanguageModel(LanguageModel):
 
 
 class Exchange:
-    """The exchange of heads for columns, with T tokens a row, S ranks, t = T / S and h = H / S."""
+    """The exchange of heads for columns among S ranks: t = T / S columns and all H heads, or all T columns and h = H /
+    S heads."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -69,12 +70,12 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.active = True
         self.places_BT: Tensor | None = None
-        """Positions of complete rows, for attention functions that find the documents in them."""
+        """Positions of complete rows, from which some attention functions derive the documents."""
         register_all_to_all_group(group)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context in which the model computes complete rows by itself."""
+        """A context in which each rank's model computes complete rows by itself."""
         self.active = False
         try:
             yield
@@ -85,15 +86,16 @@ class Exchange:
         return all_to_all(self.group, shard.expand(self.degree, *shard.shape).contiguous())
 
     def turned(self, x: Tensor) -> Tensor:
-        """[B, H, t, D] -> [B, h, T, D], by heads; [B, T, h, D] -> [B, t, H, D], by columns: the second dimension is
-        shared over the ranks, and the third gathered from them."""
+        """Divide the second dimension among the ranks, and gather the third: [B, H, t, D] -> [B, h, T, D] for heads, or
+        back, [B, T, h, D] -> [B, t, H, D]."""
         rows, shared, gathered, size = x.shape
         parts = x.view(rows, self.degree, shared // self.degree, gathered, size).transpose(0, 1)
-        came = all_to_all(self.group, parts)  # [S, ...], by the third dimension's owner
+        came = all_to_all(self.group, parts)  # [S, ...], by the rank that had the part of the third dimension
         return came.permute(1, 2, 0, 3, 4).reshape(rows, shared // self.degree, self.degree * gathered, size)
 
     def attend(self, inner: Callable[..., Any], module: Any, qkv: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-        """`inner`: transformers' attention function."""
+        """Run transformers' attention function `inner` on this rank's heads. Raises ModelError if S does not divide the
+        heads."""
         query, key, value = qkv
         if query.shape[1] % self.degree:
             rule = f"its {query.shape[1]} attention heads cannot be shared by {self.degree} ranks"
@@ -112,8 +114,7 @@ class Exchange:
 
 @contextlib.contextmanager
 def _groups_of(attention: Any, groups: int) -> Iterator[None]:
-    """Context that sets the number of query heads per key head in the module, where transformers' attention functions
-    read it."""
+    """A context that sets the number of query heads per key head in the module, where attention functions read it."""
     before = getattr(attention, "num_key_value_groups", None)
     if before in (None, groups):
         yield
@@ -126,7 +127,7 @@ def _groups_of(attention: Any, groups: int) -> Iterator[None]:
 
 
 def exchange_heads(hf: PreTrainedModel, exchange: Exchange) -> None:
-    """Send every attention of the model through the exchange. Raises ModelError: see `check_attention`."""
+    """Send every attention of the model through the exchange. Raises ModelError as `check_attention`."""
     check_attention(hf)
     stand_before_attention(_attend)
     module: Any
@@ -140,7 +141,7 @@ def exchange_heads(hf: PreTrainedModel, exchange: Exchange) -> None:
 def _attend(
     inner: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace attention functions for modules with an exchange; other modules keep transformers' own."""
+    """Call attention through the module's exchange; modules without an exchange call transformers' function."""
     exchange: Exchange | None = getattr(module, "llmtrain_exchange", None)
     if exchange is None or not exchange.active:
         return inner(module, query, key, value, *args, **kwargs)
@@ -148,9 +149,10 @@ def _attend(
 
 
 def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
-    """Give rotary embeddings the length of a row: beyond a length, some kinds (longrope, dynamic) turn differently.
+    """Show rotary embeddings the length of the complete row: some kinds (longrope, dynamic) use other angles for long
+    rows.
 
-    They read the length from the largest position, so each rank also gives the row's last one.
+    They take the length from the largest position, so each rank adds the row's last position to its own.
     """
     forward_of_rotary = rotary.forward
 
@@ -167,9 +169,9 @@ def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
 
 
 def check_attention(hf: PreTrainedModel) -> None:
-    """Prove that the model's tokens see each other through transformers' attention functions only.
+    """Prove that tokens of the model affect each other only through transformers' attention functions.
 
-    A small copy runs with attention that gives every token its own value: no token may then depend on another. Raises
+    A small copy runs with an attention that returns each token's own value: then no token may depend on another. Raises
     ModelError.
     """
     name = type(hf).__name__
@@ -180,7 +182,7 @@ def check_attention(hf: PreTrainedModel) -> None:
     other = ids.clone()
     other[0, 5] = 2
     with torch.no_grad(), attention_seen(small) as calls:
-        with contextlib.suppress(ModelError):  # attention of its own may want a mask of another kind, like Falcon's
+        with contextlib.suppress(ModelError):  # attention code of its own may need another mask, like Falcon's
             run_decoder(small, ids)
         if not calls:
             raise ModelError(
@@ -194,16 +196,17 @@ def check_attention(hf: PreTrainedModel) -> None:
                     f"head; ranks that share heads would need their parts of it. Set {_KEY} to 1."
                 )
 
-    def own_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # no token sees another one
+    def own_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # no token affects another
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
 
     with torch.no_grad(), attention_seen(small, compute=own_value):
         try:
             one, two = (run_decoder(small, tokens) for tokens in (ids, other))
-        except ModelError as error:  # a model may need more from its attention
+        except ModelError as error:  # the model may use attention in other ways
             watched = "It was run with a replaced attention, as on ranks that share sequences"
             raise ModelError(f"{error} {watched}; set {_KEY} to 1.") from error
-    # Not to the bit: a token that goes to another expert changes the shapes, and so the rounding, of the products.
+    # Not compared bit for bit: a token that goes to another expert changes the shapes of products, and so their
+    # rounding.
     felt = ~torch.isclose(one, two, rtol=1e-3, atol=1e-4).all(-1)[0]
     felt[5] = False
     if felt.any():

@@ -1,9 +1,9 @@
-"""Tensor parallelism: the layers' linear maps, the experts and the vocabulary, sharded over a group of ranks.
+"""Tensor parallelism: the layers' linear layers, the experts and the vocabulary, sharded over a group of ranks.
 
-The maps are DeepSpeed's AutoTP layers, with forwards of our own: DeepSpeed 0.19.8's (module_inject/layers.py) reduce
-the gradient of a common input once for each map that reads it (three times for query, key and value), lose that sum
-when the gradient is not contiguous, and under ZeRO 3 keep every gathered weight alive until the backward pass (a
-transposed view of it is saved for it).
+The linear layers are DeepSpeed's AutoTP layers with our own forward. That of DeepSpeed 0.19.8 (module_inject/layers.py)
+reduces the gradient of an input once for each layer that reads it (three times for query, key and value), loses the sum
+if the gradient is not contiguous, and under ZeRO 3 keeps every gathered weight until the backward pass, because it
+saves a transposed view of the weight.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 class Span:
-    """A part of a layer in which each rank has its own shard of the activations.
+    """A part of a decoder layer in which each rank has its own shard of the activations.
 
-    It begins where a column map reads the replicated activation and ends where the next row map sums the ranks'
-    outputs. Maps that read the same activation share one sum of its gradient. Inside, dropout draws from a separate
-    stream of random numbers on each rank; outside, all ranks draw the same.
+    It begins where a column layer reads the replicated activation, and ends where the next row layer sums the ranks'
+    outputs. Layers that read the same activation share one sum of its gradient. Inside, each rank's dropout draws its
+    own random numbers; outside, all ranks draw the same.
     """
 
     def __init__(self, group: Any, *, dropout: bool) -> None:
@@ -56,7 +56,7 @@ class Span:
         self._outside: Any = None
 
     def enter(self, replicated: Tensor, *, training: bool) -> Tensor:
-        """Return the input of a map whose output is this rank's shard."""
+        """Return the input for a layer whose output is this rank's shard."""
         if self._dropout and training and self._outside is None:
             self._outside = _own_stream(replicated.device, self.rank)
         if not (torch.is_grad_enabled() and replicated.requires_grad):
@@ -73,28 +73,29 @@ class Span:
 
 
 def copied(replicated: Tensor, group: Any) -> Tensor:
-    """Identity forward; the sum of the ranks' gradients backward."""
+    """Return the tensor itself; in the backward pass the ranks' gradients are summed."""
     return _Copied.apply(replicated, group)
 
 
 def summed(parts: Tensor, group: Any) -> Tensor:
-    """The sum over the group, in place; its gradient is equal on all ranks."""
+    """Sum over the group, in place; the gradient is passed on as it is, since it is equal on all ranks."""
     return _Summed.apply(parts, group)
 
 
 def gathered(shard: Tensor, group: Any, dim: int) -> Tensor:
-    """All shards joined along `dim`, for a computation of which each rank then uses its own part."""
+    """Return all ranks' shards joined along `dim`, for a computation of which each rank then uses its own part."""
     return _Gathered.apply(shard, group, dim)
 
 
 class Column(LinearLayer):
-    """A linear map with some of the outputs on this rank. The weight is [outputs, inputs], or [inputs, outputs]."""
+    """A linear layer with some of the outputs on this rank. The weight is [outputs, inputs], or [inputs, outputs] if
+    `transposed`."""
 
     def __init__(self, linear: nn.Module, span: Span, *, transposed: bool, inside: bool, name: str) -> None:
         super().__init__(linear, span.group, skip_partition=True, name=name)
         self._span = span
         self._transposed = transposed
-        self._inside = inside  # the gradient of its input is summed elsewhere
+        self._inside = inside  # then the gradient of its input is summed elsewhere
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] replicated -> [..., outputs / degree]."""
@@ -108,7 +109,7 @@ class Column(LinearLayer):
 
 
 class Row(LinearAllreduce):
-    """A linear map with some of the inputs on this rank. The bias is added once, to the sum."""
+    """A linear layer with some of the inputs on this rank. The bias is added once, to the sum over the ranks."""
 
     def __init__(self, linear: nn.Module, span: Span, *, transposed: bool, name: str) -> None:
         super().__init__(linear, span.group, name=name)
@@ -131,9 +132,10 @@ class Row(LinearAllreduce):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Save the parameter itself for the backward pass, no view of it, because ZeRO 3 frees the parameter's memory."""
+    """Multiply by the weight, and save the parameter itself for the backward pass, not a view, as ZeRO 3 frees its
+    memory."""
     if not transposed:
-        return F.linear(input, weight, bias)  # under ZeRO 3 DeepSpeed's, which keeps no view either
+        return F.linear(input, weight, bias)  # under ZeRO 3 this is DeepSpeed's, which saves no view
     flat = input.reshape(-1, input.shape[-1])
     output = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
     return output.view(*input.shape[:-1], weight.shape[1])
@@ -174,19 +176,19 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad.contiguous()  # each rank has the gradient through its own part of the result
+        grad = grad.contiguous()  # each rank has the gradient only of its own use of the result
         dist.all_reduce(grad, group=ctx.group)
         return grad.chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)], None, None
 
 
 def _own_stream(device: torch.device, rank: int) -> tuple[torch.Generator, Any]:
-    """Let the default generator continue with numbers for this rank alone, which follow from its state, so that
-    recomputation draws the same. Returns the arguments of `_common_stream`."""
+    """Seed the default generator for this rank from its current state, so that recomputation draws the same numbers.
+    Returns the argument of `_common_stream`."""
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
-        seed, offset = generator.initial_seed(), generator.get_offset()  # known to the host: nothing waits
+        seed, offset = generator.initial_seed(), generator.get_offset()  # the host knows both without waiting
         generator.manual_seed(_mixed(seed, offset, rank))
-        return generator, (seed, offset + 4)  # advanced: the next span draws others
+        return generator, (seed, offset + 4)  # advanced, so that the next span draws other numbers
     generator = torch.default_generator
     number = int(torch.randint(2**62, (), device="cpu"))
     state = generator.get_state()
@@ -211,9 +213,9 @@ def _mixed(seed: int, offset: int, rank: int) -> int:
 def sharded_model(
     spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> tuple[PreTrainedModel, str]:
-    """The transformers model with this rank's uninitialised shards (under ZeRO 3 partitions), and a note if some
-    attention is not sharded, else "". `exact`: DeepSpeed's dict. Raises ModelError: this number of ranks cannot share
-    it."""
+    """Return the transformers model with this rank's uninitialised shards (partitioned under ZeRO 3), and a note if
+    some attention is not sharded, else "". `exact`: the DeepSpeed JSON. Raises ModelError if this number of ranks
+    cannot share the model."""
     hf = spec.own_skeleton()
     settle = _partition(exact, mesh) if mix.zero_stage == 3 else _leave
     anatomy, plan = spec.anatomy, spec.projections
@@ -231,7 +233,7 @@ def _leave(parameter: nn.Parameter) -> None:
 
 
 def _partition(exact: dict[str, Any], mesh: Mesh) -> Callable[[nn.Parameter], None]:
-    """ZeRO 3's partitioning of one new parameter over the ranks with the same shard."""
+    """Return a function that partitions a new parameter for ZeRO 3 over the ranks with the same shard."""
     import deepspeed
 
     convert: Callable[..., None] | None = None
@@ -261,19 +263,27 @@ def shard_model(
     *,
     settle: Callable[[nn.Parameter], None] = _leave,
 ) -> None:
-    """Keep this rank's shards in `hf`, on the meta device before, and connect its modules to the group. `anatomy`,
-    `plan`: of the complete model. `settle`: called with each new parameter (ZeRO 3 partitions it). Raises ModelError:
-    this number of ranks cannot share it."""
+    """Replace the parameters of `hf`, which is on the meta device, by this rank's shards, and make its modules
+    communicate.
+
+    Args:
+        anatomy, plan: structure of the complete model; `hf` may be a pipeline stage.
+        settle: called with each new parameter (ZeRO 3 partitions it).
+
+    Raises:
+        ModelError: this number of ranks cannot share the model.
+    """
     set_autotp_mode(training=True)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     modules: dict[str, Any] = dict(hf.named_modules())
     experts = {layer.experts: modules[layer.experts] for layer in anatomy.layers if layer.experts in modules}
     check_degree(plan, degree, {path: _expert_width(path, module) for path, module in experts.items()})
     hf.whole_shapes = tensor_shapes(hf)  # type: ignore[assignment]
-    # A score has one row, and is complete on every rank, like its input, the hidden state.
+    # A score head has one row, and is complete on every rank, like the hidden state that it reads.
     tables = [path for path in (anatomy.embedding, anatomy.head) if path in modules]
     weights = {path: next(modules[path].parameters(), None) for path in tables}
-    # Each by its own rows: Moshi's embedding has one more than there are words. Another stage's table has none.
+    # Embedding and head may differ in rows: Moshi's embedding has one more. On other pipeline stages they have no
+    # weight.
     vocabularies = {path: VocabularyShard.of(len(w), group) for path, w in weights.items() if w is not None}
     shards = _map_shards(modules, plan, rank, degree) | _vocabulary_shards(modules, vocabularies)
     for module in experts.values():
@@ -296,7 +306,7 @@ def shard_model(
     for path in plan.attentions:
         if path in modules:
             divide_heads(modules[path], plan.local_numbers, degree)
-    for norm in plan.norms:  # over heads that ranks share: the sum of their gradients, the mean square of all heads
+    for norm in plan.norms:  # norms over shared heads: sum the gradients, gather for the mean square
         if norm.path in modules and norm.kind in ("each_head", "across_heads"):
             for parameter in modules[norm.path].parameters():
                 parameter.register_hook(lambda grad: _sum_of(grad, group))
@@ -311,14 +321,15 @@ def shard_model(
 
 
 def share_adapter(plan: Projections, group: Any, path: str, layer: Any) -> None:
-    """Give a rank its part of a map's adapter (peft's `layer`, on the meta device): outputs of B for a "column", inputs
-    to A for a "row". In a row the r features between are summed, in a column their gradient. Raises ModelError."""
+    """Cut the adapter of a linear layer (peft's `layer`, on the meta device) to this rank's part: the outputs of B of a
+    column layer, or the inputs of A of a row layer. In a row layer the r features after A are summed over the ranks, in
+    a column layer their gradient. Raises ModelError."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     entry = next((entry for entry in plan.maps if entry.path == path), None)
     if path in plan.entries or (entry is not None and entry.inside):
         raise ModelError(
             f"adapter.targets: {path} belongs to a low-rank attention, whose adapters tensor-parallel ranks cannot "
-            "share here. Name other maps in adapter.targets, or remove tensor_parallel: ZeRO 3 shards the model, too."
+            "share. Name other maps in adapter.targets, or use ZeRO 3 instead of tensor_parallel."
         )
     a, b = layer.lora_A["default"], layer.lora_B["default"]
     cuts: dict[nn.Module, tuple[Shard, tuple[int, ...]]] = {}
@@ -337,7 +348,8 @@ def share_adapter(plan: Projections, group: Any, path: str, layer: Any) -> None:
 
 
 def check_degree(plan: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
-    """Check that `degree` ranks can have equal parts of the model. Raises ModelError with the possible degrees."""
+    """Check that `degree` ranks can have equal parts of the model. Raises ModelError, which names the possible
+    degrees."""
     numbers = {"query heads (num_attention_heads)": plan.heads, "key/value heads": plan.kv_heads}  # 0: not sharded
     numbers |= {"features within an MLP": math.gcd(*plan.widths)} if plan.widths else {}
     numbers |= {f"features within {path}": width for path, width in (expert_widths or {}).items()}
@@ -346,14 +358,14 @@ def check_degree(plan: Projections, degree: int, expert_widths: dict[str, int] |
         if number % degree:
             legal = divisors(common, 2)
             raise ModelError(
-                f"tensor_parallel.autotp_size: {degree} ranks cannot have equally many of the model's {number} {what}. "
+                f"tensor_parallel.autotp_size = {degree} does not divide the model's {number} {what}. "
                 + (f"Set it to one of {legal}" if legal else "No other degree works either: remove the key")
-                + "; other ranks can work data-parallel, with ZeRO 3, or in a pipeline."
+                + "; use more ranks with data parallelism, ZeRO 3 or a pipeline."
             )
 
 
 _Shards = dict[nn.Parameter, tuple[Shard, tuple[int, ...]]]
-"""Parameter of the complete model -> (this rank's shard, its shape). All other parameters are complete on each rank."""
+"""Parameter of the complete model -> (this rank's shard, its shape). Parameters that are not in it stay complete."""
 
 
 def _cut(parameter: Any, dim: int, rank: int, degree: int, sections: Any = None) -> tuple[Shard, tuple[int, ...]]:
@@ -377,7 +389,7 @@ def _map_shards(modules: dict[str, Any], plan: Projections, rank: int, degree: i
 
 
 def _vocabulary_shards(modules: dict[str, Any], vocabularies: dict[str, VocabularyShard]) -> _Shards:
-    """Rows of the embedding and of the head; the two may be one parameter."""
+    """Return shards of the rows of embedding and head, which may be one parameter."""
     shards: _Shards = {}
     for path, mine in vocabularies.items():
         for parameter in modules[path].parameters():
@@ -389,19 +401,20 @@ def _vocabulary_shards(modules: dict[str, Any], vocabularies: dict[str, Vocabula
 
 
 def _expert_width(path: str, experts: Any) -> int:
-    """Features within each expert. All fused experts of transformers have the same names and layouts."""
+    """Return the number of features within each expert. All fused experts of transformers have the same names and
+    layouts. Raises ModelError for experts of another form."""
     names = {name for name, _ in experts.named_parameters()}
     forms = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
     if names not in forms or not hasattr(experts, "is_transposed") or getattr(experts, "has_post_expert_norm", False):
         raise ModelError(
-            f"tensor_parallel.autotp_size: {path} ({type(experts).__name__}) keeps its experts in a form that ranks "
-            "cannot shard here. Remove the key and use ZeRO 3, or expert parallelism."
+            f"tensor_parallel.autotp_size: {path} ({type(experts).__name__}) keeps its experts in a form that llmtrain "
+            "cannot shard over ranks. Remove the key and use ZeRO 3, or expert parallelism."
         )
     return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
 
 
 def _expert_shards(experts: Any, rank: int, degree: int) -> _Shards:
-    """Give every rank a share of each expert's width."""
+    """Return shards that give each rank a part of each expert's width."""
     into = experts.gate_up_proj if experts.has_gate else experts.up_proj
     outputs, inputs = (2, 1) if experts.is_transposed else (1, 2)
     width = into.shape[outputs]
@@ -413,7 +426,8 @@ def _expert_shards(experts: Any, rank: int, degree: int) -> _Shards:
 
 
 def _norm_shards(modules: dict[str, Any], plan: Projections, rank: int, degree: int) -> _Shards:
-    """Norms with weights for each head. If each head has its own norm module, those of other ranks are removed."""
+    """Return shards of norms with weights for each head. If each head has its own norm module, other ranks' are
+    removed."""
     shards: _Shards = {}
     lists: dict[str, list[str]] = {}
     for norm in plan.norms:
@@ -439,7 +453,7 @@ def _replace_parameters(
     dtype: torch.dtype,
     settle: Callable[[nn.Parameter], None],
 ) -> None:
-    """Replace every parameter by this rank's, once for all modules that hold it."""
+    """Replace every parameter by this rank's; modules that share one still share it."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in hf.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -457,7 +471,7 @@ def _replace_parameters(
 
 
 def _drops(modules: Iterable[nn.Module]) -> bool:
-    """True if any module has dropout. transformers keeps the rates of attention as plain attributes."""
+    """Return True if any module has dropout. transformers keeps the rates of attention as plain attributes."""
     for module in modules:
         if isinstance(module, nn.Dropout) and module.p > 0:
             return True
@@ -473,7 +487,8 @@ def _sum_of(grad: Tensor, group: Any) -> Tensor:
 
 
 def _gather_around(module: nn.Module, group: Any) -> None:
-    """Let a module that normalises across heads see all of them; this rank keeps its part of the result."""
+    """Let a module that normalises across heads see the heads of all ranks; it returns this rank's part of the
+    result."""
     inner = module.forward
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
@@ -484,8 +499,8 @@ def _gather_around(module: nn.Module, group: Any) -> None:
 
 
 def _sum_around(experts: nn.Module, group: Any) -> None:
-    """Sum over the ranks the output of experts with shares of the width, and the gradients for their inputs and the
-    router's weights."""
+    """Sum over the ranks the output of experts that each have a part of the width, and the gradients of their inputs
+    and of the router's weights."""
     inner = experts.forward
 
     def forward(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -501,14 +516,15 @@ def _read(value: Any, group: Any) -> Any:
     return copied(value, group) if differentiable else value
 
 
-# A vocabulary sharded over a tensor-parallel group: rows of the embedding and of the head, and the loss.
-# The method is Megatron-LM's (arXiv 1909.08053, section 3), in the chunks of models/loss.py: a rank has the logits of
-# its own words, and the group sums two numbers a token for the softmax.
+# A vocabulary sharded over a tensor-parallel group: rows of embedding and head, and the loss. The method is
+# Megatron-LM's (arXiv 1909.08053, section 3), in the chunks of models/loss.py: a rank has the logits of its own token
+# ids, and the group sums two numbers a token for the softmax.
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's rows: words [first, first + count) of `total`. The first ranks may have one more than the others."""
+    """The token ids of the vocabulary that this rank holds: [first, first + count) of `total`. The first ranks may hold
+    one more."""
 
     group: Any
     first: int
@@ -522,7 +538,7 @@ class VocabularyShard:
         return cls(group, sum(counts[:rank]), counts[rank], total)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., V] from the shards, without a gradient."""
+        """Return the logits over the whole vocabulary, [..., V], without a gradient."""
         part = F.linear(hidden, weight, bias).detach()
         counts = _counts(self.total, dist.get_world_size(self.group))
         parts = [part.new_empty(*part.shape[:-1], counts[0]) for _ in counts]
@@ -530,7 +546,8 @@ class VocabularyShard:
         return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], dim=-1)
 
     def shared(self, hidden: Tensor) -> Tensor:
-        """The hidden state, equal on all ranks, as input for `chunked_nll_sums` of models/loss.py on the shards."""
+        """Return the hidden state, which is equal on all ranks, as input for `chunked_nll_sums` (models/loss.py) on the
+        shards."""
         return copied(hidden, self.group)
 
     def take_largest(self, values: Tensor) -> None:
@@ -546,9 +563,9 @@ def _counts(total: int, degree: int) -> list[int]:
 
 
 def shard_embedding(embedding: nn.Embedding, vocabulary: VocabularyShard) -> None:
-    """Let an embedding whose weight is a shard look up all words: every rank adds its own, the others add zeros.
+    """Make an embedding whose weight is a shard look up all token ids: for ids of other ranks it adds zeros.
 
-    The module's own forward stays in between: some scale their output (Gemma 3).
+    The embedding's own forward is still called, because some scale their output (Gemma 3).
     """
     inner = embedding.forward
     padding = embedding.padding_idx
