@@ -127,9 +127,8 @@ class Counters:
 
 class Engine(Protocol):
     """One rank's engine. All ranks call every method together, except for `state`, `copies`, `refresh` and `counters`.
-
-    The forward pass reads copies of the parameters (`copies`), the optimizer keeps fp32 masters and moments (`state`).
-    """
+    The forward pass reads copies of the parameters (`copies`), the optimizer keeps fp32 masters and moments
+    (`state`)."""
 
     module: LanguageModel
     device: torch.device

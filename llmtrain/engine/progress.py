@@ -63,10 +63,8 @@ _progress: DeviceProgress | None = None
 
 
 def begin(device: torch.device, tend: Callable[[Any], None]) -> None:
-    """Start to report this rank's device; later calls, and calls without CUDA, do nothing.
-
-    `tend`: called with `flight_recorder` a few times a second (base/rank/watch.py).
-    """
+    """Start to report this rank's device; later calls, and calls without CUDA, do nothing. `tend`: called with
+    `flight_recorder` a few times a second (base/rank/watch.py)."""
     global _progress
     if device.type != "cuda" or _progress is not None:
         return

@@ -50,10 +50,7 @@ def scale(adapter: AdapterConfig) -> float:
 
 def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
     """Return the paths of the linear layers that get an adapter, in the model's order. `places`: lines of the user's
-    settings, for messages.
-
-    Raises ConfigError if a pattern matches none.
-    """
+    settings, for messages. Raises ConfigError if a pattern matches none."""
     layers = decoder_layers(hf)
     inside = {id(module) for module in layers.modules() if type(module) is nn.Linear}
     linear = [path for path, module in hf.named_modules() if id(module) in inside]

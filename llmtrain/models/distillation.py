@@ -119,10 +119,8 @@ _Apart = tuple[Tensor, Tensor | None, Tensor]
 def _of_chunk(
     student_CV: Tensor, labels: Labels, about: About, terms: Terms, apart: Callable[[Tensor], _Apart]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (each token's figures [C, 4], the gradient with respect to the student's logits [C, V] in fp32).
-
-    V is this rank's part of the vocabulary. `apart`: computes `_Apart` from log q [C, V].
-    """
+    """Return (each token's figures [C, 4], the gradient with respect to the student's logits [C, V] in fp32). V is this
+    rank's part of the vocabulary. `apart`: computes `_Apart` from log q [C, V]."""
     form, vocabulary = about.form, about.vocabulary
     values_CV = form.apply(student_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (values_CV / form.softcap).square()

@@ -66,7 +66,7 @@ class Head:
         return self.nll_sums(hidden, labels, counted, 0.0)[0]
 
     def nll_sums(self, hidden: Tensor, labels: Tensor, counted: int | None, z_loss: float) -> Tensor:
-        """Return `nll_sum`, with a z-loss of this coefficient in its gradient, and the summed squares of log Z: fp32
+        """Return `nll_sum`, with a z-loss of this coefficient in its gradient, and the sum of log Z squared: fp32
         [2]."""
         labels = self.own(labels)
         rows = self._counted_rows(labels, counted)
@@ -75,11 +75,9 @@ class Head:
         return self._likelihoods(chunked_nll_sums, hidden, labels, z_loss)
 
     def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
-        """Return the negative log-likelihood of each label (nats, fp32 [b, T]), 0 for labels that do not count.
-
-        The backward pass computes the logits a second time. Ranks that share rows get equal values, so pass their sums
-        through `once`. For the arguments see `nll_sum`.
-        """
+        """Return the negative log-likelihood of each label (nats, fp32 [b, T]), 0 for labels that do not count. The
+        backward pass computes the logits a second time. Ranks that share rows get equal values, so pass their sums
+        through `once`. For the arguments see `nll_sum`."""
         labels = self.own(labels)
         rows = self._counted_rows(labels, counted)
         if rows is None:
@@ -124,7 +122,7 @@ class Head:
         return columns if shared is None else shared.of_all(columns).transpose(0, 1).flatten(1, 2)
 
     def once(self, sums: Tensor) -> Tensor:
-        """Divide sums that are equal on all ranks that share rows by these ranks' number, so that they add up
+        """Divide sums that are equal on all ranks that share rows by their number, so that the ranks' sums add up
         correctly."""
         shared = self.shared_rows
         return sums if shared is None else sums / shared.degree
@@ -160,10 +158,8 @@ class Head:
 
     def _counted_rows(self, labels: Tensor, counted: int | None) -> Tensor | None:
         """Return the indices of tokens for the head, int64 [K], which include all counted tokens; None: all tokens.
-
         Their number comes from the host, since asking the device would make the host wait. K is a multiple of a chunk
-        if kernels are compiled for complete chunks.
-        """
+        if kernels are compiled for complete chunks."""
         if counted is None or self.shared_rows is not None:
             return None
         unit = self._chunk if has_one_shape(labels.device) else 1

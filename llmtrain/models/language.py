@@ -34,8 +34,7 @@ class LanguageModel(nn.Module):
         self.notes: list[str] = []
         """Lines for the log on how this model was built."""
         self.balance: Tensor | None = None
-        """This rank's part of the load-balancing loss of the last forward pass in training; None: there is none to
-        add."""
+        """This rank's part of the load-balancing loss of the last forward pass in training; None: nothing to add."""
         if hf.base_model is hf:
             raise ModelError(
                 f"model: {type(hf).__name__} gives no hidden state without logits (it has no "

@@ -87,7 +87,7 @@ class FolderLayout:
         self.tensors: dict[str, Part] = self._written_tensors()
         """Name of a tensor that `save_pretrained` writes -> its part of a parameter, in the order of writing."""
         self.together: dict[str, tuple[int, int]] = self._groups()
-        """Tensor -> (group, elements of the group). `save_pretrained` puts tensors that share memory, a group, in one
+        """Tensor -> (group, elements of the group). `save_pretrained` puts tensors that share memory (a group) in one
         file."""
 
     def place(self, tensors: Iterable[str]) -> Placement:

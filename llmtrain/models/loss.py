@@ -105,8 +105,7 @@ _Elementwise = Callable[[Tensor, Labels, About, bool], tuple[Tensor, Tensor | No
 
 
 def _in_place(logits_CV: Tensor, labels: Labels, about: About, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Return (the losses of a chunk's tokens, see `_kept`; the gradient of the logits in fp32). Overwrites the
-    logits."""
+    """Return (losses of a chunk's tokens, see `_kept`; gradient of the logits in fp32). Overwrites the logits."""
     form, vocabulary = about.form, about.vocabulary
     logits_CV = form.apply(logits_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()
@@ -166,8 +165,8 @@ def _kept(
 
 
 def _softmax_sums(logits_CV: Tensor, word_C1: Tensor, form: HeadForm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest logit, the sum of the exponentials of logits less that, and the logit of `word`: fp32 [C, 1]
-    each."""
+    """Return the largest logit, the sum of exponentials of logits less that, and the logit of `word`: [C, 1] in
+    fp32."""
     values_CV = form.apply(_widened(logits_CV))
     most_C1 = values_CV.amax(1, keepdim=True)
     sum_C1 = (values_CV - most_C1).exp().sum(1, keepdim=True)
@@ -255,8 +254,7 @@ def adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
 
 @with_values()
 def _tried_in_fp32(kind: str, dtype: torch.dtype) -> bool:
-    """Try it: torch supports this only on CUDA, and its rules for the dtype of the sum have changed between
-    versions."""
+    """Try it: torch supports this only on CUDA, with rules for the sum's dtype that change between versions."""
     total = torch.ones(16, 16, device=kind)
     factor = torch.full((16, 16), 1.0 + 2.0**-7, device=kind, dtype=dtype)  # its square has more bits than bf16
     want = total + factor.float() @ factor.float()
@@ -286,8 +284,8 @@ def _scale(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return `ctx.grads` (of hidden state, weight and bias; then the head's dtype) times `grad_output`. They can be
-    used only once."""
+    """Return the gradients in `ctx.grads` (hidden state, weight, bias; then the head's dtype) times `grad_output`.
+    Works once."""
     hidden, weight, bias, dtype = ctx.grads
     ctx.grads = None
     # The factor includes fp16's loss scale: multiply in fp32, then round.
@@ -363,10 +361,8 @@ class _ChunkedNLL(torch.autograd.Function):
 
 
 class _TokenNLL(torch.autograd.Function):
-    """Returns -log p(label) of each token, fp32 [N]. Inputs as for `_ChunkedNLL`.
-
-    The backward pass computes the logits again, because the tokens' factors are known only then.
-    """
+    """Returns -log p(label) of each token, fp32 [N]. Inputs as for `_ChunkedNLL`. The backward pass computes the logits
+    again, because the tokens' factors are known only then."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, about):

@@ -34,8 +34,7 @@ def drawn(embedded: Tensor) -> Tensor:
 
 
 def text_lengths(inputs_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
-    """Return the length of each token's text, int64 [B, T]: of its document if `positions` are given, else of its
-    row."""
+    """Return the length of each token's text, int64 [B, T]: its document if `positions` are given, else its row."""
     length = inputs_BT.shape[1]
     if positions_BT is None:
         return torch.full((1, 1), length, device=inputs_BT.device).expand_as(inputs_BT)

@@ -23,11 +23,8 @@ class OwnSettings(NamedTuple):
 
 
 def own_settings(spec: ModelSpec, optim: Optimizer, places: Places | None = None) -> dict[str, OwnSettings]:
-    """Return the settings of each trained parameter by its Hugging Face name, a tied one's by its first name.
-
-    Raises:
-        ConfigError: a pattern matches no trained parameter, or two patterns give one parameter different values.
-    """
+    """Return the settings of each trained parameter by its Hugging Face name, a tied one's by its first name. Raises
+    ConfigError: a pattern matches no trained parameter, or two patterns give one parameter different values."""
     names = trained_names(spec)
     factors, decays = (
         _by_pattern(f"optim.{field}", getattr(optim, field), names, places or {})
@@ -70,8 +67,7 @@ def _by_pattern(key: str, values: dict[str, float], names: dict[str, list[str]],
 
 
 def _depths(hf: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield (name, number of layers between the parameter and the head): 0 in the last decoder layer, all for an
-    embedding."""
+    """Yield (name, number of layers between parameter and head): 0 in the last decoder layer, all for an embedding."""
     layers = decoder_layers(hf)
     inside = {id(parameter) for parameter in layers.parameters()}
     depth = {id(p): len(layers) - 1 - index for index, layer in enumerate(layers) for p in layer.parameters()}

@@ -1,12 +1,12 @@
-"""Describes each parameter that a rank holds, by its form of parallelism; lists frozen tensors.
+"""Describes each parameter that a rank holds, whatever the form of parallelism, and lists frozen tensors.
 
-No step changes a family's own constants, for example the bias that corrects a router's choice of experts, and
-parameters that a run freezes. transformers has the first as parameters without a gradient (Ernie 4.5 MoE, AFMoE,
-Laguna) or as buffers that belong into a folder's files (DeepSeek-V3, GLM-4 MoE, dots1). Here all of them are buffers:
-each rank with the module has the complete tensor in fp32, because DeepSpeed partitions, rounds and updates parameters
-only (ZeRO 1, 2 and 3 of 0.19.8 have no master of a parameter without a gradient). The second stay parameters, without a
-gradient, in the precision of the forward pass: their values are in the module alone, partitioned under ZeRO 3, and
-checkpoints hold them in that precision.
+Two kinds of tensors do not change in training: a family's own constants, such as the bias that corrects a router's
+choice of experts, and parameters that a run freezes. In transformers the constants are parameters without a gradient
+(Ernie 4.5 MoE, AFMoE, Laguna) or buffers that are saved in a folder's files (DeepSeek-V3, GLM-4 MoE, dots1). Here all
+constants are buffers: each rank with the module has the complete tensor in fp32, because DeepSpeed partitions, rounds
+and updates only parameters (ZeRO 1, 2 and 3 of 0.19.8 have no master of a parameter without a gradient). Parameters
+that a run freezes stay parameters, without a gradient, in the precision of the forward pass: their values are only in
+the module, partitioned under ZeRO 3, and checkpoints hold them in that precision.
 """
 
 from __future__ import annotations
@@ -33,58 +33,58 @@ WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "b
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Access to the full-precision values of a parameter in fewer bits."""
+    """Access to the full-precision values of a parameter that is stored in fewer bits."""
 
     dtype: torch.dtype
     values: Callable[[], Tensor]
-    """Computes the values at each call."""
+    """Returns the full-precision values, computed at each call."""
     write: Callable[[], AbstractContextManager[Tensor]]
-    """A context that gives memory for the flat values, and packs them at the end."""
+    """A context with memory for the flat values, which are packed at its end."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalParameter:
-    """A tensor of this rank's module with the Hugging Face tensor that it equals or is a shard of."""
+    """A tensor of this rank's module, and the Hugging Face tensor that it equals or is a shard of."""
 
     name: str
-    """Hugging Face name. Several shards of one tensor on a rank (experts) share it."""
+    """Hugging Face name. Several shards of one tensor on a rank (experts) have the same name."""
     parameter: Tensor
-    """The module's tensor; under ZeRO 3 a parameter is partitioned, `ds_shape` is the shape of the shard."""
+    """The module's tensor. Under ZeRO 3 it is partitioned, and `ds_shape` is the shape of the shard."""
     shape: tuple[int, ...]
     """Shape of the complete Hugging Face tensor."""
     region: Region
-    """Positions of the row-major flat parameter's elements in the flat Hugging Face tensor."""
+    """The elements of the flat Hugging Face tensor that the flat (row-major) parameter holds, in its order."""
     copy: tuple[int, int] = (0, 1)
-    """(index, count) of this copy among the ranks of other tensor-parallel and pipeline positions: a norm that every
-    tensor-parallel rank holds, an embedding tied over two stages. Data-parallel replicas do not count here."""
+    """(index, number) of this copy among equal ones at other tensor-parallel ranks and pipeline stages, such as a norm
+    on every tensor-parallel rank or an embedding tied over two stages. Data-parallel replicas do not count."""
 
     @property
     def packed(self) -> Packed | None:
         return getattr(self.parameter, "llmtrain_packed", None)
 
     def values(self) -> Tensor:
-        """Flat, in full precision: [region.numel]."""
+        """Return the values, flat and in full precision: [region.numel]."""
         return (self.parameter.detach() if self.packed is None else self.packed.values()).reshape(-1)
 
     @property
     def trains(self) -> bool:
-        """True if the optimizer updates this parameter."""
+        """Return True if the optimizer updates this parameter."""
         return isinstance(self.parameter, nn.Parameter) and self.parameter.requires_grad
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Attribute of a parameter that is a part of a Hugging Face tensor, or not its only copy."""
+    """Attached to a parameter that is only a part of a Hugging Face tensor, or one of several copies."""
 
     shape: tuple[int, ...]
     region: Region
     copy: tuple[int, int] = (0, 1)
     name: str = ""
-    """Its Hugging Face name, if its module has another."""
+    """Hugging Face name, if the name in the module is another."""
 
 
 def set_shard(parameter: Tensor, shard: Shard) -> None:
-    """Attach a shard to the object, so that it survives DeepSpeed's changes of the values."""
+    """Attach the shard to the tensor object, so that it survives DeepSpeed's changes of the values."""
     parameter.llmtrain_shard = shard  # type: ignore[attr-defined]
 
 
@@ -93,7 +93,7 @@ def set_packed(parameter: Tensor, packed: Packed) -> None:
 
 
 def local_parameter(name: str, parameter: Tensor) -> LocalParameter:
-    """Describe a parameter by its Hugging Face name: the complete tensor, unless a shard is attached."""
+    """Describe a parameter: it is the complete tensor `name`, unless a shard is attached."""
     shard: Shard | None = getattr(parameter, "llmtrain_shard", None)
     if shard is None:  # under ZeRO 3 the parameter itself is empty between its uses
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -103,11 +103,8 @@ def local_parameter(name: str, parameter: Tensor) -> LocalParameter:
 
 
 def freeze(hf: nn.Module) -> None:
-    """Turn the parameters that do not train into buffers. Those on the meta device, or partitioned, become NaN.
-
-    Raises:
-        ModelError: the model's files hold a tensor of integers, which no checkpoint here can hold.
-    """
+    """Turn the parameters that do not train into buffers, with NaN for those on the meta device or partitioned. Raises
+    ModelError: the model has a weight of integers, which checkpoints cannot hold."""
     made: dict[int, Tensor] = {}
     for module in hf.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -134,8 +131,9 @@ def freeze(hf: nn.Module) -> None:
 
 
 def frozen_names(hf: nn.Module, model: ModelConfig, places: Places | None = None) -> frozenset[str]:
-    """The parameters that `model.freeze` and `model.train_only` keep from training; a tied one by its first name.
-    Raises ConfigError: a pattern matches no parameter or one name of a tied one, or nothing is left to train."""
+    """Return the parameters that `model.freeze` and `model.train_only` keep from training, tied ones by their first
+    name. Raises ConfigError if a pattern matches no parameter or only one name of a tied one, or if nothing is left to
+    train."""
     key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
     if not patterns:
         return frozenset()
@@ -163,7 +161,7 @@ def frozen_names(hf: nn.Module, model: ModelConfig, places: Places | None = None
 
 
 def frozen_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """Weights of the module that do not train, by name. Call `freeze` before."""
+    """Return the weights of the module that do not train, by name. Call `freeze` first."""
     passing = {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules(remove_duplicate=remove_duplicate)
@@ -174,7 +172,7 @@ def frozen_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[
 
 
 def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then frozen tensors: all tensors in a checkpoint of a model, by name."""
+    """Yield parameters, then frozen tensors, by name: all tensors of the model that a checkpoint holds."""
     yield from module.named_parameters(remove_duplicate=remove_duplicate)
     yield from frozen_tensors(module, remove_duplicate=remove_duplicate).items()
 

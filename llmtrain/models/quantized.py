@@ -1,8 +1,8 @@
-"""QLoRA: the frozen maps of an adapted model in 4 bits, packed one after another while they are loaded.
+"""QLoRA: the frozen linear layers of an adapted model in 4 bits, packed one after another while they are loaded.
 
-T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314: NF4, in blocks of 64 elements
-with a scale each in fp32 (4.5 bits an element), by the bitsandbytes library. Forward and backward pass compute with the
-unpacked values, in the precision that the map had.
+T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314: NF4 by the bitsandbytes library,
+in blocks of 64 elements that each have an fp32 scale (4.5 bits an element). Forward and backward pass compute with the
+unpacked values, in the precision that the layer had before.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from llmtrain.models.transformers_private import is_without_memory
 
 _BLOCK = 64
 _AT_A_TIME = 1 << 14
-"""Number of blocks: 1 M elements."""
+"""Number of blocks packed at a time: 1 M elements."""
 
 
 def need_bitsandbytes() -> None:
-    """Raises ConfigError: bitsandbytes is not installed."""
+    """Check that bitsandbytes is installed. Raises ConfigError."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
@@ -42,10 +42,11 @@ def packed_line(module: nn.Module) -> str:
 
 
 class PackedLinear(nn.Module):
-    """A linear map whose frozen weight is in blocks of 4 bits."""
+    """A linear layer whose frozen weight is stored in blocks of 4 bits."""
 
     def __init__(self, linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> None:
-        """Has no values yet. `linear`: on the meta device; its complete weight, of `dtype`, never has memory."""
+        """Make the layer without values. `linear`: the layer on the meta device, whose weight in `dtype` never gets
+        memory."""
         super().__init__()
         local = local_parameter("", linear.weight)
         self._shape, self._dtype = linear.weight.shape, dtype
@@ -68,10 +69,8 @@ class PackedLinear(nn.Module):
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Tensor]:
-        """A context that gives memory for the flat weight, and packs it at the end.
-
-        Raises ConfigError: bitsandbytes cannot do it on this device.
-        """
+        """A context with memory for the flat weight, which is packed at its end. Raises ConfigError if bitsandbytes
+        cannot pack on this device."""
         device, size = self.weight.device, self._shape.numel()
         values = torch.zeros(len(self._scales) * _BLOCK, dtype=self._dtype, device=device)
         yield values[:size]
@@ -85,8 +84,8 @@ class PackedLinear(nn.Module):
 
     @torch.no_grad()
     def _pack(self, blocks: Tensor) -> None:
-        """`blocks`: one to a row, because bitsandbytes 0.50 on CPU unpacks blocks that continue in the next row with
-        the wrong scales. Packs a few at a time, so that its temporary memory stays small."""
+        """Pack some blocks at a time, so that little temporary memory is needed. `blocks`: one in each row, because
+        bitsandbytes 0.50 on a CPU unpacks blocks that continue in the next row with wrong scales."""
         from bitsandbytes.functional import QuantState, quantize_4bit
 
         for low in range(0, len(blocks), _AT_A_TIME):
@@ -99,7 +98,7 @@ class PackedLinear(nn.Module):
         self._state = QuantState(absmax=self._scales, code=state.code, **form)
 
     def values(self) -> Tensor:
-        """Unpack the weight [outputs, inputs]."""
+        """Unpack the weight, [outputs, inputs]."""
         from bitsandbytes.functional import dequantize_4bit
 
         blocks: Tensor
@@ -115,7 +114,7 @@ class PackedLinear(nn.Module):
 
 
 class _Unpacked(torch.autograd.Function):
-    """x W^T. Autograd would keep W for the backward pass: here it is unpacked once more."""
+    """Computes x W^T. Autograd would keep W for the backward pass; here W is unpacked again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:

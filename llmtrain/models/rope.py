@@ -1,4 +1,4 @@
-"""Rotary positions that change during a run: fields of a stage for `rope_parameters` of the model and its config."""
+"""Rotary positions that change during a run: a stage's fields for the model's `rope_parameters`, and for its config."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from llmtrain.models.skeleton import load_config
 from llmtrain.models.transformers_private import warnings_of_rope
 
 _EXTENDS = ("llama3", "yarn", "longrope")
-"""Types of scaling that need the length before them (transformers, modeling_rope_utils.py)."""
+"""Values of rope_type that need the length before scaling (transformers, modeling_rope_utils.py)."""
 
 
 def turns(plan: Iterable[tuple[Mapping[str, Any], int]]) -> list[tuple[Mapping[str, Any], int]]:
-    """The RoPE changes of the stages. A resumed run repeats all, since each starts from the length after the one
-    before. `plan`: (fields, tokens of a sequence) of each stage."""
+    """Return the RoPE changes of the stages, in order. A resumed run repeats them all, because each starts from the
+    length after the one before. `plan`: (fields, sequence length) of each stage."""
     return [change for change, _ in groupby(stage for stage in plan if stage[0])]
 
 
 def turned(fields: Mapping[str, Any], plan: Iterable[tuple[Mapping[str, Any], int]]) -> Mapping[str, Any]:
-    """The fields of a model's config.json after these changes. Raises ModelError: see `set_rope`."""
+    """Return the fields of a model's config.json after these changes. Raises ModelError as `set_rope`."""
     if not (changes := turns(plan)):
         return fields
     config: Any = load_config(ModelConfig(config=dict(fields)))
@@ -34,8 +34,8 @@ def turned(fields: Mapping[str, Any], plan: Iterable[tuple[Mapping[str, Any], in
 
 
 def refuse(model: Any, fields: Mapping[str, Any], length: int, required: Mapping[str, Any] | None = None) -> str | None:
-    """The reason against these fields; None: the model can have them. The model does not change. `required`: the fields
-    that must have an effect, because no earlier stage has them; None: all."""
+    """Return why the model cannot have these fields, or None if it can. The model does not change. `required`: the
+    fields that must have an effect, because no earlier stage has them; None: all fields."""
     try:
         set_rope(copy.deepcopy(model), fields, length, fields if required is None else required)
     except ModelError as error:
@@ -44,17 +44,17 @@ def refuse(model: Any, fields: Mapping[str, Any], length: int, required: Mapping
 
 
 def set_rope(model: Any, fields: Mapping[str, Any], length: int, required: Mapping[str, Any] | None = None) -> None:
-    """Lay fields over `rope_parameters` of the model's config, and rebuild its rotary embeddings.
+    """Write fields over `rope_parameters` of the model's config, and rebuild its rotary embeddings.
 
     Args:
-        model: a transformers model, or one with parts of it.
-        fields: for example {"rope_theta": 1e6} or {"rope_type": "yarn", "factor": 4}; by kind of layer if a family has
-            positions of several kinds.
-        length: tokens of a sequence from now on; the config's `max_position_embeddings` becomes at least that.
+        model: a transformers model, or one with some of its parts.
+        fields: for example {"rope_theta": 1e6} or {"rope_type": "yarn", "factor": 4}; if the family has several kinds
+            of layers with different positions, one such dict for each kind.
+        length: new sequence length in tokens; the config's `max_position_embeddings` is raised to it.
         required: fields that transformers must know for this rope_type, with values that it accepts.
 
     Raises:
-        ModelError: the family has none, or transformers refuses a field.
+        ModelError: the family has no rotary positions, or transformers refuses a field.
     """
     with_config = [module for module in model.modules() if hasattr(module, "config")]
     rotary = [m for m in with_config if any(n.endswith("inv_freq") for n, _ in m.named_buffers(recurse=False))]
@@ -84,7 +84,7 @@ def _change(config: Any, changes: Mapping[str, Any], length: int, required: Mapp
     before: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
     kinds = [key for key, value in before.items() if isinstance(value, dict)]
     if kinds and not all(key in kinds for key in changes):
-        raise ModelError(f"its layers have rotary positions of several kinds: give the fields below {', '.join(kinds)}")
+        raise ModelError(f"its layers have several kinds of rotary positions: give the fields below {', '.join(kinds)}")
     longest = config.max_position_embeddings
     by_kind = {kind: _laid(before[kind], fields, longest) for kind, fields in changes.items()} if kinds else None
     after = before | (_laid(before, changes, longest) if by_kind is None else by_kind)
@@ -104,8 +104,8 @@ def _change(config: Any, changes: Mapping[str, Any], length: int, required: Mapp
 
 def _laid(before: Mapping[str, Any], fields: Mapping[str, Any], longest: int) -> dict[str, Any]:
     if not isinstance(fields, Mapping):
-        raise ModelError("they are a map of fields")
-    if "type" in fields:  # transformers reads it only without a rope_type, which every config has by now
+        raise ModelError("they must be a map of fields")
+    if "type" in fields:  # transformers ignores it beside a rope_type, which every config has by now
         raise ModelError(f"the field is called rope_type: write rope_type: {fields['type']}")
     after = {**before, **fields}
     if after.get("rope_type") in _EXTENDS:

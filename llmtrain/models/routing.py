@@ -1,4 +1,4 @@
-"""Watches the routers of experts, and computes the balancing loss."""
+"""Watches the routers of a mixture of experts, and computes the load-balancing loss."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class RoutingFigures:
     aux_loss: float
     """Mean over micro-batches of the load-balancing loss, before its coefficient."""
     tokens_LE: list[list[int]]
-    """Number of tokens that each expert of each block got."""
+    """Number of tokens that went to each expert of each block."""
 
 
 class Routing:
-    """Watches the routers: the load-balancing loss of each forward pass in training, and counts of tokens.
+    """Watches the routers: computes the load-balancing loss of each forward pass in training, and counts tokens.
 
-    The loss follows transformers' `load_balancing_loss_func` (Switch Transformer, arXiv 2101.03961, eqs. 4-6): E *
-    sum_e f_e P_e, f_e being the share of (token, layer) pairs sent to expert e (they add up to the experts per token)
-    and P_e the mean probability that the routers give it. f and P are taken over the micro-batches that all ranks do at
-    the same time (in transformers, on each rank), so that the loss does not depend on the number of ranks. f cannot be
-    differentiated, so an all-reduce of E counts is enough. With accumulation the loss of a step is the mean over its
-    micro-batches: the f of a complete global batch is known only after its last pass.
+    The loss is that of transformers' `load_balancing_loss_func` (Switch Transformer, arXiv 2101.03961, eqs. 4-6): E *
+    sum_e f_e P_e, where f_e is the share of (token, layer) pairs sent to expert e (the shares add up to the experts per
+    token) and P_e is the mean probability that the routers give to e. f and P are taken over the micro-batches that all
+    ranks compute at the same time (in transformers, over one rank's), so that the loss does not depend on the number of
+    ranks. f has no gradient, so an all-reduce of E counts is enough. With accumulation a step's loss is the mean over
+    its micro-batches, because f of the global batch is known only after the last of them.
     """
 
     def __init__(self, blocks: list[ExpertBlock], config: PreTrainedConfig, group: Any) -> None:
@@ -55,7 +55,7 @@ class Routing:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Record each router's output once, without the recomputation of activations."""
+        """A context that records each router's output once. Recomputation comes after it and is not recorded."""
         self._noted = {}
         try:
             yield
@@ -70,15 +70,15 @@ class Routing:
         logits = next((t for t in outputs if torch.is_tensor(t) and t.shape[-1] == self.experts), None)
         if logits is None:
             raise ModelError(
-                f"model: the router {type(module).__name__} does not give its scores of the {self.experts} experts, so "
-                "what it chooses cannot be watched or balanced; this mixture of experts cannot be trained here."
+                f"model: the router {type(module).__name__} does not return logits for the {self.experts} experts, so "
+                "its load balance cannot be measured. Train another family."
             )
         chosen = next((t for t in outputs if torch.is_tensor(t) and not t.is_floating_point()), None)
         self._noted[index] = (logits, chosen)
 
     def balance(self) -> Tensor | None:
-        """This rank's part of the watched pass's loss, times the coefficient; the ranks' parts add up. None: nothing to
-        add to the loss."""
+        """Return this rank's part of the last pass's load-balancing loss, times the coefficient; the ranks' parts add
+        up. None if the coefficient is 0."""
         noted, self._noted = self._noted, None
         assert noted is not None and len(noted) == self.layers, "a router of the model did not run"
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.coefficient > 0):
@@ -91,7 +91,8 @@ class Routing:
         return self.coefficient * part if self.coefficient else None
 
     def _sums(self, noted: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, int]:
-        """(tokens of each block and expert, probability of each expert summed over blocks and tokens, their number)."""
+        """Return (tokens of each block and expert; probability of each expert, summed over blocks and tokens; number of
+        summands)."""
         tokens, probabilities, rows = [], [], 0
         for logits, chosen in noted:
             probability_NE = torch.softmax(logits.reshape(-1, self.experts).float(), dim=-1)
@@ -106,7 +107,7 @@ class Routing:
 
     @torch.no_grad()
     def _count_tokens(self, tokens_LE: Tensor, part: Tensor) -> None:
-        """Add to the sums on the device; the host reads nothing."""
+        """Add to the sums on the device. The host does not wait."""
         if self._tokens_LE is None or self._aux_sum is None:
             self._tokens_LE = torch.zeros_like(tokens_LE, dtype=torch.float64)
             self._aux_sum = torch.zeros_like(part, dtype=torch.float64)
@@ -115,11 +116,11 @@ class Routing:
         self._passes += 1
 
     def take(self, sum_over_ranks: Callable[[Tensor], Tensor], *, counts: bool) -> RoutingFigures:
-        """Every rank calls it. Waits for the device.
+        """Return the figures since the last call, and reset them. All ranks call this. It waits for the device.
 
         Args:
-            sum_over_ranks: of a host tensor, in place.
-            counts: add this rank's numbers; true for one of the ranks that share their tokens.
+            sum_over_ranks: sums a host tensor over the ranks, in place.
+            counts: add this rank's numbers; True on one of the ranks that have the same tokens.
         """
         passes, self._passes = self._passes, 0
         empty = torch.zeros(self.layers * self.experts + 1, dtype=torch.float64)
@@ -136,7 +137,7 @@ class Routing:
 
 @contextlib.contextmanager
 def unwatched(module: Any) -> Iterator[None]:
-    """A context in which the routers of a rank's module are not watched: no balancing loss, no counts."""
+    """A context in which the routers of a rank's module are not watched: no load-balancing loss, no counts."""
     routing, module.routing = module.routing, None
     try:
         yield

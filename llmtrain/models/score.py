@@ -1,6 +1,6 @@
-"""A decoder with a score instead of likelihoods: transformers' ForSequenceClassification with one label.
+"""A decoder with a score head instead of a language-model head: transformers' ForSequenceClassification with one label.
 
-The configuration itself names the kind of model, as in a folder's config.json: `architectures` names the class, and
+As in a folder's config.json, the configuration says what kind of model it is: `architectures` names the class, and
 `id2label` has one entry.
 """
 
@@ -26,18 +26,19 @@ _SUFFIX = "ForSequenceClassification"
 
 
 def gives_scores(config: PreTrainedConfig) -> bool:
-    """True if a model of this configuration gives one score for a text."""
+    """Return True if a model of this configuration gives one score for a text."""
     names = getattr(config, "architectures", None)
     listed = names if isinstance(names, list) else []  # a file may have anything there
     return any(str(name).endswith(_SUFFIX) for name in listed) and config.num_labels == 1
 
 
 def with_score(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of the configuration for a decoder with a score. Raises ModelError: transformers has no such class."""
+    """Return a copy of the configuration for a decoder with a score head. Raises ModelError if transformers has
+    none."""
     kind = score_class(config)
     if kind is None:
         raise ModelError(
-            f"objective.name reward: transformers has no {_SUFFIX} for {config.model_type}, and a reward model is "
+            f"objective.name reward: transformers has no {_SUFFIX} for {config.model_type}, but a reward model is "
             "saved as one. Take another family, such as llama or qwen3."
         )
     made = copy.deepcopy(config)
@@ -47,20 +48,20 @@ def with_score(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def score_layer(hf: PreTrainedModel) -> nn.Linear:
-    """Raises ModelError: no linear layer called `score`."""
+    """Return the model's score head. Raises ModelError: it has no linear layer `score` with one output and no bias."""
     layer = getattr(hf, "score", None)
     if not isinstance(layer, nn.Linear) or layer.out_features != 1 or layer.bias is not None:
         raise ModelError(
-            f"model: {type(hf).__name__} has no linear layer `score` without a bias and with one output "
-            f"({type(layer).__name__}), which a reward is read from. Take another family, such as llama or qwen3."
+            f"model: a reward needs a linear layer `score` with one output and no bias, which {type(hf).__name__} does "
+            f"not have (it is {type(layer).__name__}). Take another family, such as llama or qwen3."
         )
     return layer
 
 
 @contextlib.contextmanager
 def at_the_last_place(config: PreTrainedConfig) -> Iterator[None]:
-    """Context in which transformers' classes read a score at the last token, even a padding token, which a pipeline's
-    last stage, without tokens, could not recognise. Other models are unchanged."""
+    """A context in which transformers' classes read the score at a row's last token, even a padding token: a pipeline's
+    last stage has no tokens, and could not recognise padding. Models without a score are not changed."""
     if not gives_scores(config):
         yield
         return

@@ -1,4 +1,4 @@
-"""Builds a transformers model from a run's model section: its configuration, the model, its skeleton."""
+"""Builds a transformers model from a run's model section: its configuration, the model, and its skeleton."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Type by the JSON's precision."""
-_MOST = 10_000  # layers, labels or experts
+"""Precision of the DeepSpeed JSON -> dtype."""
+_MOST = 10_000  # limit on layers, labels and experts in a configuration
 _COUNT = re.compile(r"^(?!.*size).*(layer|label|expert)")
 
 
@@ -35,7 +35,7 @@ class TooLargeError(ModelError):
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Context without transformers' warnings and its report on a folder's tensors: what loads here is proved here."""
+    """A context without transformers' warnings and its report on a folder's tensors: our own checks replace them."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -48,14 +48,14 @@ def quietly() -> Iterator[None]:
 
 def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Return the configuration of a model. Code in its folder runs only with `trust_remote_code`, which no key of a run
-    sets."""
+    sets. Raises ModelError."""
     config = _given_config(model, trust_remote_code=trust_remote_code)
     try:
         config.get_text_config()
-    except ValueError:  # MusicGen: an encoder's and a decoder's, and transformers does not choose
+    except ValueError:  # MusicGen has an encoder and a decoder of text
         raise ModelError(
-            f"model: the configuration of a {config.model_type} model holds several text models, and which of them "
-            "trains is not known here. Name one of them by itself."
+            f"model: the configuration of a {config.model_type} model holds several text models, and llmtrain does "
+            "not know which of them to train. Name the configuration of one of them."
         ) from None
     if model.vocabulary is not None:
         config.get_text_config().vocab_size = model.vocabulary
@@ -73,7 +73,7 @@ def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedC
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
         path = model.folder or Path(str(named))
         file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():  # a pipe would keep us waiting
+        if not file.is_file():  # reading a pipe could wait for ever
             raise FileNotFoundError(f"{file} is no file")
         fields = untrusted.loads(file.read_bytes(), infinite=True)
         _refuse_endless(fields)
@@ -92,23 +92,23 @@ def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedC
 
 
 def refuse_code(file: Path, fields: Any) -> None:
-    """Raises ModelError: the configuration makes transformers load code."""
+    """Refuse a configuration that makes transformers load code. Raises ModelError."""
     if key := untrusted.names_code(fields):
         raise ModelError(
-            f"{file}: it asks for Python code of its own ({key}), which is not run. If transformers has this model "
-            f"itself, remove {key} from the file (the attention is chosen with model.attention); if you trust it, "
-            "convert with --trust-remote-code."
+            f"{file}: {key} names Python code of the model's own, which llmtrain does not run. If transformers has "
+            f"this model itself, remove {key} from the file (model.attention chooses the attention); if you trust the "
+            "code, convert the folder with --trust-remote-code."
         )
 
 
 def _refuse_endless(fields: dict[str, Any]) -> None:
-    """Refuse a count of objects that would fill the memory. Raises ModelError."""
+    """Refuse a number of layers, labels or experts whose objects would fill the memory. Raises ModelError."""
     for key, value in fields.items():
         if isinstance(value, dict):
             _refuse_endless(value)
         elif type(value) is int and value > _MOST and _COUNT.search(key):
             raise ModelError(
-                f"model: {key} = {value} in its configuration: no model has more than {_MOST}. Correct the number."
+                f"model: {key} = {value} in its configuration is above the limit of {_MOST}. Correct the number."
             )
 
 
@@ -121,11 +121,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def construct(
     config: PreTrainedConfig, attention: str, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The transformers model with uninitialised parameters, after `freeze`. Raises ModelError."""
+    """Return the transformers model with uninitialised parameters, after `freeze`. Raises ModelError."""
     from transformers.initialization import no_init_weights
 
     none = f"model.attention {attention}: transformers has none for {config.model_type}; set model.attention to eager."
-    # With sdpa transformers 5.17 leaves out the cap of the scores (Gemma-2): other logits, without a warning.
+    # With sdpa transformers 5.17 silently leaves out the cap of attention scores (Gemma-2), which changes the logits.
     if attention == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         raise ModelError(none)
     if attention == transformers_private.VARLEN:
@@ -133,7 +133,7 @@ def construct(
 
         register()
     try:
-        with no_init_weights():  # skips transformers' tying as well
+        with no_init_weights():  # also skips tying, done below
             hf = auto_class(config).from_config(
                 config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
             )
@@ -142,7 +142,7 @@ def construct(
     except Exception as error:  # any error of transformers or torch about strange numbers
         if "does not support" in str(error):  # sdpa or flash attention, which not every family has
             raise ModelError(none) from error
-        if re.search("allocate memory|calculation overflowed", str(error)):  # each tensor has memory for a moment
+        if re.search("allocate memory|calculation overflowed", str(error)):  # before a tensor moves to meta
             reason = (
                 str(error).splitlines()[0].partition("Error code")[0].rpartition("DefaultCPUAllocator: ")[2].strip()
             )
@@ -167,16 +167,14 @@ def construct(
 
 
 def skeleton(config: PreTrainedConfig, *, attention: str = "eager", trust_remote_code: bool = False) -> PreTrainedModel:
-    """The transformers model with its parameters on the meta device (names and shapes) and real fp32 buffers.
-
-    `config` does not change.
-    """
+    """Return the transformers model with parameters on the meta device (names and shapes) and real fp32 buffers, from a
+    copy of `config`."""
     with transformers_private.parameters_on_meta():
         return construct(copy.deepcopy(config), attention, torch.float32, trust_remote_code=trust_remote_code)
 
 
 def materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give each parameter on the meta device uninitialised memory and move the buffers; ties and shards stay."""
+    """Give each parameter on the meta device uninitialised memory, and move the buffers. Ties and shards are kept."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in hf.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -184,7 +182,7 @@ def materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None
                 if parameter not in made:
                     values = torch.empty(parameter.shape, dtype=dtype, device=device)
                     made[parameter] = nn.Parameter(values, parameter.requires_grad)
-                    attributes = vars(made[parameter])  # a tensor without memory keeps its device there
+                    attributes = vars(made[parameter])  # a fake tensor keeps its device there
                     attributes.update({**vars(parameter), **attributes})
                 setattr(module, name, made[parameter])
         for buffer in module.buffers(recurse=False):
@@ -193,30 +191,28 @@ def materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None
 
 
 def restore_buffers(hf: nn.Module, exact: nn.Module, device: torch.device) -> None:
-    """zero.Init rounds a constructor's buffers, for example rotary frequencies."""
+    """Copy the buffers from `exact`: zero.Init rounds a constructor's buffers, for example rotary frequencies."""
     values = dict(exact.named_buffers())
     for name, buffer in hf.named_buffers():
-        buffer.data = values[name].to(device, copy=True)  # `exact` keeps its own
+        buffer.data = values[name].to(device, copy=True)  # a copy, also on the same device
 
 
 def decoder_layers(hf: nn.Module) -> nn.ModuleList:
-    """The longest module list of the decoder."""
+    """Return the module list with the most parameters, which is the decoder's. Raises ModelError if there is none."""
     lists = [m for m in hf.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
-        raise ModelError(f"model: {type(hf).__name__} has no list of decoder layers.")
+        raise ModelError(f"model: {type(hf).__name__} has no list of decoder layers. Train another family.")
     return max(lists, key=lambda m: sum(1 for _ in m.parameters()))
 
 
 def layer_configs(text: Any) -> list[Any]:
-    """The configuration of each layer if they differ (`per_layer_config`), else the only one.
-
-    transformers raises an error for a field that differs between layers.
-    """
+    """Return the configuration of each layer if they differ (`per_layer_config`), else a list of the only one. On the
+    shared one transformers raises an error for a field that differs between layers."""
     return list(text.per_layer_config) if text.is_heterogeneous else [text]
 
 
 def language_model(hf: PreTrainedModel) -> PreTrainedModel:
-    """Return the language model with the same decoder, under the same names."""
+    """Return the skeleton of the language model with the same decoder, under the same names."""
     config = copy.deepcopy(hf.config)
     config.architectures = None
     return skeleton(config)

@@ -1,7 +1,7 @@
-"""Sources of parameters' values: random numbers, a Hugging Face folder, or a checkpoint.
+"""Sources of parameters' values: random initialisation, a Hugging Face folder, or a checkpoint.
 
-The engine asks every source for slices of flat tensors by Hugging Face name, so no rank ever needs the complete model,
-and the result does not depend on the number of ranks.
+The engine asks a source for slices of flat tensors by Hugging Face name. So no rank ever needs the complete model, and
+the result does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ experts and 3 maps each, with a scale and a zero point per map, have 210,816 ten
 
 class ParameterSource(Protocol):
     origin: str
-    """The key and value that named this source, for messages."""
+    """The key and value that name this source, for messages."""
 
     def order(self) -> list[str]:
-        """All names, in the cheapest order for reading."""
+        """Return all names, in the cheapest order for reading."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flat tensor `name`, on any device, in the source's precision."""
+        """Return elements [start, stop) of the flat tensor `name`, on any device, in the source's precision."""
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        """The elements of a region of the flat tensor `name`, see `read`."""
+        """Return the elements of a region of the flat tensor `name`, otherwise as `read`."""
 
 
 class RandomSource:
-    """The model's own initialisation, one block (decoder layer, embedding, ...) at a time, with a seed from the run's
-    seed and the block's name."""
+    """Values of the model's own initialisation. Each block (decoder layer, embedding, ...) is initialised separately,
+    with a seed made from the run's seed and the block's name."""
 
     def __init__(self, skeleton: PreTrainedModel, seed: int, device: torch.device) -> None:
         self.origin = "model.config"
@@ -70,7 +70,7 @@ class RandomSource:
         for block, module in _blocks(skeleton):
             for name, _ in named_tensors(module):
                 full = f"{block}.{name}" if block else name
-                if full in self._shapes:  # a tied parameter has one name only
+                if full in self._shapes:  # a tied parameter has only its first name
                     self._block_of[full] = block
         self._cached: tuple[str, dict[str, Tensor]] | None = None
 
@@ -95,7 +95,7 @@ class RandomSource:
         made = self._model.get_submodule(block)
         module = copy.deepcopy(made).to_empty(device=self._device).float()
         for parameter in module.parameters():
-            parameter.fill_(float("nan"))  # a weight that the model's own code does not set must not pass
+            parameter.fill_(float("nan"))  # to notice a weight that the model's code does not set
         for name, tensor in frozen_tensors(module).items():
             tensor.copy_(made.get_buffer(name))  # the constructor sets their values
         digest = hashlib.sha256(f"{self._seed}:{block}".encode()).digest()
@@ -120,7 +120,7 @@ class RandomSource:
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Split a model into the members of its module lists and the modules outside of lists."""
+    """Yield (name, module) for each member of the model's module lists, and for the modules outside of lists."""
     has_list = any(isinstance(m, nn.ModuleList) for m in module.modules())
     own_tensors = any("." not in name for name, _ in named_tensors(module))
     if not has_list or own_tensors:
@@ -137,19 +137,19 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 class SafetensorsSource:
-    """A Hugging Face folder; threads may read. Names are the model's with a `layout`, also if files keep a parameter in
-    parts, else the files'. Raises ModelError: an index, shard or parameter is missing, broken or contradictory, or a
-    path leaves the folder."""
+    """A Hugging Face folder; several threads may read it. With a `layout`, names are the model's, also if files keep a
+    parameter in parts; without one they are the files'. Raises ModelError if an index, file or parameter is missing,
+    broken or contradictory, or if a path leads out of the folder."""
 
     def __init__(
         self, folder: str | Path, layout: FolderLayout | None = None, *, asked_by: str = "model.pretrained"
     ) -> None:
-        """`asked_by`: the key or command that named the folder."""
+        """`asked_by`: the key or command that names the folder, for messages."""
         self.folder = Path(folder)
         self.origin = f"{asked_by}: {self.folder}"
         self._asked_by = asked_by
         self.file_of: dict[str, TensorFile] = {}
-        """The open file of every tensor, by the file's names."""
+        """Name of a tensor in the files -> the open file that holds it."""
         weight_map = self._weight_map()
         for path in self._paths(weight_map):
             try:
@@ -157,7 +157,7 @@ class SafetensorsSource:
             except TensorFileError as error:
                 raise self._wrong(str(error)) from error
             if len(self.file_of) + len(file.entries) > _MOST_IN_FOLDER:
-                raise self._wrong(f"{path} is one file too many: at most {_MOST_IN_FOLDER} tensors are read.")
+                raise self._wrong(f"with {path} the folder holds more than {_MOST_IN_FOLDER} tensors, the limit.")
             for name in file.entries:
                 if name in self.file_of:
                     raise self._wrong(f"{name} is in {self.file_of[name].path} and in {path}.")
@@ -188,15 +188,16 @@ class SafetensorsSource:
         return self._shapes[name]
 
     def dtypes(self, name: str) -> set[str]:
-        """safetensors' names of the types of a parameter in the files."""
+        """Return the dtypes of a parameter in the files, by their safetensors names."""
         return {self.file_of[tensor].entries[tensor].dtype for tensor, _ in self._parts[name]}
 
     def places(self, name: str) -> list[tuple[str, str, Region]]:
-        """(file, tensor in it, its elements of the flat parameter), in the order of the elements."""
+        """Return (file name, tensor in it, region of the flat parameter) for each part, in the order of the
+        elements."""
         return [(self.file_of[t].path.name, t, Region(p.start, p.numel)) for t, p in self._parts[name]]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Read elements of a parameter; parts of several types give fp32."""
+        """Read elements of a parameter. If its parts have several dtypes, the result is fp32."""
         parts = [(t, p) for t, p in self._parts[name] if p.start < stop and start < p.start + p.numel]
         kinds = {self.file_of[tensor].entries[tensor].dtype for tensor, _ in parts}
         out = torch.empty(stop - start, dtype=self._dtype(name, *kinds) if len(kinds) == 1 else torch.float32)
@@ -209,7 +210,7 @@ class SafetensorsSource:
         return out
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        """Read the elements of a parameter in `region`, short rows with the gaps between them."""
+        """Read the elements of a parameter in `region`. Short rows are read together with the gaps between them."""
         if region.contiguous:
             return self.read(name, region.start, region.start + region.numel)
         parts = [(t, Region(p.start, p.numel)) for t, p in self._parts[name]]
@@ -224,7 +225,7 @@ class SafetensorsSource:
         return out
 
     def read_tensor(self, tensor: str, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """Elements of one tensor by the file's name, into `out` if the types agree. Raises ModelError."""
+        """Read elements of one tensor by the file's name, into `out` if that has the same dtype. Raises ModelError."""
         file = self.file_of[tensor]
         dtype = self._dtype(tensor, file.entries[tensor].dtype)
         if out is None or out.dtype != dtype:
@@ -256,9 +257,9 @@ class SafetensorsSource:
             raise self._wrong(f"{self.folder}: {error}") from error
         if unset := sorted(layout.frozen - placement.parts.keys()):
             raise self._wrong(
-                f"{self.folder} lacks {len(unset)} tensors that no training changes, first {', '.join(unset[:3])}: "
-                "nothing would give them their values. Load the folder with transformers and save it again, which "
-                "writes the values that a new model has."
+                f"{self.folder} lacks {len(unset)} tensors that training does not change, first "
+                f"{', '.join(unset[:3])}: they would have no values. Load the folder with transformers and save it "
+                "again, which writes the values of a new model."
             )
         for parameter, parts in placement.parts.items():
             for tensor, part in parts:
@@ -275,7 +276,7 @@ class SafetensorsSource:
         return placement
 
     def _weight_map(self) -> dict[str, str] | None:
-        """{tensor: file name}, or None for a single file."""
+        """Return tensor -> file name, or None if the folder has a single file."""
         index, single = self.folder / INDEX, self.folder / SINGLE
         if not index.is_file():
             if single.is_file():
@@ -321,12 +322,12 @@ class SafetensorsSource:
                 raise self._wrong(f"{holder.path} holds {name}, which {INDEX} does not list.")
 
     def _refuse_other_twin(self, tensor: str, name: str) -> None:
-        """Compare the two copies of a tied weight in a folder: transformers 5 unties two that differ, and older ones
-        drop the second. Raises ModelError."""
+        """Compare the two copies of a tied weight in a folder, since transformers 5 unties copies that differ, and
+        older versions drop the second one. Raises ModelError."""
         size = numel(self._shapes[name])
         same = self.file_of[tensor].entries[tensor].shape == self._shapes[name]
         for start in range(0, size if same else 0, _CHUNK):
-            stop = min(size, start + _CHUNK)  # of the folder's own values; a subclass may have more
+            stop = min(size, start + _CHUNK)  # the folder's own values, as a subclass may add some
             one, two = self.read_tensor(tensor, start, stop), SafetensorsSource.read(self, name, start, stop)
             same = same and torch.equal(one.float(), two.float())
         if not same:
@@ -339,7 +340,8 @@ class SafetensorsSource:
 def refuse_other_shapes(
     source: ParameterSource, shapes: dict[str, tuple[int, ...]], *, surplus_too: bool = False
 ) -> None:
-    """Raises ModelError: the source lacks a parameter, has one of another shape or, if `surplus_too`, has one more."""
+    """Check that the source has all parameters with these shapes, and no others. Raises ModelError. `surplus_too`:
+    allow others."""
     available = set(source.order())
     missing = sorted(shapes.keys() - available)
     if missing:
@@ -366,21 +368,21 @@ def refuse_other_shapes(
 
 
 def refuse_escape(folder: Path, path: Path) -> Path:
-    """Raises ModelError: `path`, a file of a model folder, is a link to somewhere else (`leads_out`)."""
+    """Return `path`, a file of a model folder. Raises ModelError if it is a link out of the folder (`leads_out`)."""
     if (real := leads_out(folder, path)) is None:
         return path
     raise ModelError(f"{path} is a link to {real}, outside of the folder. Put a copy of the file in its place.")
 
 
 class ScoredSource:
-    """A folder's values without its language model's head. If the folder has no score, transformers' initialisation
-    draws one from the run's seed, equal on all ranks."""
+    """Reads a folder's weights without the language-model head, for a model that gives scores. A missing score head is
+    initialised from the run's seed, equal on all ranks."""
 
     def __init__(self, base: SafetensorsSource, layout: FolderLayout, seed: int, device: torch.device) -> None:
         self.base, self.origin = base, base.origin
         self._drawn = RandomSource(layout.skeleton, seed, device)
         self.new = WEIGHT not in base.order()
-        """True if the head's values are drawn."""
+        """True if the score head is missing in the folder, and so initialised."""
         language = language_model(layout.skeleton)
         names = {name for name, _ in layout.skeleton.named_parameters()}
         head = {id(parameter) for parameter in language.get_output_embeddings().parameters()}

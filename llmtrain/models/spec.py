@@ -1,4 +1,4 @@
-"""A model without its values: facts that a launch finds once and shares."""
+"""A model without its values: what a launch finds out once about a run's model, and then uses everywhere."""
 
 from __future__ import annotations
 
@@ -35,29 +35,30 @@ if TYPE_CHECKING:
 class ModelFacts:
     parameters: int
     matmul_parameters: int
-    """Weights that are multiplied with a token's activations: all matrices but the embedding, with a tied head counted
-    once, and only the experts that a token uses."""
+    """Number of weights that are multiplied with a token's activations: all matrices but the embedding (a tied head
+    counts once), and only the experts that a token uses."""
     frozen_matmul_parameters: int
-    """Multiplied weights of frozen parameters."""
+    """How many of these are frozen."""
     forward_matmul_parameters: int
-    """Multiplied weights of frozen parameters in layers below everything that trains: no gradient goes through them."""
+    """How many of these are frozen and in layers below all trained ones, through which no gradient goes."""
     trained: int
-    """Number of parameters that train."""
+    """Number of parameters (elements) that train."""
     layers: int
     forward_layers: int
-    """Layers below everything that trains."""
+    """Number of layers below everything that trains."""
     attention_width: int
-    """heads x head size, the mean of all layers."""
+    """heads x head size, averaged over all layers."""
     vocab_size: int
 
     def flops(self, sequence_length: int) -> TokenFlops:
-        """Training FLOPs per token.
+        """Return the training FLOPs per token.
 
-        A weight costs 2 FLOPs per token forward and 4 backward: 6 N (Kaplan et al. 2020, section 2.1). Scores and
-        weighted values are two products of width * T each: 4 W T per layer forward, 12 W T with the backward pass
-        (PaLM, Chowdhery et al. 2022, appendix B; so in torchtitan and Megatron-LM). A causal mask needs half of them.
-        Recomputed activations are not counted: this is model FLOPs, not hardware FLOPs. A frozen weight gets no
-        gradient (2 FLOPs less), and one below everything that trains is not in the backward pass at all.
+        A weight costs 2 FLOPs per token in the forward pass and 4 in the backward pass: 6 N (Kaplan et al. 2020,
+        section 2.1). Attention scores and weighted values are two products of width * T each: 4 W T per layer in the
+        forward pass, 12 W T with the backward pass (PaLM, Chowdhery et al. 2022, appendix B; so in torchtitan and
+        Megatron-LM), and half with a causal mask. Recomputation is not counted: these are model FLOPs, not hardware
+        FLOPs. A frozen weight needs no gradient (2 FLOPs less), and one below everything that trains is not in the
+        backward pass at all.
         """
         square = (12.0 * self.layers - 8.0 * self.forward_layers) * self.attention_width * sequence_length
         weights = 6.0 * self.matmul_parameters - 2.0 * self.frozen_matmul_parameters
@@ -67,32 +68,31 @@ class ModelFacts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelSpec:
-    """The model of a run: its class, shapes and what trains, without values. Do not change its members."""
+    """The model of a run without values: its class, its shapes, and what trains. Do not change its members."""
 
     model: ModelConfig
-    """The run's section with a chosen attention; the choice of compilation may still be open."""
+    """The run's section, with the attention chosen; whether to compile may still be open."""
     config: PreTrainedConfig
-    """The given configuration. A build changes its configuration: take a copy."""
+    """The given configuration. Copy it before building a model, which changes it."""
     skeleton: PreTrainedModel
-    """Has parameters on the meta device, with ties, and real buffers in fp32. Has no adapter."""
+    """The model with parameters on the meta device, with ties, and real buffers in fp32; without the adapter."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """The run's section."""
 
     @classmethod
     def of(cls, model: ModelConfig, adapter: AdapterConfig | None = None, *, scores: bool = False) -> ModelSpec:
-        """`scores`: build a score for a text, for objective.name reward.
-
-        Raises ModelError: transformers cannot build the model, or not with `model.attention`; it gives scores unasked.
-        """
+        """`scores`: build a model that gives a score for a text, for objective.name reward. Raises ModelError if
+        transformers cannot build the model, or not with `model.attention`; or if it is a reward model although `scores`
+        is False."""
         config = load_config(model)
         if scores:
             config = with_score(config)
         elif gives_scores(config):
             raise ModelError(
-                f"model: the architecture {config.architectures} is of a reward model, which has no likelihoods. Set "
-                "objective.name to reward, or name the folder of a language model."
+                f"model: the architecture {config.architectures} is that of a reward model, which has no likelihoods. "
+                "Set objective.name to reward, or name the folder of a language model."
             )
-        if model.attention == "auto":  # a run's start may choose another: training/setup.py with_attention
+        if model.attention == "auto":  # the start of a run may choose another: with_attention in training/setup.py
             model = replace(model, attention="sdpa")
         hf = skeleton(config, attention=_unless_flash(model.attention))
         return cls(model=model, config=config, skeleton=hf, adapter=adapter or AdapterConfig())
@@ -111,7 +111,7 @@ class ModelSpec:
 
     @cached_property
     def adapted(self) -> PreTrainedModel:
-        """The skeleton with the run's adapter, if there is one. Raises ConfigError: see `models/adapter.py`."""
+        """The skeleton with the run's adapter, if it has one. Raises ConfigError as in `models/adapter.py`."""
         if self.adapter.r is None:
             return self.skeleton
         from llmtrain.models.adapter import adapted
@@ -120,23 +120,20 @@ class ModelSpec:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by its Hugging Face name, frozen ones included; a tied one once."""
+        """Shape of every tensor by its Hugging Face name, frozen ones included; a tied tensor appears once."""
         return {local.name: local.shape for local in (local_parameter(*item) for item in named_tensors(self.adapted))}
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the run does not train; with an adapter the model's, except modules that train
-        completely.
-
-        Raises ConfigError: see `frozen_names` and `saved_paths`.
-        """
+        """Names of the parameters that the run does not train; with an adapter, the model's except for `saved`. Raises
+        ConfigError as `frozen_names` and `saved_paths`."""
         if self.adapter.r is not None:
             return frozenset(name for name, _ in self.skeleton.named_parameters()) - self.saved
         return frozen_names(self.skeleton, self.model)
 
     @cached_property
     def saved(self) -> frozenset[str]:
-        """The model's own parameters that train with its adapter. Raises ConfigError: see `saved_paths`."""
+        """Names of the model's own parameters that train beside its adapter. Raises ConfigError as `saved_paths`."""
         if self.adapter.r is None:
             return frozenset()
         from llmtrain.models.adapter import saved_names
@@ -145,18 +142,18 @@ class ModelSpec:
 
     @cached_property
     def layout(self) -> FolderLayout:
-        """Raises ModelError: folders of this model cannot be read or written."""
+        """The tensors in folders of this model. Raises ModelError if these cannot be read or written."""
         return FolderLayout(self.skeleton)
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Raises ModelError: the configuration lacks them."""
+        """Sizes of the model. Raises ModelError if the configuration lacks one."""
         try:
             return self._facts()
         except AttributeError as error:  # BLT: several models without a common width
             raise ModelError(
-                f"model: the configuration of {type(self.skeleton).__name__} has no {error.name}, so the sizes of the "
-                "model are not known here. Take another family."
+                f"model: the configuration of {type(self.skeleton).__name__} has no {error.name}, so llmtrain does not "
+                "know the sizes of the model. Take another family."
             ) from error
 
     def _facts(self) -> ModelFacts:
@@ -195,7 +192,8 @@ class ModelSpec:
         )
 
     def initial_weights(self, seed: int, device: torch.device) -> ParameterSource:
-        """Raises ModelError: the folder's files are incomplete; ConfigError: the adapter to begin with is another."""
+        """Return the source of the run's first weights. Raises ModelError if the folder's files are incomplete;
+        ConfigError if `adapter.start` does not match the run's adapter."""
         source: ParameterSource
         if self.model.folder is not None:
             source = self.folder_source(self.model.folder, seed, device)
@@ -211,7 +209,8 @@ class ModelSpec:
     def folder_source(
         self, folder: Path, seed: int = 0, device: torch.device | None = None
     ) -> SafetensorsSource | ScoredSource:
-        """Open a folder's weights; `seed`, `device`: for a score that it lacks. Raises ModelError: bad files."""
+        """Open a folder's weights. `seed`, `device`: for a missing score head. Raises ModelError if the files are
+        bad."""
         kind: type[SafetensorsSource] = SafetensorsSource
         if self.model.vocabulary is not None:
             from llmtrain.models.vocabulary import GrownSource
@@ -225,7 +224,8 @@ class ModelSpec:
         return ScoredSource(source, self.layout, seed, device or torch.device("cpu"))
 
     def given_adapter(self) -> dict[str, Tensor]:
-        """Values from `adapter.start`: see `read_peft`. Raises ConfigError: another adapter's."""
+        """Return the values in `adapter.start`, as `read_peft`. Raises ConfigError if they do not match the run's
+        adapter."""
         from llmtrain.models.adapter import aliases, read_peft
 
         saved = {name: self.shapes[name] for name in self.saved}
@@ -233,21 +233,22 @@ class ModelSpec:
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The parts of the decoder. Raises ModelError."""
+        """The parts of the decoder. Raises ModelError if it cannot be divided into layers."""
         from llmtrain.models.structure.decoder_parts import anatomy_of
 
         return anatomy_of(self._with_logits)
 
     @cached_property
     def projections(self) -> Projections:
-        """The parts that tensor-parallel ranks share. Raises ModelError: there are none; TooSlow."""
+        """The parts that tensor-parallel ranks shard. Raises ModelError if there are none, TooSlow if the search takes
+        too long."""
         from llmtrain.models.structure.projections import projections
 
         return projections(self._with_logits, self.anatomy)
 
     @property
     def _with_logits(self) -> PreTrainedModel:
-        """The logits prove the parts of the decoder."""
+        """The model with a language-model head, as the parts of the decoder are proved by its logits."""
         return language_model(self.skeleton) if self.scores else self.skeleton
 
     @property
@@ -257,5 +258,6 @@ class ModelSpec:
 
 
 def _unless_flash(attention: str) -> str:
-    """Replace flash attention by eager: it cannot be constructed without a GPU, and `config check` runs on any host."""
+    """Replace flash attention by eager, because it cannot be constructed without a GPU but `config check` runs on any
+    host."""
     return "eager" if attention.startswith("flash") else attention

@@ -1,4 +1,4 @@
-"""The teacher model of a distillation: frozen and complete on every rank that computes a loss."""
+"""The teacher of a distillation: a frozen model that is complete on every rank that computes a loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ KEY = "objective.teacher"
 
 
 class Teacher:
-    """A model without gradient, optimizer or checkpoint. Ranks that share the student's rows share the teacher's."""
+    """A model without gradient, optimizer or checkpoint. Ranks that share the student's rows share the teacher's as
+    well."""
 
     def __init__(self, language: LanguageModel) -> None:
         self._language = language.eval().requires_grad_(False)
@@ -40,7 +41,8 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, inputs: Tensor, positions: Tensor | None) -> TeacherLogits:
-        """Compute the logits of this rank's columns [B, t] of the tokens [B, T], counted as B x t."""
+        """Return a function that computes the logits for a slice of this rank's columns [B, t] of the tokens [B, T],
+        flattened to B x t."""
         hidden_NH = self._language.hidden(inputs, positions).flatten(0, 1)
         head = self._language.head
 
@@ -63,8 +65,8 @@ def load_teacher(
     device: torch.device,
     language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
 ) -> Teacher:
-    """Load the teacher. `language`: makes the model from a transformers model and the tokens of a chunk; another one
-    if ranks share each row. Raises ModelError: the folder is incomplete."""
+    """Load the teacher. `language`: makes the LanguageModel from a transformers model and the tokens in a chunk; a
+    subclass if ranks share each row. Raises ModelError if the folder is incomplete."""
     spec = ModelSpec.of(model)
     source = _source(spec)
     refuse_other_shapes(source, tensor_shapes(spec.skeleton))
@@ -82,7 +84,7 @@ def empty_teacher(
     device: torch.device,
     language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
 ) -> Teacher:
-    """Make a teacher without values; arguments: see `load_teacher`."""
+    """Make a teacher without values. For the arguments see `load_teacher`."""
     with device:
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[precision])
     restore_buffers(hf, spec.skeleton, device)
@@ -97,7 +99,8 @@ def _source(spec: ModelSpec) -> SafetensorsSource:
 
 
 def teacher_checksums(model: ModelConfig, index: int, of: int) -> dict[str, int]:
-    """Checksums for part `index` in `of` of the teacher's tensors in its files, by name. Raises ModelError."""
+    """Return the checksums of every `of`-th tensor in the teacher's files, starting with tensor `index`, by name.
+    Raises ModelError."""
     source = _source(ModelSpec.of(model))
     checksums = {}
     for name in sorted(source.order())[index::of]:
@@ -110,14 +113,12 @@ def teacher_checksums(model: ModelConfig, index: int, of: int) -> dict[str, int]
 def check_teacher(
     model: ModelConfig, student: ModelSpec, tokenizer_dir: Path, places: Places, *, sequence: int = 1
 ) -> None:
-    """Check that the teacher is complete, and that its words are those of the student.
-
-    `tokenizer_dir`: of the data; `sequence`: ranks that share each row. Raises ConfigError or ModelError.
-    """
+    """Check that the teacher is complete, and that teacher and student have the same vocabulary. `tokenizer_dir`: the
+    data's tokenizer. `sequence`: number of ranks that share each row. Raises ConfigError or ModelError."""
     spec, place, folder = ModelSpec.of(model), places.get(KEY), str(model.pretrained)
     own_words, teacher_words = student.facts.vocab_size, spec.facts.vocab_size
     if own_words != teacher_words:
-        rule = f"gives logits of {teacher_words:,} words, the student of {own_words:,}: they are compared word by word"
+        rule = f"gives logits of {teacher_words:,} tokens, but the student of {own_words:,}; each logit has a partner"
         raise stop(KEY, folder, rule, "choose a teacher and a student of the same vocabulary", place)
     refuse_other_shapes(_source(spec), tensor_shapes(spec.skeleton))
     heads = getattr(spec.config.get_text_config(), "num_attention_heads", None)  # a Mamba has none

@@ -95,10 +95,8 @@ def documents_are(documents_BT: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
-    """Replaces masking_utils._preprocess_mask_arguments and remap_positions_for_packed_sequence.
-
-    transformers then makes masks for rows with these positions, although the model sees only some columns.
-    """
+    """Replaces masking_utils._preprocess_mask_arguments and remap_positions_for_packed_sequence. transformers then
+    makes masks for rows with these positions, although the model sees only some columns."""
     from transformers import __version__, masking_utils
 
     arguments = masking_utils._preprocess_mask_arguments
@@ -158,11 +156,9 @@ def build_with(kind: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: 
 
 
 def fuse_gelu(hf: PreTrainedModel) -> None:
-    """Replace GELUs by tanh, which transformers computes in eight operators, with torch's single one.
-
-    The value is the same within rounding; a step of a small GPT-2 on a CPU takes 58 ms instead of 81. Source:
-    transformers/activations.py.
-    """
+    """Replace GELUs by tanh, which transformers computes in eight operators, with torch's single one. The value is the
+    same within rounding; a step of a small GPT-2 on a CPU takes 58 ms instead of 81. Source:
+    transformers/activations.py."""
     from transformers.activations import FastGELUActivation, GELUTanh, NewGELUActivation
 
     unfused = (NewGELUActivation, FastGELUActivation, GELUTanh)

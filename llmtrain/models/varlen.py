@@ -32,10 +32,8 @@ class _Seen(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Bounds of the documents of a micro-batch, its rows concatenated.
-
-    Both tensors have one shape for all documents, because compiled layers would have a graph for each other shape.
-    """
+    """Bounds of the documents of a micro-batch, its rows concatenated. Both tensors have one shape for all documents,
+    because compiled layers would have a graph for each other shape."""
 
     bounds: Tensor
     """int32 [tokens + 1] on the device: the first token of each document, then the number of tokens up to the end."""
@@ -65,9 +63,7 @@ _current: Documents | None = None
 
 def set_documents(documents: Documents | None) -> None:
     """Set the documents for the attention of every layer from now on, recomputation in the backward pass included.
-
-    None: each row is one document.
-    """
+    None: each row is one document."""
     global _current
     _current = documents
 

@@ -1,4 +1,4 @@
-"""More rows for the embedding and the head than a folder's files have: for tokens that its model does not know."""
+"""Adds rows to a folder's embedding and head, for tokens that its model does not know."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHUNK = 1 << 22
-"""Number of elements read at one time."""
+"""Number of elements read at a time."""
 
 
 def grown_names(hf: PreTrainedModel) -> set[str]:
-    """The parameters with a row for each token: the embedding's and the head's; a tied one by its first name."""
+    """Return the parameters with a row for each token: the embedding's and the head's, tied ones by their first
+    name."""
     ends = [module for module in (hf.get_input_embeddings(), hf.get_output_embeddings()) if module is not None]
     grown = {id(parameter) for module in ends for parameter in module.parameters(recurse=False)}
     return {name for name, parameter in hf.named_parameters() if id(parameter) in grown}
@@ -35,10 +36,8 @@ def grown_names(hf: PreTrainedModel) -> set[str]:
 def check_growth(
     hf: PreTrainedModel, model: ModelConfig, frozen: Collection[str], key: str, places: Places | None = None
 ) -> None:
-    """Check that `model.vocabulary` has the folder's tokens and more, and that the grown parameters train.
-
-    `key`: the setting that would name parameters to train. Raises ConfigError.
-    """
+    """Check that `model.vocabulary` is at least the folder's number of tokens, and that grown parameters train. `key`:
+    the setting that decides what trains. Raises ConfigError."""
     if model.vocabulary is None:
         return
     place = (places or {}).get("model.vocabulary")
@@ -53,13 +52,13 @@ def check_growth(
 
 
 class GrownSource(SafetensorsSource):
-    """A folder whose embedding and head have fewer rows than the model's: each new row is the mean of the folder's, in
-    their type (Hewitt, https://nlp.stanford.edu/~johnhew/vocab-expansion.html)."""
+    """A folder whose embedding and head have fewer rows than the model's. Each new row is the mean of the folder's
+    rows, in their dtype (Hewitt, https://nlp.stanford.edu/~johnhew/vocab-expansion.html)."""
 
     def __init__(self, folder: Path, layout: FolderLayout) -> None:
         super().__init__(folder, layout)
         self.grown = {name: layout.shapes[name] for name in grown_names(layout.skeleton)}
-        """Shapes of the model's parameters with a row for each token."""
+        """Shapes in the model of the parameters with a row for each token."""
         self._means: dict[str, Tensor] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -85,7 +84,7 @@ class GrownSource(SafetensorsSource):
         return torch.cat(spans) if spans else super().read(name, 0, 0)
 
     def _mean(self, name: str) -> Tensor:
-        """Mean of the folder's rows, flat; summed in fp64 and rounded once."""
+        """Return the mean of the folder's rows, flat. It is summed in fp64 and rounded once."""
         shape = super().shape(name)
         width = numel(shape[1:])
         total, rows = torch.zeros(width, dtype=torch.float64), max(1, _CHUNK // width)

@@ -1,15 +1,16 @@
-"""Names of tensors from a model that was inside of another one, such as torch.compile's."""
+"""Names of tensors that were saved from a model inside of a wrapper, such as torch.compile's."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
 _WRAPPERS = {"_orig_mod.": "torch.compile", "base_model.model.": "peft", "module.": "DDP"}
-"""Parts of names that a model has inside of another one."""
+"""Part of a name -> the library that adds it when it wraps a model."""
 
 
 def strange_part(saved: Iterable[str], wanted: Collection[str]) -> str:
-    """A sentence on the part of names without which `saved` would be among `wanted`; empty: there is none."""
+    """Return a sentence on the part of names without which most of `saved` would be among `wanted`; "" if there is
+    none."""
     names = list(saved)
     ends = min(wanted, default="")
     before = [name.removesuffix(ends) for name in names if ends and name.endswith(f".{ends}")]

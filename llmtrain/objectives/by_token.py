@@ -37,11 +37,9 @@ class ByToken(Objective):
 
     @abstractmethod
     def terms(self, nll: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The loss of each token, or a tuple of the loss and the figures, in order.
-
-        Each is fp32 [N] like `nll`, the negative log-likelihoods of tokens in nats. A term depends only on its own
-        token: the other tokens of its micro-batch are chance.
-        """
+        """The loss of each token, or a tuple of the loss and the figures, in order. Each is fp32 [N] like `nll`, the
+        negative log-likelihoods of tokens in nats. A term depends only on its own token: the other tokens of its
+        micro-batch are chance."""
         raise NotImplementedError
 
 

@@ -10,11 +10,9 @@ from llmtrain.objectives.objective import Tensor
 
 
 class Metric(Entry, section="metrics"):
-    """A weighted mean over counted tokens, independent of their distribution over ranks and micro-batches.
-
-    A plugin's metric is a dataclass with a name (`class Rare(Metric, entry="rare")`): its fields are below
-    `metrics.rare`, and its figure is `eval/rare`.
-    """
+    """A weighted mean over counted tokens, independent of their distribution over ranks and micro-batches. A plugin's
+    metric is a dataclass with a name (`class Rare(Metric, entry="rare")`): its fields are below `metrics.rare`, and its
+    figure is `eval/rare`."""
 
     in_training: ClassVar[bool] = False
     """Measure the metric on training batches too, as the figure `rare`: each micro-batch passes the head twice."""

@@ -78,9 +78,7 @@ class OverAnswers(Objective):
 
     def equal(self, figures: Mapping[str, float]) -> Equal:
         """The `Equal` of the loss, from its definition; without it the loss is not checked before the first step.
-
-        `figures`: of this batch; some losses contain its mean log-probability in addition to the margin.
-        """
+        `figures`: of this batch; some losses contain its mean log-probability in addition to the margin."""
         raise NotImplementedError
 
 
@@ -143,10 +141,8 @@ class OverPairs(OverAnswers):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(OverPairs):
-    """A loss on the log-probabilities of pairs; a new one is a class with `losses`.
-
-    With the field `reference: Literal["column", "online"] = "column"` a plugin can use `a.ratio`, as `Referenced` does.
-    """
+    """A loss on the log-probabilities of pairs; a new one is a class with `losses`. With the field `reference:
+    Literal["column", "online"] = "column"` a plugin can use `a.ratio`, as `Referenced` does."""
 
     figures: ClassVar[tuple[Figure, ...]] = (
         *_MARGIN,
@@ -184,10 +180,8 @@ class Dpo(Pairs, Referenced, choice="dpo"):
     """Share of pairs assumed to be labelled the wrong way round; above 0 the loss is the conservative one."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
-        """-(1 - e) log sigmoid(b (d_w - d_l)) - e log sigmoid(-b (d_w - d_l)).
-
-        arXiv 2305.18290; with e > 0 the conservative one (E. Mitchell's note on cDPO, 2023).
-        """
+        """-(1 - e) log sigmoid(b (d_w - d_l)) - e log sigmoid(-b (d_w - d_l)). arXiv 2305.18290; with e > 0 the
+        conservative one (E. Mitchell's note on cDPO, 2023)."""
         margin = self.beta * _gap(a.ratio)
         return -(1 - self.smoothing) * a.log_sigmoid(margin) - self.smoothing * a.log_sigmoid(-margin), margin
 
@@ -282,10 +276,7 @@ class Orpo(Pairs, choice="orpo"):
     """Factor on the term of the odds ratio."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
-        """-s_w / n_w - b log sigmoid(log odds_w - log odds_l), odds p / (1 - p) of p = exp(s / n).
-
-        arXiv 2403.07691.
-        """
+        """-s_w / n_w - b log sigmoid(log odds_w - log odds_l), odds p / (1 - p) of p = exp(s / n). arXiv 2403.07691."""
         margin = _gap(a.mean - (-a.mean.expm1()).log())
         return -a.mean[:, 0] - self.beta * a.log_sigmoid(margin), margin
 
@@ -345,10 +336,8 @@ class Kto(Referenced, choice="kto"):
 
     def terms(self, answers: Answers) -> tuple[Tensor, ...]:
         """1 - sigmoid(b (d - z)) for a desired answer, 1 - sigmoid(b (z - d)) for another, each with its kind's weight.
-
         z >= 0 is the mean of d over the global batch's prompts, each with the answer to another one: an estimate of the
-        divergence from the reference, without a gradient (arXiv 2402.01306).
-        """
+        divergence from the reference, without a gradient (arXiv 2402.01306)."""
         above = self.beta * (answers.ratio - answers.kl)
         desired = answers.facts["desirable"]
         margins = above.where(desired, -above)
@@ -395,12 +384,9 @@ class Reward(OverPairs, choice="reward"):
     """Factor on the square of the two scores' sum, which draws their mean to 0."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
-        """-log sigmoid(r_w - r_l) + c (r_w + r_l)^2.
-
-        r is the score at an answer's last counted token: the likelihood of the preference in the model of Bradley and
-        Terry (arXiv 1706.03741, 2203.02155). A preference does not fix the scale's zero: c draws the mean score there
-        (arXiv 2312.09244).
-        """
+        """-log sigmoid(r_w - r_l) + c (r_w + r_l)^2. r is the score at an answer's last counted token: the likelihood
+        of the preference in the model of Bradley and Terry (arXiv 1706.03741, 2203.02155). A preference does not fix
+        the scale's zero: c draws the mean score there (arXiv 2312.09244)."""
         margins = _gap(a.score)
         return -a.log_sigmoid(margins) + self.centering * a.score.sum(1).square(), margins
 

@@ -37,11 +37,9 @@ class Schedule(Choice, section="schedule"):
         return 0
 
     def factor(self, step: int, max_steps: int | None) -> float:
-        """Factor on the peak learning rate for optimizer step `step` (0 is the first).
-
-        Warm-up rises linearly and reaches 1 at step `warmup_steps`. `max_steps` None: unlimited, which the
-        configuration check allows if `needs_length` is False.
-        """
+        """Factor on the peak learning rate for optimizer step `step` (0 is the first). Warm-up rises linearly and
+        reaches 1 at step `warmup_steps`. `max_steps` None: unlimited, which the configuration check allows if
+        `needs_length` is False."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         return self.after_warmup(step, max_steps)

@@ -268,11 +268,9 @@ def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
 
 
 def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
-    """Return the factor on the peak learning rate at optimizer step `number` of `steps`, from 1.
-
-    Step k of w of the warm-up has k / (w + 1). The next one has 1, from which half a cosine or a line reaches min_ratio
-    with the last step; with wsd step k of the last d has 1 - (1 - min_ratio) k / d.
-    """
+    """Return the factor on the peak learning rate at optimizer step `number` of `steps`, from 1. Step k of w of the
+    warm-up has k / (w + 1). The next one has 1, from which half a cosine or a line reaches min_ratio with the last
+    step; with wsd step k of the last d has 1 - (1 - min_ratio) k / d."""
     if type(schedule).__module__ != Schedule.__module__:  # the definition of a plugin's schedule is its own
         return schedule.factor(number - 1, steps)
     whole = schedule.warmup_steps + 1

@@ -139,11 +139,9 @@ _E4M3, _E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 
 
 def in_eight_bits(values: Tensor, recipe: str, dim: int, *, gradient: bool = False) -> Tensor:
-    """Round `values` [., .] to fp8; return them in fp32.
-
-    A scale maps the largest value to the format's largest. tensorwise: one scale, gradients in e5m2. rowwise: a scale,
-    rounded down to a power of two, for each row along `dim`, the summed side of a product; all in e4m3.
-    """
+    """Round `values` [., .] to fp8; return them in fp32. A scale maps the largest value to the format's largest.
+    tensorwise: one scale, gradients in e5m2. rowwise: a scale, rounded down to a power of two, for each row along
+    `dim`, the summed side of a product; all in e4m3."""
     dtype, largest = _E5M2 if gradient and recipe == "tensorwise" else _E4M3
     size = values.abs().max() if recipe == "tensorwise" else values.abs().amax(dim, keepdim=True)
     scale = (largest / size.double().clamp_min(1e-12)).float()

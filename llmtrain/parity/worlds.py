@@ -64,11 +64,8 @@ class AgainstPlain:
     NO_ANSWER."""
 
     def comparable(self, user: Run) -> Run:
-        """Return the run with what a comparison needs.
-
-        Raises ConfigError: tensorwise fp8 where ranks and reference scale different tokens. Powers of two would not
-        matter: all but the smallest numbers round equally.
-        """
+        """Return the run with what a comparison needs. Raises ConfigError: tensorwise fp8 where ranks and reference
+        scale different tokens. Powers of two would not matter: all but the smallest numbers round equally."""
         config = user.config
         shares = {
             "sequence_parallel_size": user.mix.degrees.sequence > 1,
@@ -175,11 +172,9 @@ def _worlds(title: str, asked: Asked, worlds: list[int], comparison: AgainstPlai
 
 
 def comparisons(precisions: list[str], steps: int, *, fp8: bool) -> list[tuple[str, bool, int]]:
-    """Return (precision, True for the sharp comparison, its steps) of each comparison.
-
-    In fp8 the last digit of a number decides between neighbours that are 1/8 apart: two orders of summation agree as in
-    fp32 for a step or two, and then differ as much as half precisions.
-    """
+    """Return (precision, True for the sharp comparison, its steps) of each comparison. In fp8 the last digit of a
+    number decides between neighbours that are 1/8 apart: two orders of summation agree as in fp32 for a step or two,
+    and then differ as much as half precisions."""
     if not fp8:
         return [(name, name == "fp32", steps) for name in precisions]
     return [*((name, True, 1) for name in precisions if name == "fp32"), (precisions[-1], False, steps)]

@@ -208,7 +208,7 @@ def test_a_folder_without_its_biases_is_refused_before_training(small_data, tmp_
     save_file({n: t for n, t in tensors.items() if not n.endswith("bias")}, folder / "model.safetensors")
     assert main(["checkpoint", "from-hf", str(folder), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "lacks 3 tensors that no training changes" in said and "save it again" in said, said
+    assert "lacks 3 tensors that training does not change" in said and "save it again" in said, said
     code, said = forked.finish(recipe(tmp_path / "a", small_data, "zero2", {"pretrained": str(folder)}))
     assert code == 2 and "model.pretrained" in said and "lacks 3 tensors" in said and "Traceback" not in said, said
 

@@ -157,11 +157,8 @@ class ZeroEngine:
 
     def micro_step(self, micro: MicroBatch, weight: Callable[[], int], objective: LossFunction) -> Tensor:
         """Run the forward and backward pass of one micro-batch, and return the sums of the objective's figures, fp32
-        [figures].
-
-        DeepSpeed divides by the accumulation steps and averages over the data-parallel ranks, as if all micro-batches
-        counted equally many tokens; the factor `equal_shares` undoes both.
-        """
+        [figures]. DeepSpeed divides by the accumulation steps and averages over the data-parallel ranks, as if all
+        micro-batches counted equally many tokens; the factor `equal_shares` undoes both."""
         engine = self.deepspeed
         equal_shares = engine.gradient_accumulation_steps() * engine.seq_dp_world_size
         heart.phase("forward")

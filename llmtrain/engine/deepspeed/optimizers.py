@@ -42,10 +42,8 @@ _CHUNK = 1 << 24  # elements whose moments are widened to fp32 at once: 128 MiB 
 
 
 def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the moments of a tensor in the optimizer: kind -> values, as many as the tensor has.
-
-    State that the optimizer would create at its first step is created, with the step counter at 0.
-    """
+    """Return the moments of a tensor in the optimizer: kind -> values, as many as the tensor has. State that the
+    optimizer would create at its first step is created, with the step counter at 0."""
     state = optimizer.state[flat]
     kinds: dict[str, torch.dtype] = settings[MOMENTS]
     if not settings.get("use_muon") and "step" not in state:
@@ -301,10 +299,8 @@ def _guard(optim: Optimizer, optimizer: torch.optim.Optimizer) -> None:
 
 def import_muon(*, compiled: bool) -> None:
     """Import DeepSpeed's Muon, which DeepSpeed's engine needs whatever the optimizer, with torch.compile or without.
-
     Loading torch.compile's backend takes a second of each start and needs a C compiler; on a CPU it then compiles for
-    20 s without making Muon faster.
-    """
+    20 s without making Muon faster."""
     original, names = f"{_MUON}.original_muon", (f"{_MUON}.original_muon", f"{_MUON}.muon_optimizer")
     if original in sys.modules and hasattr(sys.modules[original].muon_update, "_torchdynamo_orig_callable") == compiled:
         return

@@ -138,11 +138,8 @@ PRIVATE = (
 
 
 def check(names: Sequence[Private] = PRIVATE) -> None:
-    """Look for the names in loaded modules and in the source files of others; takes about 5 ms.
-
-    Raises:
-        ConfigError: a name is missing.
-    """
+    """Look for the names in loaded modules and in the source files of others; takes about 5 ms. Raises ConfigError: a
+    name is missing."""
     for private in names:
         text, loaded = _source(private.module), sys.modules.get(private.module)
         missing = [name for name in private.names if not hasattr(loaded, name)]

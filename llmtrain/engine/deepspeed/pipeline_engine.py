@@ -116,11 +116,8 @@ def _reduce_tied(engine: PipelineEngine) -> None:
 
 def _check_groups(engine: PipelineEngine, ranks: Ranks) -> None:
     """Refuse pipeline stages with different numbers of parameter groups: with an offloaded optimizer DeepSpeed sums the
-    gradient norm over the stages group by group, and would wait for ever for a stage with fewer groups.
-
-    Raises:
-        AgreedError: on every rank.
-    """
+    gradient norm over the stages group by group, and would wait for ever for a stage with fewer groups. Raises
+    AgreedError: on every rank."""
     if not engine.optimizer.cpu_offload:
         return  # one sum over all groups: engine/deepspeed/zero_step.py
     counts = ranks.gather(len(base_optimizer(engine).param_groups))

@@ -115,10 +115,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> Tensor | bool | None:
         """Return the fp32 sums for a reduced gradient; False for a matrix of Muon, whose gradient has no such sums.
-
         DeepSpeed returns None for such a matrix, joins it to its predecessor in the bucket, and then loses the sums of
-        that predecessor: most norms and biases of a run never trained.
-        """
+        that predecessor: most norms and biases of a run never trained."""
         found = super()._get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements)
         own = partition_id == dist.get_rank(self.real_dp_process_group[group_idx])
         return False if found is None and own and self.gradient_accumulation_dtype != self.dtype else found
@@ -140,10 +138,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
     @functools.cached_property
     def _share(self) -> float:
         """Factor by which a reduced gradient is added to its sum. 1: DeepSpeed has divided it in the bucket, in an
-        extra pass.
-
-        A power of two is exact, so the sums equal DeepSpeed's to the last bit (fp16 would lose values below 6e-8).
-        """
+        extra pass. A power of two is exact, so the sums equal DeepSpeed's to the last bit (fp16 would lose values below
+        6e-8)."""
         ranks = dist.get_world_size(self.dp_process_group) // self.sequence_parallel_size
         buckets = self.contiguous_gradients and self.reduce_scatter and self.gradient_average
         fp32 = self.dtype == torch.bfloat16 and self.communication_data_type == torch.float32
@@ -244,9 +240,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> Tensor | None:
         """Return a group's gradients as one tensor of the masters' dtype, or None if DeepSpeed shall join them itself.
-
-        DeepSpeed joins gradients in half precision and then widens the result, which moves 10 bytes an element; here 6.
-        """
+        DeepSpeed joins gradients in half precision and then widens the result, which moves 10 bytes an element; here
+        6."""
         found: Tensor | None = super()._get_preflattened_grad_partition(group_idx)
         gradients, masters = self.averaged_gradients[group_idx], self.single_partition_of_fp32_groups[group_idx]
         if found is not None or all(gradient.dtype == masters.dtype for gradient in gradients):
@@ -273,10 +268,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
     @functools.cached_property
     def _clips_in_kernel(self) -> bool:
         """Return True if the optimizer's kernel can divide by norm / clip, and can skip the update if the norm is not
-        finite.
-
-        On a CPU gradients are multiplied by the inverse instead, which differs from the division by a rounding.
-        """
+        finite. On a CPU gradients are multiplied by the inverse instead, which differs from the division by a
+        rounding."""
         fused = type(self.optimizer) is torch.optim.AdamW and all(g["fused"] for g in self.optimizer.param_groups)
         return fused and self.dtype == torch.bfloat16 and _on_gpu(self.bit16_groups_flat[0])
 
@@ -301,11 +294,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     def scaled_global_norm(self, norm_type: int = 2) -> float | Tensor:
         """Return the L2 norm of the complete gradient times the loss scale; not finite if a gradient on any rank is
-        not.
-
-        All ranks call it together. It waits for the device once; but if the kernel clips, it returns without waiting a
-        tensor on the device, fp64 with one element.
-        """
+        not. All ranks call it together. It waits for the device once; but if the kernel clips, it returns without
+        waiting a tensor on the device, fp64 with one element."""
         assert norm_type == 2, norm_type
         norms: list[Tensor] = []
         for index in range(len(self.bit16_groups)):

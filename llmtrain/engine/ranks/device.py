@@ -111,10 +111,8 @@ def device_id(device: torch.device) -> str:
 
 
 def use_deterministic_kernels() -> None:
-    """Use only kernels that sum in a fixed order. CUBLAS_WORKSPACE_CONFIG must have been set before cuBLAS starts.
-
-    An operation without a deterministic kernel raises torch's RuntimeError with the operation's name.
-    """
+    """Use only kernels that sum in a fixed order. CUBLAS_WORKSPACE_CONFIG must have been set before cuBLAS starts. An
+    operation without a deterministic kernel raises torch's RuntimeError with the operation's name."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # else each new tensor is written twice
 

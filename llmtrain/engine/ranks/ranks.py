@@ -46,11 +46,9 @@ class AgreedError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the ranks of one engine (a site), numbered from 0. All ranks call each method together.
-
-    This base class does not communicate: it is for a single process, or for one that imitates `world_size` ranks by
-    assuming that they all send its own value. `ConnectedRanks` sends messages.
-    """
+    """This process among the ranks of one engine (a site), numbered from 0. All ranks call each method together. This
+    base class does not communicate: it is for a single process, or for one that imitates `world_size` ranks by assuming
+    that they all send its own value. `ConnectedRanks` sends messages."""
 
     rank: int = 0
     world_size: int = 1
@@ -121,10 +119,7 @@ class Ranks:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Raise a UserError of one rank on all ranks; raised on one alone, it would leave the others in a collective.
-
-        Raises:
-            AgreedError: on every rank.
-        """
+        Raises AgreedError: on every rank."""
         mine: tuple[str, int] | None = None
         try:
             yield

@@ -135,9 +135,7 @@ class TravellingTokens(AutoEPMoELayer):
 
 
 def replace_block(surgeon: Any, spec: Any, degree: int, rank: int) -> None:
-    """Call AutoEP._replace_moe_layer_without_retarget, which replaces a block by this rank's experts.
-
-    The public replace_moe_layers also points transformers' recorders of router logits to the new modules, and fails at
-    that with transformers 5.23 (auto_ep_presets/base.py 326: _CanRecordRegistry.get takes no default).
-    """
+    """Call AutoEP._replace_moe_layer_without_retarget, which replaces a block by this rank's experts. The public
+    replace_moe_layers also points transformers' recorders of router logits to the new modules, and fails at that with
+    transformers 5.23 (auto_ep_presets/base.py 326: _CanRecordRegistry.get takes no default)."""
     surgeon._replace_moe_layer_without_retarget(spec, degree, rank)

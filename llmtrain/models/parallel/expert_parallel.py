@@ -91,12 +91,9 @@ def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
 
 
 def find_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any]) -> tuple[AutoEP, list[Any]]:
-    """Return DeepSpeed's AutoEP for a transformers model, with the blocks of experts that it has found.
-
-    Raises:
-        ModelError: AutoEP does not know this family, its blocks compute another function, or the experts cannot be
-            divided evenly.
-    """
+    """Return DeepSpeed's AutoEP for a transformers model, with the blocks of experts that it has found. Raises
+    ModelError: AutoEP does not know this family, its blocks compute another function, or the experts cannot be divided
+    evenly."""
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import (
         parse_autoep_config,
@@ -160,10 +157,8 @@ def shard_experts(
 
 @with_values()
 def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> None:
-    """Compare AutoEP's blocks with transformers' before any part of the model is replaced.
-
-    Raises ModelError if they compute something else, ValueError if AutoEP cannot handle a small copy.
-    """
+    """Compare AutoEP's blocks with transformers' before any part of the model is replaced. Raises ModelError if they
+    compute something else, ValueError if AutoEP cannot handle a small copy."""
     preset = section.get("preset_model")
     try:
         apart = apart_from_transformers(hf, section)

@@ -52,10 +52,8 @@ class Weights:
 
 
 def bubble_share(stages: int, micro_batches: int) -> float:
-    """Return the share of a step's time in which a pipeline stage waits, if all stages take equally long.
-
-    The schedule is 1F1B (Narayanan et al., arXiv 1806.03377): a step takes the time of M + S - 1 micro-batches.
-    """
+    """Return the share of a step's time in which a pipeline stage waits, if all stages take equally long. The schedule
+    is 1F1B (Narayanan et al., arXiv 1806.03377): a step takes the time of M + S - 1 micro-batches."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
@@ -340,11 +338,8 @@ class PipelineLanguageModel(PipelineModule):
 
 
 def build_pipeline(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
-    """Return this rank's pipeline stage with uninitialised parameters; those of other stages never get memory.
-
-    Raises:
-        ModelError: transformers cannot build the model, or it cannot be cut into these stages.
-    """
+    """Return this rank's pipeline stage with uninitialised parameters; those of other stages never get memory. Raises
+    ModelError: transformers cannot build the model, or it cannot be cut into these stages."""
     model, degrees = run.config.model, run.mix.degrees
     hf = spec.own_skeleton()
     words, plan = spec.anatomy, spec.projections if degrees.tensor > 1 else None

@@ -61,8 +61,7 @@ class SequenceLanguageModel(LanguageModel):
 
 
 class Exchange:
-    """The exchange of heads for columns among S ranks: t = T / S columns and all H heads, or all T columns and h = H /
-    S heads."""
+    """Exchanges t = T / S columns of all H heads for all T columns of h = H / S heads, and back, among S ranks."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -94,8 +93,8 @@ class Exchange:
         return came.permute(1, 2, 0, 3, 4).reshape(rows, shared // self.degree, self.degree * gathered, size)
 
     def attend(self, inner: Callable[..., Any], module: Any, qkv: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
-        """Run transformers' attention function `inner` on this rank's heads. Raises ModelError if S does not divide the
-        heads."""
+        """Run transformers' attention function `inner` on this rank's heads. Raises ModelError if S does not divide
+        them."""
         query, key, value = qkv
         if query.shape[1] % self.degree:
             rule = f"its {query.shape[1]} attention heads cannot be shared by {self.degree} ranks"
@@ -150,10 +149,7 @@ def _attend(
 
 def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
     """Show rotary embeddings the length of the complete row: some kinds (longrope, dynamic) use other angles for long
-    rows.
-
-    They take the length from the largest position, so each rank adds the row's last position to its own.
-    """
+    rows. They take the length from the largest position, so each rank adds the row's last position to its own."""
     forward_of_rotary = rotary.forward
 
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -169,11 +165,9 @@ def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
 
 
 def check_attention(hf: PreTrainedModel) -> None:
-    """Prove that tokens of the model affect each other only through transformers' attention functions.
-
-    A small copy runs with an attention that returns each token's own value: then no token may depend on another. Raises
-    ModelError.
-    """
+    """Prove that tokens of the model affect each other only through transformers' attention functions. A small copy
+    runs with an attention that returns each token's own value: then no token may depend on another. Raises
+    ModelError."""
     name = type(hf).__name__
     if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
         raise ModelError(f"model: {name} takes no positions, so ranks cannot share a sequence; set {_KEY} to 1.")
@@ -205,8 +199,7 @@ def check_attention(hf: PreTrainedModel) -> None:
         except ModelError as error:  # the model may use attention in other ways
             watched = "It was run with a replaced attention, as on ranks that share sequences"
             raise ModelError(f"{error} {watched}; set {_KEY} to 1.") from error
-    # Not compared bit for bit: a token that goes to another expert changes the shapes of products, and so their
-    # rounding.
+    # Not compared bit for bit: a token that goes to another expert changes the shapes, so the rounding, of products.
     felt = ~torch.isclose(one, two, rtol=1e-3, atol=1e-4).all(-1)[0]
     felt[5] = False
     if felt.any():

@@ -88,8 +88,7 @@ def gathered(shard: Tensor, group: Any, dim: int) -> Tensor:
 
 
 class Column(LinearLayer):
-    """A linear layer with some of the outputs on this rank. The weight is [outputs, inputs], or [inputs, outputs] if
-    `transposed`."""
+    """A linear layer with some of the outputs on this rank. The weight is [outputs, inputs], or transposed."""
 
     def __init__(self, linear: nn.Module, span: Span, *, transposed: bool, inside: bool, name: str) -> None:
         super().__init__(linear, span.group, skip_partition=True, name=name)
@@ -132,8 +131,7 @@ class Row(LinearAllreduce):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Multiply by the weight, and save the parameter itself for the backward pass, not a view, as ZeRO 3 frees its
-    memory."""
+    """Multiply by the weight. For the backward pass it saves the parameter, not a view, as ZeRO 3 frees the memory."""
     if not transposed:
         return F.linear(input, weight, bias)  # under ZeRO 3 this is DeepSpeed's, which saves no view
     flat = input.reshape(-1, input.shape[-1])
@@ -282,8 +280,7 @@ def shard_model(
     # A score head has one row, and is complete on every rank, like the hidden state that it reads.
     tables = [path for path in (anatomy.embedding, anatomy.head) if path in modules]
     weights = {path: next(modules[path].parameters(), None) for path in tables}
-    # Embedding and head may differ in rows: Moshi's embedding has one more. On other pipeline stages they have no
-    # weight.
+    # Embedding and head may differ in rows: Moshi's embedding has one more. On other pipeline stages they have none.
     vocabularies = {path: VocabularyShard.of(len(w), group) for path, w in weights.items() if w is not None}
     shards = _map_shards(modules, plan, rank, degree) | _vocabulary_shards(modules, vocabularies)
     for module in experts.values():
@@ -348,8 +345,7 @@ def share_adapter(plan: Projections, group: Any, path: str, layer: Any) -> None:
 
 
 def check_degree(plan: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
-    """Check that `degree` ranks can have equal parts of the model. Raises ModelError, which names the possible
-    degrees."""
+    """Check that `degree` ranks can have equal parts of the model. Raises ModelError with the possible degrees."""
     numbers = {"query heads (num_attention_heads)": plan.heads, "key/value heads": plan.kv_heads}  # 0: not sharded
     numbers |= {"features within an MLP": math.gcd(*plan.widths)} if plan.widths else {}
     numbers |= {f"features within {path}": width for path, width in (expert_widths or {}).items()}
@@ -426,8 +422,8 @@ def _expert_shards(experts: Any, rank: int, degree: int) -> _Shards:
 
 
 def _norm_shards(modules: dict[str, Any], plan: Projections, rank: int, degree: int) -> _Shards:
-    """Return shards of norms with weights for each head. If each head has its own norm module, other ranks' are
-    removed."""
+    """Return shards of norms with weights for each head. Other ranks' norms are removed if each head has its own
+    module."""
     shards: _Shards = {}
     lists: dict[str, list[str]] = {}
     for norm in plan.norms:
@@ -487,8 +483,7 @@ def _sum_of(grad: Tensor, group: Any) -> Tensor:
 
 
 def _gather_around(module: nn.Module, group: Any) -> None:
-    """Let a module that normalises across heads see the heads of all ranks; it returns this rank's part of the
-    result."""
+    """Let a module that normalises across heads see the heads of all ranks; it returns this rank's part."""
     inner = module.forward
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
@@ -523,8 +518,7 @@ def _read(value: Any, group: Any) -> Any:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The token ids of the vocabulary that this rank holds: [first, first + count) of `total`. The first ranks may hold
-    one more."""
+    """This rank's token ids of the vocabulary: [first, first + count) of `total`. The first ranks may hold one more."""
 
     group: Any
     first: int
@@ -546,8 +540,7 @@ class VocabularyShard:
         return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], dim=-1)
 
     def shared(self, hidden: Tensor) -> Tensor:
-        """Return the hidden state, which is equal on all ranks, as input for `chunked_nll_sums` (models/loss.py) on the
-        shards."""
+        """Return the hidden state, which is equal on all ranks, as input for `chunked_nll_sums` on the shards."""
         return copied(hidden, self.group)
 
     def take_largest(self, values: Tensor) -> None:
@@ -563,10 +556,8 @@ def _counts(total: int, degree: int) -> list[int]:
 
 
 def shard_embedding(embedding: nn.Embedding, vocabulary: VocabularyShard) -> None:
-    """Make an embedding whose weight is a shard look up all token ids: for ids of other ranks it adds zeros.
-
-    The embedding's own forward is still called, because some scale their output (Gemma 3).
-    """
+    """Make an embedding whose weight is a shard look up all token ids: for ids of other ranks it adds zeros. The
+    embedding's own forward is still called, because some scale their output (Gemma 3)."""
     inner = embedding.forward
     padding = embedding.padding_idx
     if padding is not None:

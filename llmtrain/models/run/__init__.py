@@ -1,1 +1,1 @@
-"""Builds this rank's module of a resolved run's model, and refuses unfit models."""
+"""Builds this rank's module of a run's model, and refuses models that do not fit the run."""

@@ -1,4 +1,4 @@
-"""This rank's module of a resolved run, in the run's form of parallelism."""
+"""Builds this rank's module of a run's model, in the run's form of parallelism."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 def build_model(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) -> LanguageModel | PipelineLanguageModel:
-    """The module with uninitialised parameters. Only the chosen form is imported: all of them are 2,500 lines. Raises
-    ModelError: transformers cannot build it (in this form); ConfigError: a rank has nothing to train."""
+    """Return this rank's module with uninitialised parameters. Only the code of the run's form is imported (all forms
+    have 2,500 lines). Raises ModelError if transformers cannot build the model, or not in this form; ConfigError if a
+    pipeline stage has nothing to train."""
     model, mix = run.config.model, run.mix
     language: LanguageModel | PipelineLanguageModel
     if mix.degrees.pipeline > 1:
@@ -43,12 +44,12 @@ def build_model(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) -> 
             from llmtrain.models.adapter import put_around
 
             packed = spec.adapter.quantize is not None
-            # On a CPU nothing would be gained; ZeRO 3 takes a gradient of A only where its own module is called.
+            # This gains nothing on a CPU, and ZeRO 3 takes a gradient of A only if its own module is called.
             shares = device.type == "cuda" and mix.zero_stage < 3 and not packed
             put_around(hf, spec.adapted, device, DTYPES[mix.precision], packed=packed, shares_inputs=shares)
             if packed and mix.degrees.expert == 1:
-                materialise(hf, device, DTYPES[mix.precision])  # all but the packed maps
-        if model.fp8 is not None:  # before the ranks divide the experts, which show the routers
+                materialise(hf, device, DTYPES[mix.precision])  # all but the packed layers
+        if model.fp8 is not None:  # before experts are sharded: complete ones show which modules are routers
             from llmtrain.models.fp8 import use_fp8
 
             use_fp8(decoder_layers(hf), model.fp8, emulated=device.type == "cpu")
@@ -95,7 +96,8 @@ def build_model(run: Run, spec: ModelSpec, device: torch.device, mesh: Mesh) -> 
 def _check_trained(
     language: LanguageModel | PipelineLanguageModel, config: RunConfig, places: Places, mesh: Mesh
 ) -> None:
-    """DeepSpeed's optimizers need trained parameters on every stage. Raises ConfigError."""
+    """Check that this rank's pipeline stage has something to train, as DeepSpeed's optimizers need. Raises
+    ConfigError."""
     if any(local.trains for local in language.local_parameters()):
         return
     key, patterns = next(
@@ -113,12 +115,12 @@ def _check_trained(
 
 @contextlib.contextmanager
 def divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
-    """Name the key that divides the model in errors about the family, with a remedy."""
+    """A context in which a ModelError about the family gets the key that divides the model, and a remedy."""
     try:
         yield
     except ModelError as error:
         about_the_model, _, reason = str(error).partition("model: ")
-        if about_the_model:  # a key's value is wrong, and the message names it
+        if about_the_model:  # the message is about a key's value, and names the key
             raise
         raise ModelError(
             f"{key} {degree}: the ranks cannot divide a {spec.config.model_type} model so. Remove the section: ZeRO 3 "
@@ -129,8 +131,8 @@ def divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
 def _own_part(
     spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> tuple[PreTrainedModel, str]:
-    """This rank's model without a pipeline, and a note for the user, or "". Parameters are shards, under ZeRO 3
-    partitions; shared experts and maps to be packed may be on the meta device."""
+    """Return this rank's model without a pipeline, and a note for the user or "". Parameters are shards (with ZeRO 3
+    partitions of these); shared experts and layers to be packed may be on the meta device."""
     if mix.degrees.tensor > 1:
         from llmtrain.models.parallel.tensor import sharded_model
 
@@ -142,10 +144,10 @@ def _own_part(
         if mix.zero_stage == 3:
             import deepspeed
 
-            # The skeleton was made before: constructors that transformers imports and decorates in here lose their
-            # decoration when it ends, for example the experts' (partition_parameters.py _init_subclass and
-            # _disable_class). Not given `dtype`: on a device without fp16, DeepSpeed 0.19.8 then always takes bf16
-            # (partition_parameters.py _set_dtype); from its config it takes the right one.
+            # The skeleton must exist already: classes that transformers imports and decorates inside zero.Init lose
+            # their decoration at its end, for example the experts' (partition_parameters.py _init_subclass and
+            # _disable_class). `dtype` is not passed: on a device without fp16, DeepSpeed 0.19.8 would then always use
+            # bf16 (partition_parameters.py _set_dtype); from its config it takes the right one.
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=exact, mpu=mesh.mpu))
         else:
             stack.enter_context(device)

@@ -1,4 +1,4 @@
-"""Refusals of a run's model that need no device and no other ranks."""
+"""Checks of a run's model that need no device and no other ranks."""
 
 from __future__ import annotations
 
@@ -47,28 +47,26 @@ _COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings",
 )  # fmt: skip
-"""transformers' common names of counts that are at least one; a family's `attribute_map` gives its own names."""
-_EARLIER = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # now within rope_parameters
-_ANYWHERE = {"model_type", "torch_dtype", "num_labels", "output_attentions"}  # PreTrainedConfig takes them
+"""transformers' common names of counts that are at least 1. A family's `attribute_map` gives its own names for them."""
+_EARLIER = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # now in rope_parameters
+_ANYWHERE = {"model_type", "torch_dtype", "num_labels", "output_attentions"}  # PreTrainedConfig accepts them
 _TOKENS = {f"{kind}_token_id" for kind in ("bos", "eos", "pad", "sep", "cls", "mask", "unk")}
-"""Fields that name tokens of a text; those of pictures and sounds may be beyond its vocabulary."""
+"""Fields with ids of text tokens. Ids of tokens for pictures and sounds may lie beyond the text's vocabulary."""
 _DIVISORS = ("eps", "epsilon", "rope_theta", "logits_scaling", "softcapping", "soft_cap", "softcap")
-"""Ends of names: a model divides by these fields, or takes their root."""
+"""Ends of names of fields by which a model divides, or whose root it takes."""
 _FAMILY = "model.config.model_type"
 
 
 def check_fields(values: dict[str, Any], problems: Problems) -> None:
-    """Report every key that the family does not know, every value of the wrong type, and impossible sizes.
-
-    `values`: `model.config`, with a model_type.
-    """
+    """Report every key that the family does not know, every value of a wrong type, and impossible sizes. `values`:
+    `model.config`, with a model_type."""
     family = _family(values["model_type"], problems)
     if family is not None:
         _Section(family, "model.config", problems).check(values)
 
 
 def _family(model_type: str, problems: Problems) -> Any:
-    """Return the class of a family's configuration; None, with a problem added: it is no causal language model."""
+    """Return the configuration class of a family. If it is no causal language model, add a problem and return None."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -84,7 +82,7 @@ def _family(model_type: str, problems: Problems) -> Any:
 
 
 class _Section:
-    """Checks one config dict: the model's or a nested one."""
+    """Checks one dict of a configuration: the model's, or a nested one."""
 
     def __init__(self, family: Any, prefix: str, problems: Problems) -> None:
         self._family, self._prefix = family, prefix
@@ -107,7 +105,8 @@ class _Section:
                 self._check_value(key, value)
 
     def _vocabulary(self, values: dict[str, Any]) -> int | None:
-        """Return the size of the vocabulary; None: another section has it."""
+        """Return the section's vocab_size (the given value, or the family's default); None if this section has none, as
+        in a model around several models."""
         name = self._family.attribute_map.get("vocab_size", "vocab_size")
         default = self._fields[name].default if name in self._fields else None
         size = values.get("vocab_size", values.get(name, default))
@@ -129,13 +128,14 @@ class _Section:
         within = self._family.sub_configs.get(key)
         if within is None or hasattr(within, "attribute_map"):
             return within
-        # AutoConfig: the section names the kind, else the family does (transformers 5.17 cannot).
+        # For AutoConfig the section's model_type decides, else the family's default (transformers 5.17 has none).
         default = getattr(self._family, "sub_configs_defaults", {}).get(key)
         kind = str(value.get("model_type", getattr(default, "model_type", None)))
         return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401  # a mapping without get
 
     def _check_value(self, key: str, value: Any) -> None:
-        """Check a value's type by the validators of transformers' class, and refuse impossible numbers and counts."""
+        """Check a value's type, by the validators of transformers' class too, and refuse impossible numbers and
+        counts."""
         name = self._family.attribute_map.get(key, key)
         field = self._fields.get(name)
         default = getattr(self._family, "default_theta", None) if field is None else field.default
@@ -171,8 +171,9 @@ class _Section:
                 self._add_problem(key, value, "transformers has no activation function of this name", remedy)
 
     def _wrong_type(self, name: str, value: Any, field: Any) -> tuple[str, str] | None:
-        """Rule and remedy for a value that the field's type hint, or a validator of the class, refuses."""
-        # Values are read for hints of numbers, text, words, and lists of these alone.
+        """Return (rule, remedy) for a value that the field's type hint or a validator of the class refuses, else
+        None."""
+        # Only types of numbers, strings, words, and lists of these are checked by our own reader.
         kinds = [get_args(hint) if get_origin(hint) in (list, tuple) else (hint,) for hint in members(field.type)]
         if all(kind in _PLAIN or kind is ... or get_origin(kind) is Literal for several in kinds for kind in several):
             made, words = read(field.type, value, name, Problems()), type_name(field.type)
@@ -181,7 +182,7 @@ class _Section:
                 return f"must be {words}", f"write {words}{usual}"
             if isinstance(value, str) and not isinstance(made, str):
                 return f"must be {words}", f"remove the quotes: {show(made)}"
-            if type(made) is not type(value) and not isinstance(made, (list, tuple)):  # transformers takes no 1 for 1.0
+            if type(made) is not type(value) and not isinstance(made, (list, tuple)):  # transformers refuses 1 for 1.0
                 point = " with a decimal point" if isinstance(made, float) else ""
                 return f"must be {words}{point}", f"write {show(made)}"
         for validator in getattr(self._family, "__validators__", {}).get(name, ()):
@@ -195,11 +196,11 @@ class _Section:
         return None
 
     def _check_rope(self, rope: dict[str, Any], prefix: str) -> None:
-        """One dict, or one dict per layer type."""
+        """Check rotary parameters: one dict, or one dict for each type of layer."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
         numbers = {key for key, kind in RopeParameters.__annotations__.items() if {int, float} & set(get_args(kind))}
-        # Every name in quotes of the family's code: kinds of layers, and keys that the family adds.
+        # All strings in the family's code, among them kinds of layers and keys that the family adds.
         words = {word for text in _sources(self._family) for word in re.findall(r"""["'](\w+)["']""", text)}
         names = {*RopeParameters.__annotations__, "type", *words}
         for key, value in rope.items():
@@ -231,7 +232,7 @@ class _Section:
 
 
 def _impossible(name: str, value: Any, default: Any) -> str | None:
-    """The rule that a number, or one in a list, breaks; None: it breaks none. mamba's default limit is infinite."""
+    """Return the rule that a number, or one in a list, breaks, else None. (mamba's default has an infinite limit.)"""
     numbers = [n for n in (value if isinstance(value, (list, tuple)) else [value]) if type(n) in (int, float)]
     divides = name.endswith(_DIVISORS) and default != 0
     if divides and any(not 0 < number < math.inf for number in numbers):
@@ -243,7 +244,8 @@ def _impossible(name: str, value: Any, default: Any) -> str | None:
 
 
 def _not_positive(name: str, value: Any) -> str | None:
-    """The rule that a number of rotary positions breaks: each is a factor, but for scales a 0 means none."""
+    """Return the rule that a number of rotary positions breaks, else None. These are factors, but a scale of 0 means no
+    scale."""
     if type(value) not in (int, float):
         return None
     if name.startswith("mscale"):
@@ -252,8 +254,8 @@ def _not_positive(name: str, value: Any) -> str | None:
 
 
 def _outside(value: Any, vocabulary: int | None, field: Any) -> str | None:
-    """The rule that a token, or one of several, breaks; None: each is in the vocabulary, or the family's default, which
-    a configuration without the field has, too."""
+    """Return the rule that a token id, or one of several, breaks. None: all are in the vocabulary, or the value is the
+    family's default, which configurations without the field also have."""
     if vocabulary is None or (field is not None and value == field.default):
         return None
     tokens = [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
@@ -265,7 +267,7 @@ _PLAIN = {int, float, str, bool, type(None)}
 
 
 def _sources(family: Any) -> list[str]:
-    """The Python text of the family's classes above PreTrainedConfig, and of modules that read it."""
+    """Return the source text of the family's configuration classes, and of the model's module that reads them."""
     from transformers import PreTrainedConfig
 
     classes = [kind for kind in family.__mro__ if issubclass(kind, PreTrainedConfig) and kind is not PreTrainedConfig]
@@ -281,7 +283,7 @@ def _sources(family: Any) -> list[str]:
 
 
 def _read_by(family: Any) -> set[str]:
-    """Fields that a family has without a declaration: it writes them to a file, accepts them, or reads them."""
+    """Return the fields that a family uses without declaring them: it writes, accepts or reads them."""
     names: set[str] = set()
     with contextlib.suppress(Exception):  # a few families have no defaults for all fields
         names |= set(family().to_dict())
@@ -300,17 +302,14 @@ _SHAPES = re.compile(
     r"must match|cannot be multiplied|is invalid for input of size|[Ss]izes of tensors|expected size"
     r"|k not in range"
 )
-"""Beginnings of torch's errors about wrong sizes. Other errors on the meta device say nothing about the model."""
+"""Parts of torch's errors about wrong sizes. Other errors on the meta device say nothing about the model."""
 
 
 @quietly()
 def check_model(run: Run) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Build the run's ModelSpec on the meta device and run tokens through it. Returns it, and notes for the user.
-
-    Raises:
-        ConfigError: a field of `model.config`, or a value of the run that does not fit the model.
-        ModelError: transformers cannot build it.
-    """
+    """Build the run's ModelSpec on the meta device, and run tokens through the model. Returns the spec and notes for
+    the user. Raises ConfigError: a field of `model.config` is wrong, or a value of the run does not fit the model.
+    Raises ModelError: transformers cannot build the model, or the run's form of parallelism does not support it."""
     config, model, places = run.config, run.config.model, run.places
     problems = Problems(places)
     if isinstance(model.config, dict):
@@ -369,7 +368,8 @@ def check_model(run: Run) -> tuple[ModelSpec, tuple[str, ...]]:
 
 
 def _check_adapter(hf: PreTrainedModel, adapter: AdapterConfig, places: Places) -> tuple[str, ...]:
-    """Returns a note on maps without an adapter. Raises ConfigError."""
+    """Check the adapter's section against the model. Returns a note on modules that cannot have an adapter. Raises
+    ConfigError."""
     from llmtrain.models.adapter import lora_config, other_maps, saved_paths, target_paths  # most runs have none
 
     lora_config(hf, adapter, target_paths(hf, adapter, places), saved_paths(hf, adapter, places), places)
@@ -381,7 +381,7 @@ def _check_adapter(hf: PreTrainedModel, adapter: AdapterConfig, places: Places) 
 
 
 def _load_config(model: ModelConfig, key: str, problems: Problems) -> None:
-    """Let the family's own class check the fields together, and report its words without its stack."""
+    """Let the family's own class check the fields together, and report the last line of its error as a problem."""
     try:
         load_config(model)
     except ModelError as error:
@@ -403,10 +403,8 @@ def _load_config(model: ModelConfig, key: str, problems: Problems) -> None:
 
 
 def check_weights(spec: ModelSpec) -> None:
-    """Check that the folder of a run's first weights, and its adapter's, hold every tensor in its shape.
-
-    Raises ModelError or ConfigError.
-    """
+    """Check that the folder of a run's first weights, and that of its adapter, hold every tensor in its shape. Raises
+    ModelError or ConfigError."""
     if spec.model.folder is not None:
         with contextlib.closing(spec.folder_source(spec.model.folder)) as source:
             refuse_other_shapes(source, tensor_shapes(spec.skeleton))
@@ -415,7 +413,7 @@ def check_weights(spec: ModelSpec) -> None:
 
 
 def _check_heads(text: Any, key: str, problems: Problems) -> None:
-    """Require equally many attention heads per key/value head, in every layer."""
+    """Check in every layer that the number of attention heads is a multiple of that of key/value heads."""
     for config in layer_configs(text):
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
@@ -430,7 +428,7 @@ def _check_flash(hf: PreTrainedModel, attention: str, problems: Problems) -> Non
     package = _FLASH_PACKAGES[attention]
     remedy = "set model.attention to sdpa, which picks the fastest kernel of the device"
     if not takes_flash_attention(hf):
-        problems.add("model.attention", attention, f"{type(hf).__name__} does not take it", remedy)
+        problems.add("model.attention", attention, f"{type(hf).__name__} does not support it", remedy)
     elif not any(importlib.util.find_spec(name) for name in (package, "kernels")):
         rule = f"its package {package} is not installed here"
         problems.add("model.attention", attention, rule, f"install it, or {remedy}")
@@ -439,10 +437,8 @@ def _check_flash(hf: PreTrainedModel, attention: str, problems: Problems) -> Non
 def _check_length(
     hf: PreTrainedModel, length: int, key: str, problems: Problems, *, later: bool = False
 ) -> tuple[str, ...]:
-    """Refuse sequences longer than a table of positions; return a note on lengths beyond a rotary model's own.
-
-    `later`: the length of a stage after the first.
-    """
+    """Refuse sequences longer than the model's table of positions. Returns a note if a rotary model was made for
+    shorter ones. `later`: this is the length of a stage after the first."""
     config = hf.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
@@ -468,7 +464,7 @@ def _check_length(
 
 
 def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, new_fields: dict[str, Any], problems: Problems) -> None:
-    """Check a stage's fields of the rope. `new_fields`: the fields that no earlier stage has."""
+    """Check a stage's `rope`. `new_fields`: the fields that no earlier stage has."""
     from llmtrain.models import rope  # most runs have none
 
     if why := rope.refuse(hf, stage.rope, stage.data.sequence_length, new_fields):
@@ -477,7 +473,8 @@ def _check_rope(hf: PreTrainedModel, key: str, stage: Stage, new_fields: dict[st
 
 
 def _check_experts(hf: PreTrainedModel, run: Run, problems: Problems) -> None:
-    """Raises ConfigError: there are no experts; ModelError: DeepSpeed cannot share them."""
+    """Check that the model has the experts that the run shards. Raises ConfigError if it has none, ModelError if
+    DeepSpeed cannot shard them."""
     section = run.expert_parallel
     if (section.get("enabled") or run.mix.degrees.expert > 1) and not expert_blocks(hf):
         key = "autoep_size" if "autoep_size" in section else "enabled"
@@ -493,8 +490,8 @@ def _check_experts(hf: PreTrainedModel, run: Run, problems: Problems) -> None:
 
 
 def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int) -> None:
-    """Raises ModelError: too few layers."""
-    from llmtrain.models.parallel import pipeline  # imports all that cuts a model
+    """Check the layer counts of the pipeline stages. Raises ModelError."""
+    from llmtrain.models.parallel import pipeline  # imported here, as it loads much
 
     check_stages(hf.config)
     layers = len(decoder_layers(hf))
@@ -505,16 +502,14 @@ def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int
 
 
 def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
-    """Check on a small copy that no token sees the one that it should predict, and that our loss is the model's own.
-
-    `config check` has no other proof of the loss; a run proves it again in its layout (training/setup.py), after its
-    weights are loaded. Raises ModelError. If no small copy of the model works, nothing is checked.
-    """
+    """Check on a small copy that no token sees the one that it has to predict, and that our loss is the model's own.
+    For `config check` this is the only proof of the loss; a run proves it again in its layout (training/setup.py),
+    after loading the weights. Raises ModelError. If no small copy of the model works, nothing is checked."""
     try:
         small = probe_copy(hf)
     except ModelError:
         return
-    language = LanguageModel(small, chunk)  # refuses a head that is no linear layer, like training
+    language = LanguageModel(small, chunk)  # refuses a head that is no linear layer, as a run does
     try:
         ids = torch.arange(12).unsqueeze(0) + 3
         other, labels = ids.clone(), ids.roll(-1, dims=1)
@@ -552,7 +547,7 @@ def _refuse_both_directions(hf: PreTrainedModel, before: torch.Tensor, after: to
 
 
 def _check_export(spec: ModelSpec) -> None:
-    """Raises ModelError: the run's final folder cannot be written or loaded."""
+    """Check that the run's final folder can be written and loaded. Raises ModelError."""
     try:
         hf, _ = spec.skeleton, spec.layout
         if not spec.scores and not loads_as_causal_model(hf.config):
@@ -565,7 +560,7 @@ def _check_export(spec: ModelSpec) -> None:
 
 
 class _Attended(OperatorMode):
-    """Counts calls of models/varlen.py's operator, and their widest head."""
+    """Counts the calls of models/varlen.py's operator, and keeps their largest head size."""
 
     calls = widest = 0
 
@@ -575,19 +570,19 @@ class _Attended(OperatorMode):
         return function(*args, **(kwargs or {}))
 
 
-_WIDEST_HEAD = 256  # of FlashAttention
+_WIDEST_HEAD = 256  # features, in FlashAttention
 
 
 @quietly()
 def why_not_varlen(spec: ModelSpec) -> str:
-    """The reason why a model that was made for attention within documents cannot train with it; "": it can."""
+    """Return why a model that was built for attention within documents cannot train with it; "" if it can."""
     hf: Any = copy.deepcopy(spec.skeleton)
     hf.to("meta", torch.bfloat16).train()  # the grouped product of experts needs bf16
     ids = torch.zeros(1, _REHEARSED_TOKENS, dtype=torch.long, device="meta")
     try:
         with torch.no_grad(), documents_in_rows(None), _Attended() as seen:
             hf(input_ids=ids, use_cache=False)
-    except Exception as error:  # it changes scores, or has heads of several sizes
+    except Exception as error:  # the model changes scores, or has heads of several sizes
         return f"{type(hf).__name__} does not go with varlen ({str(error).partition('. Set ')[0].splitlines()[0]})"
     if seen.calls < spec.facts.layers:
         return f"only {seen.calls} of the {spec.facts.layers} layers of {type(hf).__name__} would go through varlen"
@@ -595,7 +590,7 @@ def why_not_varlen(spec: ModelSpec) -> str:
 
 
 def _rehearse(hf: PreTrainedModel, key: str, tokens: int) -> None:
-    """Run tokens through the model on the meta device to find wrong sizes. Raises ModelError."""
+    """Run tokens through the model on the meta device to find sizes that do not fit. Raises ModelError."""
     model: Any = hf  # transformers' own types of `to` and of a call say less
     model.to("meta")
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
@@ -606,7 +601,7 @@ def _rehearse(hf: PreTrainedModel, key: str, tokens: int) -> None:
         if not isinstance(error, NotImplementedError) and _SHAPES.search(text := str(error).splitlines()[0]):
             raise ModelError(
                 f"{key}: the sizes of this {type(hf).__name__} do not go together: a forward pass ends with: {text}. "
-                "Compare heads, widths and what else its configuration counts with those of a published model."
+                "Compare heads, widths and other sizes in its configuration with those of a published model."
             ) from error
-    except Exception:  # a model may need more than the meta device can do: nothing is known then
+    except Exception:  # the model needs more than the meta device can do: no answer
         return

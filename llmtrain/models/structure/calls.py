@@ -1,4 +1,4 @@
-"""Records what the modules of a model and its attention get and give, in order."""
+"""Records, in order, the inputs and outputs of a model's modules and of its attention."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAME = "llmtrain_probe"
-"""Name of the attention function that watches."""
+"""Name of the attention function that records."""
 
 
 @dataclass(kw_only=True)
 class Call:
     path: str
     begin: int
-    """Its place among all beginnings and ends."""
+    """Position among all beginnings and ends of calls."""
     end: int = -1
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     output: Any = None
     grown: str = ""
-    """An input other than the hidden state that depends on parameters when the module begins."""
+    """Name of an input, other than the hidden state, that depends on parameters; "" if there is none."""
 
     @property
     def hidden(self) -> Tensor | None:
@@ -57,7 +57,7 @@ class Call:
 @dataclass(frozen=True, kw_only=True)
 class Attended:
     path: str
-    """Module that called."""
+    """Path of the module that called attention."""
     query: Tensor
     """[B, heads, T, size]"""
     key: Tensor
@@ -69,7 +69,8 @@ class Attended:
 
 
 class Watch:
-    """Context that records the calls of some modules; `replace`: a hidden state that they get instead of theirs."""
+    """A context that records the calls of some modules. `replace`: a hidden state that the modules get instead of
+    theirs."""
 
     def __init__(self, hf: nn.Module, paths: list[str], replace: Tensor | None = None) -> None:
         self.calls: list[Call] = []
@@ -121,7 +122,7 @@ def with_hidden(
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Tensors in maps, lists and tuples."""
+    """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -136,11 +137,12 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 def attention_seen(
     small: PreTrainedModel, *, cut: bool = False, compute: Callable[..., Tensor] | None = None
 ) -> Iterator[list[Attended]]:
-    """Route the model's attention through a function that records its calls; models with their own code bypass it.
+    """A context that routes the model's attention through a function that records its calls; attention that does not
+    use transformers' interface is not recorded.
 
     Args:
-        cut: the graph ends there, and begins again with attention's output.
-        compute: replaces attention: [B, T, heads, size] from query, key and value.
+        cut: detach attention's output, which becomes a new leaf of the graph.
+        compute: replaces attention: returns [B, T, heads, size] from query, key and value.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -171,7 +173,7 @@ def attention_seen(
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None, cap: float | None) -> Tensor:
-    """[B, T, heads, size]; keys and values may have fewer heads."""
+    """Return attention's output [B, T, heads, size]; key and value may have fewer heads."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)

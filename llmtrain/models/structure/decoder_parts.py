@@ -1,9 +1,10 @@
 """Finds the parts of a transformers decoder by a forward pass, not by their names.
 
-A small copy of the model (small_copy.py) runs once with every module watched, which sorts the modules into those before
-the first layer, after the last one, and outside of this order. Then each layer runs alone on its hidden state from the
-complete model, and must give the same bits. Any other connection between layers (keys and values of another layer, a
-second stream, values computed from the tokens) makes that fail: the model is refused.
+A small copy of the model (small_copy.py) runs once with every module watched. The modules are sorted into those that
+run before the first layer, those that run after the last one, and the rest. Then each layer runs alone on the hidden
+state that it got in the complete model, and must return the same bits. Any other connection between layers (keys and
+values of another layer, a second stream, values computed from the tokens) changes the result, and such a model is
+refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from llmtrain.models.structure.calls import Watch, attention_seen
 from llmtrain.models.structure.small_copy import check_same_structure, probe_copy, run_copy
 from llmtrain.models.transformers_private import with_values
 
-# Replacements for the parts of a decoder that a rank does not have: transformers' own forward then runs without them.
+# Replacements for parts of a decoder that a rank does not have, with which transformers' own forward still runs.
 
 
 class AbsentLayer(nn.Module):
@@ -38,14 +39,15 @@ class AbsentLayer(nn.Module):
 
 
 class AbsentBefore(nn.Module):
-    """Replaces modules before the first layer (embeddings, norm, projection) and returns zeros of their shape."""
+    """Replaces a module before the first layer (embedding, norm, projection) and returns zeros of its output's
+    shape."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self._width, self._dtype = width, dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The first tensor given is [B, T] or [B, T, any]. Returns [B, T, width]."""
+        """The first tensor argument is [B, T] or [B, T, any]. Returns [B, T, width]."""
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         return first.new_zeros((*first.shape[:2], self._width), dtype=self._dtype)
 
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TOKENS = (2, 12)
-"""Batch and length of the probe."""
+"""Batch size and length of the probe's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,44 +72,41 @@ class Before:
 
     path: str
     width: int
-    """Last dimension of its output in the full model."""
+    """Last dimension of the module's output in the full model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     path: str
     sliding: bool
-    """Its attention looks back over a window only."""
+    """True if the layer's attention looks back over a window only."""
     experts: str | None
-    """Path of the module with the weights of all its experts as 3-D parameters [experts, ...]."""
+    """Path of the module with all its experts' weights, as 3-D parameters [experts, ...]; None without experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The parts of a decoder. Paths are dotted module names in the model: with ".weight" they are Hugging Face's
-    parameter names."""
+    """The parts of a decoder. Paths are dotted module names in the model; with ".weight" they are Hugging Face names of
+    parameters."""
 
     embedding: str
     before: tuple[Before, ...]
-    """The embedding and all other modules before the first layer, in the order of running."""
+    """The embedding and all other modules before the first layer, in the order in which they run."""
     layer_list: str
-    """The nn.ModuleList; layer i is `f"{layer_list}.{i}"`."""
+    """Path of the nn.ModuleList; layer i is `f"{layer_list}.{i}"`."""
     layers: tuple[Layer, ...]
     layers_return_tuples: bool
     after: tuple[str, ...]
-    """Modules between the last layer and the head, in order of running (final norm, projection)."""
+    """Modules between the last layer and the head, in the order in which they run (final norm, projection)."""
     head: str
     tied: bool
-    """Head and embedding are one parameter."""
+    """True if head and embedding are one parameter."""
 
 
 @with_values()
 def anatomy_of(hf: PreTrainedModel) -> Anatomy:
-    """The parts of a causal language model, proved on a small copy. The model itself may be on the meta device.
-
-    Raises:
-        ModelError: it cannot be taken apart, with the reason.
-    """
+    """Return the parts of a causal language model, proved on a small copy. The model itself may be on the meta device.
+    Raises ModelError: it cannot be divided into layers; the message has the reason."""
     _refuse_other_kinds(hf)
     small = probe_copy(hf)
     check_same_structure(hf, small)
@@ -146,19 +145,19 @@ def _refuse_other_kinds(hf: PreTrainedModel) -> None:
         )
     if getattr(config, "layerdrop", 0.0):
         raise ModelError(
-            f"model: layerdrop {config.layerdrop} skips layers at random, other ones on each rank; set it to 0."
+            f"model: layerdrop {config.layerdrop} skips layers at random, different ones on each rank; set it to 0."
         )
 
 
 def _layer_list(hf: nn.Module) -> str:
-    """Path of the only list of layers that no other contains."""
+    """Return the path of the only list of layers that no other list contains. Raises ModelError."""
     lists = {
         path: m for path, m in hf.named_modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
     }
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     name = type(hf).__name__
     if not outer:
-        raise ModelError(f"model: {name} has no nn.ModuleList of decoder layers.")
+        raise ModelError(f"model: {name} has no nn.ModuleList of decoder layers. Train another family.")
     if len(outer) > 1:
         raise ModelError(f"model: {name} has several lists of layers ({', '.join(outer)}); llmtrain supports one list.")
     return outer[0]
@@ -174,7 +173,7 @@ def probe_tokens(small: PreTrainedModel) -> Tensor:
 
 
 def _parts(hf: nn.Module, layer_list: str) -> list[str]:
-    """All children of the trunk and its parents, except the list of layers and its parents."""
+    """Return the paths of all children of the decoder and its parents, except the list of layers and its parents."""
     names = layer_list.split(".")
     chain = [".".join(names[:depth]) for depth in range(len(names) + 1)]
     paths = []
@@ -187,7 +186,7 @@ def _parts(hf: nn.Module, layer_list: str) -> list[str]:
 
 
 def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None:
-    """Check that each parameter belongs to one part; head and embedding may be one parameter."""
+    """Check that each parameter belongs to exactly one part, except a parameter that head and embedding share."""
     name = type(hf).__name__
     owners: dict[int, str] = {}
     for path in [*layer_paths(hf, layer_list), *others]:
@@ -212,7 +211,10 @@ class _Found:
         paths = layer_paths(small, layer_list)
         with Watch(small, [*self._parts, *paths]) as watch:
             self._logits = run_copy(small, self._ids)
-        with contextlib.suppress(ModelError), attention_seen(small) as self._attended:  # old models do without it
+        with (
+            contextlib.suppress(ModelError),
+            attention_seen(small) as self._attended,
+        ):  # old models bypass it
             run_copy(small, self._ids)
         calls = {path: [call for call in watch.calls if call.path == path] for path in [*self._parts, *paths]}
         self._calls = calls
@@ -227,7 +229,7 @@ class _Found:
         return ModelError(f"model: {type(self._small).__name__} cannot be divided into layers: {reason}.")
 
     def _check_chain(self) -> None:
-        """Check that each layer gets the output of the one before, and no other input that depends on parameters."""
+        """Check that each layer gets the previous layer's output, and no other input that depends on parameters."""
         for index, call in enumerate(self._layers):
             if call.hidden is None or call.result is None:
                 raise self._refusal(f"layer {index} does not map one hidden state to one hidden state")
@@ -239,7 +241,7 @@ class _Found:
                 )
 
     def head(self) -> str:
-        """The linear map that runs last, outside of the decoder."""
+        """Return the path of the linear layer that runs last, outside of the decoder."""
         linear = [path for path in self._parts if isinstance(self._small.get_submodule(path), nn.Linear)]
         called = [path for path in linear if "." not in path and self._calls[path]]
         if not called:
@@ -247,8 +249,8 @@ class _Found:
         return max(called, key=lambda path: self._calls[path][-1].begin)
 
     def sort_parts(self, head: str) -> tuple[list[str], list[str]]:
-        """Paths before and after the layers. All other modules have no parameters, and every rank with a layer needs
-        them: rotary embeddings."""
+        """Return the paths of the modules before and after the layers. The rest have no parameters, and every rank with
+        a layer needs them: rotary embeddings."""
         first, last = self._layers[0].begin, self._layers[-1].end
         before: list[str] = []
         after: list[str] = []
@@ -288,13 +290,14 @@ class _Found:
         return self._calls[path][0].outputs()[0].shape[-1]
 
     def sliding(self) -> list[bool]:
-        """True for each layer of the small copy with a window."""
+        """Return for each layer of the small copy whether its attention has a window."""
         windows = {call.path: call.window for call in self._attended}
         inside = [[w for path, w in windows.items() if path.startswith(f"{call.path}.")] for call in self._layers]
         return [any(window is not None for window in of_layer) for of_layer in inside]
 
     def prove(self, before: list[str], after: list[str], head: str) -> None:
-        """Run each layer, and the modules after them, without the others. Raises ModelError: a bit differs."""
+        """Run each layer without the others, and the modules after the layers without these. Raises ModelError if a bit
+        differs."""
         small, count = self._small, len(self._layers)
         modules = {
             path: small.get_submodule(path) for path in [*before, *(call.path for call in self._layers), *after, head]
@@ -325,8 +328,8 @@ class _Found:
         try:
             hidden = small.base_model(input_ids=self._ids, use_cache=False).last_hidden_state
             plain = form.apply(small.get_submodule(head)(hidden).float())
-        except Exception as error:  # there is a module between the base model and the head
-            reason = f"{head} does not take what {type(small.base_model).__name__} gives ({error})"
+        except Exception as error:  # a module runs between the base model and the head
+            reason = f"{head} does not accept the output of {type(small.base_model).__name__} ({error})"
             raise self._refusal(reason) from error
         if not torch.allclose(plain, self._logits.float(), rtol=1e-5, atol=1e-6):
             raise self._refusal(
@@ -347,7 +350,7 @@ def _put(hf: nn.Module, modules: dict[str, nn.Module]) -> None:
 
 
 def _layers(hf: PreTrainedModel, layer_list: str, sliding: list[bool]) -> Iterator[Layer]:
-    """The layers of the full model, with the kinds of the copy's layers."""
+    """Yield the layers of the full model. `sliding`: for each layer of the copy, whether it has a window."""
     types = getattr(hf.config, "layer_types", None)
     for index, path in enumerate(layer_paths(hf, layer_list)):
         of_type = "sliding" in types[index] or "chunked" in types[index] if types else all(sliding)
@@ -355,7 +358,7 @@ def _layers(hf: PreTrainedModel, layer_list: str, sliding: list[bool]) -> Iterat
 
 
 def _experts(hf: nn.Module, path: str) -> str | None:
-    """Path of the experts in the layer at `path`, or None; a convolution has only one 3-D parameter."""
+    """Return the path of the experts in the layer at `path`, or None. (A convolution has only one 3-D parameter.)"""
     for inner, module in hf.get_submodule(path).named_modules():
         counts = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
         if inner and len(counts) >= 2 and len(set(counts)) == 1:

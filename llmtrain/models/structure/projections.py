@@ -550,10 +550,8 @@ def _layer_paths(hf: nn.Module) -> list[str]:
 
 
 def mlps_of(layer: nn.Module, call: Call) -> list[str]:
-    """Paths of the MLPs within a layer of a small copy; `call`: its run.
-
-    An MLP maps [B, T, H] to [B, T, H] token by token, through at least two matrices, and holds no experts.
-    """
+    """Paths of the MLPs within a layer of a small copy; `call`: its run. An MLP maps [B, T, H] to [B, T, H] token by
+    token, through at least two matrices, and holds no experts."""
     experts = {block.module for block in expert_blocks(layer)}
     with torch.no_grad(), Watch(layer, [path for path, _ in layer.named_modules() if path]) as watch:
         layer(*call.args, **call.kwargs)

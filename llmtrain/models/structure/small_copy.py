@@ -276,10 +276,8 @@ _MOST = 100_000_000  # parameters of a small copy: 0.4 GB, nothing written yet
 
 
 def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
-    """A small real copy on the CPU in fp32, with random parameters and no dropout, in the model's own class.
-
-    Raises ModelError.
-    """
+    """A small real copy on the CPU in fp32, with random parameters and no dropout, in the model's own class. Raises
+    ModelError."""
     config = without_dropout(shrunk_config(hf.config))
     if getattr(config, "output_router_logits", False):  # it asks for the loss of routers that parts of a model lack
         config.output_router_logits = False
