@@ -1,7 +1,7 @@
-"""Names of transformers and torch that are private, or public and replaced: all that llmtrain/models uses.
+"""Names of transformers and torch that are private, or public but replaced by us: all that llmtrain/models uses.
 
-Verified with the versions in tracking/environment.py (VERIFIED). If a name is gone, the entry raises AttributeError or
-ImportError with that name.
+Verified with the versions in tracking/environment.py (VERIFIED). If a name is missing, its function raises
+AttributeError or ImportError with that name.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ ATTENTION_KERNELS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-"""Ops that torch's scaled_dot_product_attention becomes, for model.recompute.keep; torch has no public name."""
+"""Operators that scaled_dot_product_attention can become, for model.recompute.keep; torch has no public names."""
 
 OperatorMode = TorchDispatchMode
-"""torch.utils._python_dispatch.TorchDispatchMode, which torch documents without a public place: sees operators."""
+"""torch.utils._python_dispatch.TorchDispatchMode, which sees every operator; documented by torch, but not public."""
 
 VARLEN = "varlen"
-"""Name of models/varlen.py's attention in transformers: the value of `model.attention`."""
+"""Name of models/varlen.py's attention in transformers, and value of `model.attention`."""
 
 _PACKED_SINCE = (5, 23)
-"""transformers 5.17 makes masks from distances in the row, also within documents, and has no function for them."""
+"""Version of transformers since which masking_utils has the function for packed rows. 5.17 lacks it, and makes masks
+within documents from distances in the row."""
 
 
 def _set(owner: Any, name: str, new: Any) -> Any:
-    """Set a name and return its old value. Raises AttributeError: the name is gone, which setattr would not notice."""
+    """Set a name and return its old value. Raises AttributeError if the name is missing; setattr would not notice."""
     before = getattr(owner, name)
     setattr(owner, name, new)
     return before
@@ -55,7 +56,7 @@ def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warnings_of_rope() -> Iterator[list[str]]:
-    """Collects the warnings of transformers.modeling_rope_utils: unknown fields, impossible values."""
+    """A context that collects the warnings of transformers.modeling_rope_utils: unknown fields, impossible values."""
     warnings_: list[str] = []
     logger = logging.getLogger("transformers.modeling_rope_utils")
     handler = logging.Handler()
@@ -70,8 +71,8 @@ def warnings_of_rope() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Replaces nn.Module.register_parameter: parameters that train go to the meta device, one after another. Buffers
-    keep their values (under `torch.device("meta")` they would not), and a tied parameter stays the same object."""
+    """Replaces nn.Module.register_parameter: each parameter that trains moves to the meta device when it is made.
+    Buffers keep their values (with `torch.device("meta")` they would not), and a tied parameter stays one object."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -95,15 +96,15 @@ def documents_are(documents_BT: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
-    """Replaces masking_utils._preprocess_mask_arguments and remap_positions_for_packed_sequence. transformers then
-    makes masks for rows with these positions, although the model sees only some columns."""
+    """Replaces masking_utils._preprocess_mask_arguments and remap_positions_for_packed_sequence: transformers then
+    makes masks for complete rows with these positions, although the model gets only some columns."""
     from transformers import __version__, masking_utils
 
     arguments = masking_utils._preprocess_mask_arguments
     version = tuple(int(number) for number in __version__.split(".")[:2])
 
     def of_whole_rows(config: PreTrainedConfig, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> Any:
-        full_rows = inputs_embeds[:, :1].expand(-1, places_BT.shape[1], -1)  # only its shape is read
+        full_rows = inputs_embeds[:, :1].expand(-1, places_BT.shape[1], -1)  # only the shape matters
         return arguments(config, full_rows, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
@@ -117,8 +118,8 @@ def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
 
 
 def stand_before_attention(attend: Callable[..., Any]) -> None:
-    """Replaces AttentionInterface.get_interface, once in a process, for all models: every attention goes through
-    `attend(inner, module, query, key, value, ...)`, `inner` being the function that transformers chose."""
+    """Replaces AttentionInterface.get_interface for all models, once in a process: every attention calls `attend(inner,
+    module, query, key, value, ...)`, where `inner` is the function that transformers chose."""
     from transformers.modeling_utils import AttentionInterface
 
     plain = AttentionInterface.get_interface
@@ -135,7 +136,7 @@ def stand_before_attention(attend: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def attention_is(config: PreTrainedConfig, name: str) -> Iterator[None]:
-    """Replaces config._attn_implementation: the model asks for this function without transformers' checks."""
+    """Replaces config._attn_implementation: the model uses this attention function without transformers' checks."""
     with _replaced(config, "_attn_implementation", name):
         yield
 
@@ -146,19 +147,18 @@ def attention_of(config: PreTrainedConfig) -> str:
 
 
 def loop_over_experts(config: PreTrainedConfig) -> None:
-    """Sets config._experts_implementation, which has a public argument only at construction, to the eager loop."""
+    """Sets config._experts_implementation to the eager loop; it is public only as an argument of the constructor."""
     _set(config, "_experts_implementation", "eager")
 
 
 def build_with(kind: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """PreTrainedModel._from_config: of this class, for which AutoModelForCausalLM may have another."""
+    """PreTrainedModel._from_config: builds this class; AutoModelForCausalLM may choose another one for the config."""
     return kind._from_config(config, **kwargs)
 
 
 def fuse_gelu(hf: PreTrainedModel) -> None:
-    """Replace GELUs by tanh, which transformers computes in eight operators, with torch's single one. The value is the
-    same within rounding; a step of a small GPT-2 on a CPU takes 58 ms instead of 81. Source:
-    transformers/activations.py."""
+    """Replace GELUs with tanh, which transformers (activations.py) computes in eight operators, by torch's single
+    operator. The values are the same within rounding; a step of a small GPT-2 on a CPU takes 58 ms instead of 81."""
     from transformers.activations import FastGELUActivation, GELUTanh, NewGELUActivation
 
     unfused = (NewGELUActivation, FastGELUActivation, GELUTanh)
@@ -169,7 +169,7 @@ def fuse_gelu(hf: PreTrainedModel) -> None:
 
 
 def initialise(hf: PreTrainedModel, part: nn.Module) -> None:
-    """PreTrainedModel._init_weights, for a part outside of the model: init_weights does the complete model."""
+    """PreTrainedModel._init_weights, applied to a part outside of the model; init_weights is for the complete model."""
     part.apply(hf._init_weights)
 
 
@@ -186,7 +186,7 @@ def loads_as_causal_model(config: PreTrainedConfig) -> bool:
 
 
 def score_class(config: PreTrainedConfig) -> str | None:
-    """AutoModelForSequenceClassification._model_mapping: the class that a folder with this configuration loads as."""
+    """AutoModelForSequenceClassification._model_mapping: the class as which a folder with this configuration loads."""
     from transformers import AutoModelForSequenceClassification
 
     classes: Any = AutoModelForSequenceClassification._model_mapping
@@ -204,12 +204,12 @@ def patterns_not_loaded(hf: PreTrainedModel) -> set[str]:
 
 
 def passing_buffers(module: nn.Module) -> set[str]:
-    """nn.Module._non_persistent_buffers_set: its own buffers that a state_dict leaves out."""
+    """nn.Module._non_persistent_buffers_set: the module's own buffers that a state_dict leaves out."""
     return module._non_persistent_buffers_set
 
 
 def storage_of(tensor: Tensor) -> int:
-    """UntypedStorage._cdata: distinguishes storages on the meta device, whose data_ptr is 0."""
+    """UntypedStorage._cdata: tells storages on the meta device apart, whose data_ptr is always 0."""
     return tensor.untyped_storage()._cdata
 
 
@@ -218,10 +218,11 @@ _NO_MATRIX = re.compile(r"^Conv1d|^Embedding|bias|A_log|\.D$|time_mix|scale|rel_
 
 
 def matrices(part: nn.Module) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
-    """(matrix [.., rows, columns] of linear maps, its rows and columns, True if its rows are a map's inputs)
+    """Yield (matrix [.., rows, columns], rows, columns, True if its rows are the inputs) for each linear layer and
+    expert.
 
-    torch.nn.Linear has a row for each output; GPT-2's Conv1D and some families' experts have one for each input.
-    Kernels of convolutions, embeddings and stacked values (biases of experts, decay rates of states) are no matrices.
+    torch.nn.Linear has a row for each output; GPT-2's Conv1D and some families' experts have a row for each input.
+    Convolution kernels, embeddings and stacked values (biases of experts, decay rates of states) are left out.
     """
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -235,10 +236,10 @@ def matrices(part: nn.Module) -> Iterator[tuple[nn.Parameter, int, int, bool]]:
 def varlen_backward(
     tensors: tuple[Tensor, ...], bounds: Tensor, longest: int, *, scale: float | None, window: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """torch.ops.torch_attn._varlen_attn_backward: the gradients of torch.nn.attention.varlen.varlen_attn, which has a
-    public forward pass only. `tensors`: the output's gradient, query, key, value, the output and its logsumexp. The
-    arguments are the same from torch 2.11 to 2.14."""
-    unused = torch.zeros(2, dtype=torch.uint64, device=bounds.device)  # the random numbers of a dropout
+    """torch.ops.torch_attn._varlen_attn_backward: the gradients of torch.nn.attention.varlen.varlen_attn, of which only
+    the forward pass is public. `tensors`: the gradient of the output, query, key, value, the output and its logsumexp.
+    The arguments are the same from torch 2.11 to 2.14."""
+    unused = torch.zeros(2, dtype=torch.uint64, device=bounds.device)  # random state for dropout
     causal = window == (-1, 0)
     backward = torch.ops.torch_attn._varlen_attn_backward
     of_q, of_k, of_v = backward(*tensors, bounds, bounds, longest, longest, causal, unused, scale, list(window))
@@ -246,18 +247,18 @@ def varlen_backward(
 
 
 def is_without_memory(tensor: Tensor) -> bool:
-    """torch._subclasses.fake_tensor.FakeTensor, or on the meta device: a shape and no elements."""
+    """torch._subclasses.fake_tensor.FakeTensor: True for a tensor without elements, fake or on the meta device."""
     return type(tensor).__name__ == "FakeTensor" or tensor.is_meta
 
 
 with_values = _disable_current_modes
-"""A context in which tensors have elements again, where others have none, and below any `OperatorMode`."""
+"""A context in which new tensors have elements, although a mode outside makes fake ones; any `OperatorMode` is off."""
 
 
 @contextlib.contextmanager
 def fresh_compilation_cache() -> Iterator[None]:
-    """torch._inductor.utils.fresh_cache: compiles again, without torch's worker processes (compile_threads), which
-    would keep the folder of Triton's kernels that is deleted at the end."""
+    """torch._inductor.utils.fresh_cache: compiles without the cache, and without torch's worker processes
+    (compile_threads), which would keep using the folder of Triton's kernels that is deleted at the end."""
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
 
@@ -266,7 +267,7 @@ def fresh_compilation_cache() -> Iterator[None]:
 
 
 def set_compile_threads(count: int) -> None:
-    """torch._inductor.config.compile_threads, which torch reads from the environment only at its import."""
+    """torch._inductor.config.compile_threads: sets it, since torch reads the environment only when it is imported."""
     from torch._inductor import config
 
     _set(config, "compile_threads", count)

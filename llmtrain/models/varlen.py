@@ -1,7 +1,7 @@
 """Attention within the documents of a row, without a mask: `model.attention: varlen`.
 
-A mask of [B, 1, T, T] costs a byte for each pair of tokens (17 GB for a row of 131,072), and the kernels compute every
-pair. torch's variable-length attention takes the bounds of the documents and computes the pairs within them.
+A mask of [B, 1, T, T] takes a byte for each pair of tokens (17 GB for a row of 131,072), and the kernels compute every
+pair. torch's variable-length attention takes the documents' bounds and computes only pairs within documents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmtrain.models.transformers_private import VARLEN, varlen_backward
 
 
 class _Seen(NamedTuple):
-    """Which keys a query sees, and what their scores are multiplied by."""
+    """Which keys a query sees, and the scale of the scores."""
 
     bounds: Tensor
     longest: int
@@ -32,17 +32,17 @@ class _Seen(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Bounds of the documents of a micro-batch, its rows concatenated. Both tensors have one shape for all documents,
-    because compiled layers would have a graph for each other shape."""
+    """Bounds of the documents of a micro-batch, whose rows are concatenated. The shapes of both tensors do not depend
+    on the documents, since compiled layers would need another graph for each other shape."""
 
     bounds: Tensor
     """int32 [tokens + 1] on the device: the first token of each document, then the number of tokens up to the end."""
     sizes: Tensor
-    """int64 [2] in host memory: number of documents, and the tokens of the longest."""
+    """int64 [2] in host memory: (number of documents, tokens of the longest)."""
 
     @classmethod
     def of(cls, positions: Tensor, device: torch.device) -> Documents:
-        """Make the bounds from positions [B, T] in host memory, which begin at 0 with each document and row."""
+        """Make the bounds from positions [B, T] in host memory, which begin at 0 in each document and row."""
         tokens = positions.numel()
         starts = (positions.flatten() == 0).nonzero().flatten()
         bounds = torch.full((tokens + 1,), tokens, dtype=torch.int32)
@@ -62,21 +62,22 @@ _current: Documents | None = None
 
 
 def set_documents(documents: Documents | None) -> None:
-    """Set the documents for the attention of every layer from now on, recomputation in the backward pass included.
-    None: each row is one document."""
+    """Set the documents for every layer's attention from now on, also when recomputed. None: each row is one
+    document."""
     global _current
     _current = documents
 
 
 kernel = "documents one by one"
-"""Name of the process's kernel for this attention; `choose_kernel` sets a GPU's."""
+"""Name of the kernel that this process uses for this attention; `choose_kernel` changes it on a GPU."""
 _FA3 = "flash_attn_interface"
-"""The module of FlashAttention 3's package that torch looks for; PyPI has none, it is built from its sources."""
+"""The module of FlashAttention 3 that torch looks for. It is not on PyPI, but built from source."""
 
 
 def choose_kernel(device: torch.device) -> str:
-    """Let torch use FlashAttention 3 in this process (also for sdpa's flash kernel) if the GPU is a Hopper and the
-    package is there; else 2 stays. Returns a line with the choice, and the reason against the faster one."""
+    """Make torch use FlashAttention 3 in this process (also as sdpa's flash kernel) if the GPU is a Hopper and the
+    package is installed; otherwise FlashAttention 2 stays. Returns a line with the choice, and why the faster one
+    cannot be used."""
     global kernel
     kernel = "FlashAttention 2"
     usual = f"attention within documents: {kernel}"
@@ -88,7 +89,7 @@ def choose_kernel(device: torch.device) -> str:
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl("FA3")
-    except Exception as error:  # another build's library, a torch that knows none, any error of the package
+    except Exception as error:  # a library for another build, a torch without support, any error of the package
         reason = str(error).partition("\n")[0] or type(error).__name__
         return f"{usual}, as {_FA3} cannot be used: {reason}"
     kernel = "FlashAttention 3"
@@ -96,7 +97,7 @@ def choose_kernel(device: torch.device) -> str:
 
 
 def register() -> None:
-    """Let transformers' models ask for no mask and call `attend`."""
+    """Register this attention in transformers, with a mask function that makes no mask."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(VARLEN, attend)
@@ -114,17 +115,16 @@ def attend(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within documents, with transformers' arguments.
+    """Compute causal attention within documents, with transformers' arguments.
 
     Args:
-        query, key, value: [B, heads, T, D]; keys and values may have fewer heads, which several share.
+        query, key, value: [B, heads, T, D]; key and value may have fewer heads than query.
         sliding_window: number of tokens that a token sees, itself included.
 
-    Returns:
-        [B, T, heads, D], and no weights.
+    Returns: (output [B, T, heads, D], None instead of weights).
 
     Raises:
-        ModelError: the model's attention changes the scores in a way that no such kernel computes.
+        ModelError: the model's attention changes the scores in a way that this kernel cannot compute.
     """
     odd = [name for name in ("softcap", "s_aux") if more.get(name) is not None]
     if odd or dropout or attention_mask is not None or more.get("is_causal") is False:
@@ -134,24 +134,21 @@ def attend(
         )
     rows, _, length, _ = query.shape
     documents = _current
-    if documents is None or len(documents.bounds) != rows * length + 1:  # transformers' own logits: rows are texts
+    if documents is None or len(documents.bounds) != rows * length + 1:  # transformers' own logits: a text a row
         documents = Documents.rows(rows, length, query.device)
     q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
     out, _ = within_documents(q, k, v, documents.bounds, documents.sizes, scaling, sliding_window)
     return out.unflatten(0, (rows, length)), None
 
 
-# An operator, which torch.compile does not look into: the kernel needs the number of documents and the longest as
-# Python's numbers, and each other one would be another graph (8 of them in 3 steps, then no compiled layer any more).
+# An operator, since torch.compile does not look into these: the kernel needs the number of documents and the longest as
+# Python numbers, each of which would be another graph (8 in 3 steps, then no layer is compiled).
 @torch.library.custom_op("llmtrain::within_documents", mutates_args=())
 def within_documents(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, sizes: Tensor, scale: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within documents (see `Documents`): [tokens, heads, D] each.
-
-    Returns:
-        the output for the queries, and the backward pass's sums of each head and token.
-    """
+    """Causal attention within documents (see `Documents`). Query, key and value: [tokens, heads, D]. Returns: the
+    output for the queries, and sums for each head and token that the backward pass needs."""
     forward, _ = _kernels(query.device)
     out, sums = forward(query, key, value, _seen_by(bounds, sizes, scale, window))
     return out.contiguous(), sums
@@ -202,7 +199,7 @@ within_documents.register_autograd(_gradients, setup_context=_keep)
 
 
 def _seen_by(bounds: Tensor, sizes: Tensor, scale: float | None, window: int | None) -> _Seen:
-    """[documents + 1] bounds, without the empty ones at the end, and the tokens of the longest document."""
+    """Cut the bounds to [documents + 1], without repeated ones at the end, and read the longest document's length."""
     documents, longest = sizes.tolist()
     return _Seen(bounds[: documents + 1], longest, scale, window)
 
@@ -212,20 +209,20 @@ def _kernels(device: torch.device) -> tuple[Any, Any]:
 
 
 def _window(window: int | None) -> tuple[int, int]:
-    """torch's form: tokens to the left of a token, and to its right."""
+    """Return torch's form of a window: (tokens to the left, tokens to the right)."""
     return (-1 if window is None else window - 1, 0)
 
 
 @cache
 def _shares_heads() -> bool:
-    """True if keys may have fewer heads than queries; torch 2.11 needs equal numbers."""
+    """Return True if keys may have fewer heads than queries; torch 2.11 needs equal numbers."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, seen: _Seen) -> tuple[Tensor, Tensor]:
-    """Flash attention, in bf16 and fp16; torch raises an error for other precisions."""
+    """Run flash attention, in bf16 or fp16; torch raises an error for other precisions."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     more: dict[str, Any] = {}
@@ -255,7 +252,7 @@ def _flash_backward(tensors: tuple[Tensor, ...], seen: _Seen) -> tuple[Tensor, T
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, seen: _Seen) -> tuple[Tensor, Tensor]:
-    """Attention within documents for a device without a kernel for it."""
+    """Compute each document separately, on a device without a kernel for several."""
     bounds, _, scale, window = seen
     out, grouped = torch.empty_like(query), query.shape[1] != key.shape[1]
     for at in _slices(bounds):
@@ -267,7 +264,8 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, seen: _Seen) -> tuple
 
 
 def _one_by_one_backward(tensors: tuple[Tensor, ...], seen: _Seen) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by definition, in fp32: no autograd reaches into an operator. [shared heads, T, T] at a time."""
+    """Compute the gradients by definition, in fp32, because autograd does not see inside an operator. [shared heads, T,
+    T] at a time."""
     gradient, query, key, value, out, _ = tensors
     bounds, _, scale, window = seen
     of_q, of_k, of_v = (torch.empty_like(tensor) for tensor in (query, key, value))
@@ -291,7 +289,7 @@ def _slices(bounds: Tensor) -> list[slice]:
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """The attention mask of one document, True where a token sees another: bool [length, length]."""
+    """Return the attention mask of one document, True where a token sees another: bool [length, length]."""
     at = torch.arange(length, device=device)
     behind = at[:, None] - at
     return (behind >= 0) & (behind < (length if window is None else window))

@@ -1,6 +1,6 @@
-"""Objectives as far as they are known without torch: fields, needs, units, figures and formulas of each.
+"""What is known of objectives without torch: their fields, requirements, units, figures and formulas.
 
-Importing the package defines all of them. llmtrain/engine/losses computes them from a model's output.
+Importing this package defines all objectives. llmtrain/engine/losses computes them from a model's output.
 """
 
 from llmtrain.objectives import by_token, preferences

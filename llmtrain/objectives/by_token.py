@@ -1,4 +1,4 @@
-"""Objectives over texts and conversations: means over counted tokens."""
+"""Objectives over texts and conversations, which are means over counted tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class NextToken(Objective, choice="next_token"):
         Figure(
             name="z_loss",
             unit="nats^2/token",
-            meaning="Mean square of log Z, with `objective.z_loss`: before its coefficient and not in `loss`.",
+            meaning="Mean square of log Z, with `objective.z_loss`; without the coefficient, and not part of `loss`.",
         ),
     )
 
     z_loss: float = bounded(0.0, NOT_NEGATIVE, "1e-4 is PaLM's, 0 means none")
-    """Coefficient of the mean log^2 Z over counted tokens in the minimised loss, against drifting logits; Z is the sum
-    over a token's exponentiated logits. 1e-4 is common; 0 = none. `loss` does not include it."""
+    """Coefficient of the mean log^2 Z over counted tokens, which is added to the minimised loss against drifting
+    logits; Z is the sum of a token's exponentiated logits. 1e-4 is common; 0 = none. `loss` does not include it."""
 
     @property
     def reported(self) -> tuple[Figure, ...]:
@@ -33,13 +33,14 @@ class NextToken(Objective, choice="next_token"):
 
 @dataclass(frozen=True, kw_only=True)
 class ByToken(Objective):
-    """A function of each counted token's negative log-likelihood. A new one is a class with `terms`."""
+    """A function of each counted token's negative log-likelihood. A new objective of this kind is a class with
+    `terms`."""
 
     @abstractmethod
     def terms(self, nll: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The loss of each token, or a tuple of the loss and the figures, in order. Each is fp32 [N] like `nll`, the
-        negative log-likelihoods of tokens in nats. A term depends only on its own token: the other tokens of its
-        micro-batch are chance."""
+        """Return the loss of each token, or a tuple of the loss and the figures in their order; each is fp32 [N]. A
+        term must depend only on its own token, because which other tokens are in the micro-batch is arbitrary. `nll`:
+        the negative log-likelihood of each token in nats, fp32 [N]."""
         raise NotImplementedError
 
 
@@ -66,17 +67,18 @@ class Distill(Objective, choice="distill"):
     )
 
     beta: float = bounded(0.0, SHARE, "0 is the default")
-    """0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised Jensen-Shannon divergence.
-    """
+    """0 is KL(teacher || student), 1 is KL(student || teacher); between them it is the generalised Jensen-Shannon
+    divergence."""
     temperature: float = bounded(1.0, POSITIVE, "1 is the default")
-    """Divides both models' logits in the divergence, which is then multiplied with its square."""
+    """Divides the logits of both models in the divergence, which is then multiplied by its square."""
     alpha: float = bounded(0.0, SHARE, "0 is the default")
-    """Share of the next-token loss; the divergence has the rest."""
+    """Share of the next-token loss; the rest is the divergence's."""
     teacher: HostPath | None = None
     """Folder of the model to learn from, or ORG/NAME on the Hub; with the student's vocabulary and tokenizer. Optional
-    with `top_k` once the column is written."""
+    with `top_k` once `llmtrain reference` has written the column."""
     teacher_revision: str | None = None
-    """With ORG/NAME in `teacher`: branch, tag or commit; null = main. A run keeps the commit that it found."""
+    """Branch, tag or commit for ORG/NAME in `teacher`; null = main. A run keeps the commit with which it started."""
     top_k: int | None = bounded(None, AT_LEAST_1, "64 is a good one; leave it out for the complete distribution")
-    """Learn from this number of the teacher's likeliest words, with the mass of all others, in the data's column by
-    `llmtrain reference`; null = the complete distribution, computed by the teacher at each step."""
+    """Learn from this number of the teacher's likeliest tokens and the total probability of all others, in a column
+    that `llmtrain reference` adds to the data; null = from the complete distribution, which the teacher computes at
+    each step."""

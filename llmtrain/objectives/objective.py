@@ -1,4 +1,4 @@
-"""The section `objective`, and the description of the figures and charts that an objective adds to a run's."""
+"""The section `objective`, and the figures and charts that an objective adds to a run's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal
 from llmtrain.base.choice import Choice
 
 Tensor = Any
-"""torch's; formulas use only its operators and methods, so that a configuration is read without torch."""
+"""torch.Tensor, of which formulas use only operators and methods, so that a configuration is read without torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A number in addition to the loss, divided by the same weight; its key for validation data begins with `eval/`."""
+    """A number beside the loss, divided by the same weight. On validation data its key begins with `eval/`."""
 
     name: str
     unit: str
@@ -30,7 +30,7 @@ class Chart:
     from_zero: bool = False
     """The vertical axis begins at 0."""
     curves: tuple[tuple[str, str], ...]
-    """(metric, name of its curve)."""
+    """((metric, name of its curve), ...)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +38,17 @@ class Objective(Choice, section="objective"):
     """The loss that training minimises."""
 
     unit: ClassVar[str] = "nats/token"
-    """Unit of its loss."""
+    """Unit of the loss."""
     data: ClassVar[str] = "text"
-    """Format of the prepared data whose answers it compares; text: it learns each counted token, of any kind of row."""
+    """Format of the prepared data that the objective needs. "text": it learns every counted token, in any format."""
     scores: ClassVar[bool] = False
-    """The model gives a score for an answer, instead of likelihoods."""
+    """The model gives a score for an answer instead of likelihoods."""
     figures: ClassVar[tuple[Figure, ...]] = ()
-    """The figures after the loss, in the order of their computation."""
+    """The figures that follow the loss, in the order in which they are computed."""
     charts: ClassVar[tuple[Chart, ...]] = ()
 
     name: str = field(init=False)
-    """The loss that training minimises. Losses over answers are means over the records of answers."""
+    """The loss that training minimises. Losses over answers are means over records (pairs, or single answers)."""
 
     @property
     def reported(self) -> tuple[Figure, ...]:
@@ -56,7 +56,8 @@ class Objective(Choice, section="objective"):
 
     @property
     def reference(self) -> Literal["column", "online"] | None:
-        """Source of the log-probabilities under the model that training starts from; None: without a reference."""
+        """Return where the log-probabilities of the model before training come from; None if the loss does not need
+        them."""
         return None
 
     @property
@@ -69,11 +70,11 @@ class Objective(Choice, section="objective"):
 
     @property
     def top_k(self) -> int | None:
-        """Number of the teacher's likeliest words in the data's column; None: no such column."""
+        """Return the number of the teacher's likeliest tokens in the data's column; None if there is no such column."""
         return None
 
 
 def accuracies() -> list[str]:
-    """Names of the figures that are a share of answers on the right side, of any objective."""
+    """Return the names of all objectives' figures that are the share of answers on the right side."""
     figures = (figure.name for chosen in Objective.CHOICES.values() for figure in chosen.figures)
     return [name for name in dict.fromkeys(figures) if name.endswith("/accuracy")]

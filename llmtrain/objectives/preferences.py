@@ -1,10 +1,11 @@
-"""Objectives over answers: of two to a prompt, one was chosen and one rejected; a single one is desired or not.
+"""Objectives over answers: over pairs of a chosen and a rejected answer to one prompt, or over single answers that are
+desired or not.
 
-s is the log-probability of an answer, summed over its n counted tokens (with the one where generation stops), d = s - s
-of the reference, w the chosen and l the rejected answer. Each loss is a mean over the pairs (of kto: the answers) of
-the global batch.
+s is the log-probability of an answer, summed over its n counted tokens (including the one that ends it); d is s minus
+the reference's s; w is the chosen and l the rejected answer. Each loss is a mean over the pairs (for kto the answers)
+of the global batch.
 
-A new loss over pairs is a class here, with `losses` and `equal`; its plain definition is in parity/plain_objectives.py.
+A new loss over pairs is a class here with `losses` and `equal`; its plain definition is in parity/plain_objectives.py.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ _WRONG = Bound(at_least=0, below=0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """A answers of a micro-batch, fp32 [A]; if a record has k of them [R, k], such as the chosen and the rejected."""
+    """The answers of a micro-batch. Tensors are fp32 [A], or [R, k] if each record has k answers (chosen, rejected)."""
 
     tokens: Tensor
-    """Counted tokens of each answer."""
+    """Number of counted tokens of each answer."""
     log_prob: Tensor = None
-    """Summed over counted tokens, nats; by a model that gives likelihoods."""
+    """Log-probability summed over counted tokens, in nats; of a model that gives likelihoods."""
     score: Tensor = None
-    """Score of each answer, by a model that gives scores."""
+    """Score of each answer; of a model that gives scores."""
     reference: Tensor = None
-    """The log-probability under the reference, if there is one."""
+    """Log-probability under the reference, if there is one."""
     facts: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the kind of row knows of each answer, by name."""
+    """What the format of the data records about each answer, by name."""
     kl: float = math.nan
-    """z for answers judged alone: mean of d over the batch's prompts, each with the answer to another one; at least 0.
-    """
+    """z for single answers: the mean of d over the batch's prompts, each with the answer to another prompt; at least
+    0."""
     log_sigmoid: Callable[[Tensor], Tensor]
 
     @property
     def ratio(self) -> Tensor:
-        """Log-probability minus the reference's: d."""
+        """d: the log-probability minus the reference's."""
         assert self.reference is not None
         return self.log_prob - self.reference
 
     @property
     def mean(self) -> Tensor:
-        """Log-probability per token: s / n."""
+        """s / n: the log-probability per token."""
         return self.log_prob / self.tokens
 
 
@@ -58,51 +59,57 @@ def _gap(each_P2: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Equal:
-    """Value and tolerances of a loss for an answer preferred to itself, or judged both ways."""
+    """Value and tolerances of the loss of an answer that is preferred to itself, or is both desired and not."""
 
     loss: float
     margin: float
-    """Largest distance of the margin from 0 per nat per token of rounding."""
+    """Largest distance of the margin from 0, per nat per token of rounding."""
     slope: float
     """Largest change of the loss per unit of the margin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverAnswers(Objective):
-    """An objective over the answers of a kind of row, whose format is `data`; a new one is a class with `terms`."""
+    """An objective over the answers of one format of data (`data`). A new objective of this kind is a class with
+    `terms`."""
 
     @abstractmethod
     def terms(self, answers: Answers) -> tuple[Tensor, ...]:
-        """The loss and the figures, in order, for each record."""
+        """Return the loss and the figures, in their order, for each record."""
         raise NotImplementedError
 
     def equal(self, figures: Mapping[str, float]) -> Equal:
-        """The `Equal` of the loss, from its definition; without it the loss is not checked before the first step.
-        `figures`: of this batch; some losses contain its mean log-probability in addition to the margin."""
+        """Return the `Equal` of the loss, by its definition. Without this method the loss is not checked before the
+        first step. `figures`: those of the checked batch, because some losses contain its mean log-probability besides
+        the margin."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Referenced(OverAnswers):
-    """An objective that compares with the model that training starts from."""
+    """An objective that compares with the model before training."""
 
     reference: Literal["column", "online"] = "column"
-    """Source of the reference's log-probabilities: a column of the data by `llmtrain reference`; or, with an adapter,
-    the model with its adapter switched off, computed at each step."""
+    """Where the reference's log-probabilities come from. column: from the data, in which `llmtrain reference` has
+    written them; online: from the model with its adapter switched off, computed at each step."""
 
 
 _MARGIN = (
     Figure(
         name="pairs/margin",
         unit="1",
-        meaning="Objectives over pairs: a number that the loss makes large, such as beta times the difference of "
+        meaning="Objectives over pairs: the number that the loss increases, such as beta times the difference of "
         "log-ratios.",
     ),
     Figure(name="pairs/accuracy", unit="0 to 1", meaning="Share of the global batch's pairs whose margin is above 0."),
 )
 _TOKENS = (
-    Figure(name="pairs/chosen_tokens", unit="tokens/answer", meaning="Counted tokens of a chosen answer, in the mean."),
-    Figure(name="pairs/rejected_tokens", unit="tokens/answer", meaning="Mean of counted tokens of a rejected answer."),
+    Figure(name="pairs/chosen_tokens", unit="tokens/answer", meaning="Counted tokens of a chosen answer (mean)."),
+    Figure(
+        name="pairs/rejected_tokens",
+        unit="tokens/answer",
+        meaning="Counted tokens of a rejected answer (mean).",
+    ),
 )
 
 
@@ -130,7 +137,7 @@ class OverPairs(OverAnswers):
 
     @abstractmethod
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
-        """(losses, margins), [P] each: a margin is above 0 if the chosen answer is preferred."""
+        """Return (losses, margins), [P] each. A margin is above 0 if the chosen answer is preferred."""
         raise NotImplementedError
 
     def terms(self, answers: Answers) -> tuple[Tensor, ...]:
@@ -141,8 +148,8 @@ class OverPairs(OverAnswers):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(OverPairs):
-    """A loss on the log-probabilities of pairs; a new one is a class with `losses`. With the field `reference:
-    Literal["column", "online"] = "column"` a plugin can use `a.ratio`, as `Referenced` does."""
+    """A loss on the log-probabilities of pairs. A new one is a class with `losses`. A plugin can use `a.ratio` if it
+    has the field `reference: Literal["column", "online"] = "column"`, as `Referenced` has."""
 
     figures: ClassVar[tuple[Figure, ...]] = (
         *_MARGIN,
@@ -169,7 +176,7 @@ class Pairs(OverPairs):
     )
 
     beta: float = bounded(0.1, POSITIVE, "0.1 is the default")
-    """Factor on the difference of the two answers."""
+    """Factor on the difference between the two answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +184,11 @@ class Dpo(Pairs, Referenced, choice="dpo"):
     """Direct preference optimisation."""
 
     smoothing: float = bounded(0.0, _WRONG, "0.1 is usual")
-    """Share of pairs assumed to be labelled the wrong way round; above 0 the loss is the conservative one."""
+    """Share of pairs that are assumed to be labelled the wrong way round; above 0 this is conservative DPO."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
-        """-(1 - e) log sigmoid(b (d_w - d_l)) - e log sigmoid(-b (d_w - d_l)). arXiv 2305.18290; with e > 0 the
-        conservative one (E. Mitchell's note on cDPO, 2023)."""
+        """-(1 - e) log sigmoid(b (d_w - d_l)) - e log sigmoid(-b (d_w - d_l)) (arXiv 2305.18290). With e > 0 it is
+        conservative DPO (E. Mitchell's note on cDPO, 2023)."""
         margin = self.beta * _gap(a.ratio)
         return -(1 - self.smoothing) * a.log_sigmoid(margin) - self.smoothing * a.log_sigmoid(-margin), margin
 
@@ -191,7 +198,7 @@ class Dpo(Pairs, Referenced, choice="dpo"):
 
 @dataclass(frozen=True, kw_only=True)
 class Robust(Pairs, Referenced, choice="robust"):
-    """A loss whose mean is dpo's, although a share of labels is wrong."""
+    """A loss whose mean equals dpo's on correct labels, although a share of the labels is wrong."""
 
     smoothing: float = bounded(0.1, _WRONG, "0.1 is usual")
     """Share of pairs that are labelled the wrong way round."""
@@ -207,7 +214,7 @@ class Robust(Pairs, Referenced, choice="robust"):
 
 @dataclass(frozen=True, kw_only=True)
 class Ipo(Pairs, Referenced, choice="ipo"):
-    """Squared distance of the difference per token from a target."""
+    """The squared distance of the difference per token from a target."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
         """(d_w / n_w - d_l / n_l - 1 / (2 b))^2 (arXiv 2310.12036, per token as in TRL)."""
@@ -220,7 +227,7 @@ class Ipo(Pairs, Referenced, choice="ipo"):
 
 @dataclass(frozen=True, kw_only=True)
 class DpoNorm(Pairs, Referenced, choice="dpo_norm"):
-    """dpo of log-ratios per token."""
+    """dpo with log-ratios per token."""
 
     beta: float = bounded(5.0, POSITIVE, "5 is the default")
 
@@ -235,7 +242,7 @@ class DpoNorm(Pairs, Referenced, choice="dpo_norm"):
 
 @dataclass(frozen=True, kw_only=True)
 class Rpo(Pairs, Referenced, choice="rpo"):
-    """dpo with the chosen answer's likelihood."""
+    """dpo plus the negative log-likelihood of the chosen answer."""
 
     alpha: float = bounded(1.0, NOT_NEGATIVE, "1 is the default")
     """Factor on the chosen answer's negative log-likelihood per token."""
@@ -253,7 +260,7 @@ class Rpo(Pairs, Referenced, choice="rpo"):
 
 @dataclass(frozen=True, kw_only=True)
 class SimPo(Pairs, choice="simpo"):
-    """Log-probabilities per token with a margin."""
+    """Log-probabilities per token, with a target margin."""
 
     beta: float = bounded(2.0, POSITIVE, "2 is the default")
     gamma: float = bounded(0.5, NOT_NEGATIVE, "0.5 is the default")
@@ -270,13 +277,14 @@ class SimPo(Pairs, choice="simpo"):
 
 @dataclass(frozen=True, kw_only=True)
 class Orpo(Pairs, choice="orpo"):
-    """Likelihood of the chosen answer, and the odds ratio of the two."""
+    """The negative log-likelihood of the chosen answer, and the odds ratio of the two answers."""
 
     beta: float = bounded(0.1, POSITIVE, "0.1 is the default")
     """Factor on the term of the odds ratio."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
-        """-s_w / n_w - b log sigmoid(log odds_w - log odds_l), odds p / (1 - p) of p = exp(s / n). arXiv 2403.07691."""
+        """-s_w / n_w - b log sigmoid(log odds_w - log odds_l), with odds p / (1 - p) for p = exp(s / n) (arXiv
+        2403.07691)."""
         margin = _gap(a.mean - (-a.mean.expm1()).log())
         return -a.mean[:, 0] - self.beta * a.log_sigmoid(margin), margin
 
@@ -287,7 +295,7 @@ class Orpo(Pairs, choice="orpo"):
 
 @dataclass(frozen=True, kw_only=True)
 class Kto(Referenced, choice="kto"):
-    """Answers judged alone, desired or not."""
+    """Single answers that are desired or not."""
 
     unit: ClassVar[str] = "per answer"
     data: ClassVar[str] = "unpaired"
@@ -296,7 +304,7 @@ class Kto(Referenced, choice="kto"):
             name="unpaired/kl",
             unit="nats/answer",
             meaning="kto's z: mean log-ratio to the reference of the global batch's prompts, each with the answer to "
-            "another one.",
+            "another prompt.",
         ),
         Figure(
             name="unpaired/accuracy",
@@ -308,7 +316,7 @@ class Kto(Referenced, choice="kto"):
             unit="nats/answer",
             meaning="Log-probability of an answer, summed over its tokens.",
         ),
-        Figure(name="unpaired/tokens", unit="tokens/answer", meaning="Counted tokens of an answer, in the mean."),
+        Figure(name="unpaired/tokens", unit="tokens/answer", meaning="Counted tokens of an answer (mean)."),
     )
     charts: ClassVar[tuple[Chart, ...]] = (
         Chart(
@@ -328,16 +336,16 @@ class Kto(Referenced, choice="kto"):
     )
 
     beta: float = bounded(0.1, POSITIVE, "0.1 is the default")
-    """Factor on the distance of an answer's log-ratio from z."""
+    """Factor on the difference between an answer's log-ratio and z."""
     desirable_weight: float = bounded(1.0, POSITIVE, "1 is the default")
     """Factor on the loss of a desired answer."""
     undesirable_weight: float = bounded(1.0, POSITIVE, "1 is the default")
     """Factor on the loss of an undesired answer."""
 
     def terms(self, answers: Answers) -> tuple[Tensor, ...]:
-        """1 - sigmoid(b (d - z)) for a desired answer, 1 - sigmoid(b (z - d)) for another, each with its kind's weight.
-        z >= 0 is the mean of d over the global batch's prompts, each with the answer to another one: an estimate of the
-        divergence from the reference, without a gradient (arXiv 2402.01306)."""
+        """1 - sigmoid(b (d - z)) for a desired answer and 1 - sigmoid(b (z - d)) for another, each times its weight. z
+        is the mean of d over the global batch's prompts, each with the answer to another prompt, and at least 0. It
+        estimates the divergence from the reference, and has no gradient (arXiv 2402.01306)."""
         above = self.beta * (answers.ratio - answers.kl)
         desired = answers.facts["desirable"]
         margins = above.where(desired, -above)
@@ -353,7 +361,7 @@ class Kto(Referenced, choice="kto"):
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(OverPairs, choice="reward"):
-    """A model that scores answers; the chosen one's score should be higher."""
+    """A model that scores answers, and should score the chosen one higher."""
 
     scores = True
     figures: ClassVar[tuple[Figure, ...]] = (
@@ -361,7 +369,7 @@ class Reward(OverPairs, choice="reward"):
         Figure(
             name="pairs/chosen_reward",
             unit="1",
-            meaning="objective.name reward: score of the chosen answers, in the mean.",
+            meaning="objective.name reward: mean score of the chosen answers.",
         ),
         Figure(
             name="pairs/rejected_reward",
@@ -381,12 +389,12 @@ class Reward(OverPairs, choice="reward"):
     )
 
     centering: float = bounded(0.0, NOT_NEGATIVE, "0 is the default, 0.01 is usual")
-    """Factor on the square of the two scores' sum, which draws their mean to 0."""
+    """Factor on the squared sum of a pair's scores, which pulls their mean to 0."""
 
     def losses(self, a: Answers) -> tuple[Tensor, Tensor]:
-        """-log sigmoid(r_w - r_l) + c (r_w + r_l)^2. r is the score at an answer's last counted token: the likelihood
-        of the preference in the model of Bradley and Terry (arXiv 1706.03741, 2203.02155). A preference does not fix
-        the scale's zero: c draws the mean score there (arXiv 2312.09244)."""
+        """-log sigmoid(r_w - r_l) + c (r_w + r_l)^2, where r is the score at an answer's last counted token: the first
+        term is the negative log-likelihood of the preference in the Bradley-Terry model (arXiv 1706.03741, 2203.02155).
+        Preferences do not determine the zero of the scores, so c pulls their mean there (arXiv 2312.09244)."""
         margins = _gap(a.score)
         return -a.log_sigmoid(margins) + self.centering * a.score.sum(1).square(), margins
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of the paper, with lists of tensors: on a GPU four kernels per group."""
+    """Algorithm 2 of the paper on lists of tensors: on a GPU four kernels for each group."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
-        """`groups`: with `lr`, `betas` and `weight_decay` (decoupled) each."""
+        """`groups`: parameter groups; each has `lr`, `betas` and `weight_decay` (decoupled)."""
         super().__init__(groups, {})
 
     @torch.no_grad()

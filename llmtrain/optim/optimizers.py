@@ -1,6 +1,6 @@
-"""Optimizers as far as they are known without torch: the fields of `optim`, their rules, and the kept state.
+"""What is known of optimizers without torch: the fields of `optim`, their rules, and the state that is kept.
 
-A new one is a class here, or in a plugin: its fields, and the torch optimizer from its method `build`.
+A new optimizer is a class here or in a plugin, with its fields and a method `build` that returns the torch optimizer.
 """
 
 from __future__ import annotations
@@ -13,54 +13,56 @@ from typing import Any, ClassVar, Literal
 from llmtrain.base.choice import BELOW_1, NOT_NEGATIVE, POSITIVE, Bound, Choice, Rule, bounded, joined, mapped
 
 PARAM = "param"
-"""Kind of the fp32 master values in an optimizer's state; the other kinds are its names of its moments (`state`)."""
+"""Kind of the fp32 masters in an optimizer's state; the other kinds are the optimizer's names of its moments
+(`state`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters with settings of their own."""
+    """A group of parameters with their own settings."""
 
     name: str
     parameters: Iterable[Any]
-    """Its parameters; some of them may not train."""
+    """The group's parameters; some may not train."""
     settings: Mapping[str, Any]
-    """As of `Optimizer.group`, such as `{**self.group(), "lr": 1e-3}`."""
+    """Settings as `Optimizer.group` returns them, such as `{**self.group(), "lr": 1e-3}`."""
     state: tuple[str, ...] = ()
-    """Kinds of tensor that are kept for each; empty: as for the other parameters."""
+    """Kinds of tensors that are kept for each parameter; empty: as for parameters outside of groups."""
     scale: float = 1.0
-    """Factor on the learning rate, which the weight decay does not follow."""
+    """Factor on the learning rate. Weight decay is not multiplied by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Choice, section="optim"):
-    """The optimizer. Fields that the JSON may give are None until `config/deepspeed/join.py` has joined the two."""
+    """The optimizer. Fields that the JSON may give are None until `config/deepspeed/join.py` has joined YAML and
+    JSON."""
 
     own_methods: ClassVar[frozenset[str]] = frozenset({"build_on_host"})
-    """Methods that are called on llmtrain's own classes alone."""
+    """Methods that are called only on llmtrain's own classes."""
     title: ClassVar[str] = "optimizer of a plugin"
-    """Its name in sentences."""
+    """Name of the optimizer in messages."""
     json_types: ClassVar[tuple[str, ...]] = ()
-    """Values of `optimizer.type` of a DeepSpeed JSON that mean it, in any case; llmtrain writes the last one."""
+    """Values of `optimizer.type` in a DeepSpeed JSON for this optimizer, in any case; llmtrain writes the last one."""
     fixed: ClassVar[Mapping[str, Any]] = {}
-    """Further keys of `optimizer.params` that the JSON may give with this value alone."""
+    """Further keys of `optimizer.params` that the JSON may have, with the only value that is allowed."""
     state: ClassVar[tuple[str, ...]] = ()
-    """Kinds of tensor that it may keep for a parameter, named as in checkpoints."""
+    """Kinds of tensors that may be kept for a parameter, named as in checkpoints."""
     state_of_groups: ClassVar[tuple[str, ...]] = ()
     """The kinds in `state` that only parameters of `groups` have."""
     moments: ClassVar[int] = 2
     """Largest number of moments of one parameter."""
     host_ops: ClassVar[tuple[str, ...]] = ()
-    """DeepSpeed's ops that are built at the start when its state is offloaded; everything else is torch's."""
+    """DeepSpeed's ops that are compiled at the start if the optimizer's state is offloaded; all else is torch's."""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """Forms in which it cannot train. The subject of `broken` is the run's mix (config/topology.py)."""
+    """Settings with which this optimizer cannot train. `broken` gets the run's mix (config/topology.py)."""
     whole_gradients: ClassVar[bool] = False
-    """ZeRO 3 must not scatter the gradients: zero_optimization.reduce_scatter is false by default."""
+    """The optimizer needs complete gradients: with ZeRO 3, zero_optimization.reduce_scatter is false by default."""
     counts_steps: ClassVar[bool] = False
-    """Its torch optimizer counts the steps of each tensor in the tensor's state, as "step"."""
+    """The torch optimizer counts the steps of each tensor, as "step" in the tensor's state."""
     by_sign: ClassVar[bool] = False
-    """A step is the sign of a mean of gradients: rounding alone may decide it."""
+    """A step uses the sign of an average of gradients, which rounding alone may decide."""
     norm_of_update: ClassVar[bool] = False
-    """Under ZeRO, DeepSpeed measures and clips the norm of its update, not of the gradient."""
+    """Under ZeRO, DeepSpeed measures and clips the norm of the optimizer's update instead of the gradient's."""
 
     name: str = field(init=False)
     """Or from the JSON (optimizer.type)."""
@@ -78,45 +80,46 @@ class Optimizer(Choice, section="optim"):
     """PATTERN: WEIGHT DECAY of parameters whose Hugging Face names match (`*`, `?`, `[...]`), instead of `decay` and
     `weight_decay`. Each pattern must match a trained parameter."""
     lr_factor_of: dict[str, float] = mapped("PATTERN: FACTOR", POSITIVE, "model.freeze keeps parameters as they are")
-    """PATTERN: FACTOR on the learning rate of parameters whose names match. The rate in the log is without it."""
+    """PATTERN: FACTOR on the learning rate of parameters whose names match. The logged rate is without the factor."""
     layer_decay: float = bounded(1.0, Bound(above=0, at_most=1), "0.9 is common, 1 means none")
     """Layer-wise learning rates: decoder layer i of n, counted from 0, has the rate times layer_decay^(n - 1 - i),
-    embeddings times layer_decay^n. Head, final norm and the rate in the log are without it. 1 = none."""
+    embeddings times layer_decay^n. Head, final norm and the logged rate are without this factor. 1 = none."""
     clip_norm: float = joined(1.0, "gradient_clipping", NOT_NEGATIVE, "1.0 is the default, 0 turns it off")
     """Largest global gradient norm; 0 = no clipping. The default of muon is 0. Or from the JSON (gradient_clipping)."""
 
     @property
     def has_own_settings(self) -> bool:
-        """True if single parameters have their own learning rate or weight decay."""
+        """Return True if single parameters have their own learning rate or weight decay."""
         return self.layer_decay != 1.0 or bool(self.lr_factor_of or self.weight_decay_of)
 
     def group(self) -> dict[str, Any]:
-        """The settings of a group of parameters, except its decay; `lr` is the peak that the schedule multiplies."""
+        """Return the settings of parameters outside of `groups`, without weight decay; `lr` is the peak, which the
+        schedule multiplies."""
         return {"lr": self.lr, "betas": self.betas}
 
     def groups(self, model: Any) -> Iterable[Group]:
-        """Return the parameters with settings of their own; all others have those of `group`.
+        """Return the parameters that have their own settings; all others have those of `group`.
 
         Args:
-            model: `model.hf` is the Hugging Face model, of which a pipeline's rank has a part; `model.matrices()`
-                yields its decoder layers' matrices (`LanguageModel.matrices`). A value may lie on other ranks.
+            model: `model.hf` is the Hugging Face model, in a pipeline this rank's part; `model.matrices()` yields the
+                matrices of its decoder layers (`LanguageModel.matrices`). Values of a parameter may be on other ranks.
         """
         return ()
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
         """Return the torch optimizer of these groups.
 
-        A plugin's updates each element by itself, and keeps tensors of the parameter's shape that begin at 0, named in
-        `state`.
+        A plugin's optimizer must update each element independently. It may keep tensors of the parameter's shape that
+        begin at 0, named in `state`.
 
         Args:
-            groups: torch's, each with `params`, `weight_decay` and its settings; the schedule sets `lr` before a step.
+            groups: torch's parameter groups, each with `params`, `weight_decay` and the settings of `group` or
+                `groups`. The schedule sets `lr` before each step.
         """
         raise NotImplementedError("an optimizer needs a method build(groups)")
 
     def build_on_host(self, groups: list[dict[str, Any]]) -> Any:
-        """Return DeepSpeed's CPU optimizer for these groups, with its state on the host. Compiles the ops in
-        `host_ops`."""
+        """Return DeepSpeed's CPU optimizer for these groups, with state on the host. Compiles the ops in `host_ops`."""
         raise NotImplementedError
 
 
@@ -175,19 +178,19 @@ class Muon(AdamW, choice="muon"):
              "Muon orthogonalises full matrices, which needs the device", "remove offload_optimizer, or use adamw",
              {"optim.name": "muon", "zero_optimization.offload_optimizer.device": "cpu"}),
         Rule(("optim.name", "zero_optimization.reduce_scatter"), lambda m: m.zero_stage == 3 and m.reduce_scatter,
-             "Muon needs full gradients, and ZeRO 3 would scatter them",
+             "Muon needs full gradients, but ZeRO 3 would scatter them",
              "set zero_optimization.reduce_scatter to false, or remove it",
              {"optim.name": "muon", "zero_optimization.stage": 3, "zero_optimization.reduce_scatter": True}),
         Rule(("optim.name", "data_types.grad_accum_dtype"),
              lambda m: m.bf16 and m.zero_stage == 1 and m.fp32_accumulation,
-             "DeepSpeed rounds Muon's gradients to bf16 there all the same (copy_grads_in_partition)",
+             "DeepSpeed rounds Muon's gradients to bf16 there in spite of this key (copy_grads_in_partition)",
              "remove data_types, or use ZeRO 2, or adamw",
              {"optim.name": "muon", "zero_optimization.stage": 1, "data_types.grad_accum_dtype": "fp32"}),
         Rule(("bf16.bf16_optimizer_states", "optim.name"), lambda m: m.bf16_moments,
              "Muon's momentum is kept by DeepSpeed, in its own precision", "remove it, or use adamw or lion",
              {"optim.name": "muon", "bf16.bf16_optimizer_states": True}),
         Rule(("tensor_parallel.autotp_size", "optim.name"), lambda m: m.degrees.tensor > 1,
-             "Muon orthogonalises full matrices, and each tensor-parallel rank has a part of them",
+             "Muon orthogonalises full matrices, but each tensor-parallel rank has only a part of them",
              "use adamw, or set tensor_parallel.autotp_size to 1",
              {"optim.name": "muon", "tensor_parallel.autotp_size": 2}),
         Rule(("expert_parallel.autoep_size", "optim.name"), lambda m: m.degrees.expert > 1,
@@ -208,8 +211,8 @@ class Muon(AdamW, choice="muon"):
     def groups(self, model: Any) -> Iterable[Group]:
         settings = {"lr": self.muon_lr, "momentum": self.muon_momentum, "use_muon": True}
         for matrix, rows, columns, turned in model.matrices():
-            # DeepSpeed scales Muon's updates by sqrt(max(1, rows / columns)), the definition by outputs and inputs:
-            # where rows are inputs, that is sqrt(outputs / inputs) times as much, whichever of the two are more.
+            # DeepSpeed scales Muon's updates by sqrt(max(1, rows / columns)), but Muon's definition has outputs /
+            # inputs. If the rows are inputs, the correct factor is always sqrt(outputs / inputs) times DeepSpeed's.
             scale = math.sqrt(columns / rows) if turned else 1.0
             yield Group(name="muon", parameters=[matrix], settings=settings, state=self.state_of_groups, scale=scale)
 
@@ -245,6 +248,7 @@ class Lion(Optimizer, choice="lion"):
 
 
 def norm_of(name: str | None, *, zero: bool) -> Literal["gradient", "update"]:
-    """Vector whose norm is the metric `grad_norm`. `name`: `optim.name`, also None; `zero`: with ZeRO 1, 2 or 3."""
+    """Return whose norm the metric `grad_norm` is. `name`: `optim.name`, or None. `zero`: the run uses ZeRO 1, 2 or
+    3."""
     entry = Optimizer.CHOICES.get(name or "")
     return "update" if zero and entry is not None and entry.norm_of_update else "gradient"

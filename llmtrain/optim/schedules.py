@@ -1,6 +1,6 @@
-"""Learning-rate schedules: the factor on the peak learning rate as a function of the step.
+"""Learning-rate schedules: the factor on the peak learning rate at each step.
 
-A new one is a class here: its fields, and `after_warmup`.
+A new schedule is a class here, with its fields and `after_warmup`.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, SHARE, Choice, bounde
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Choice, section="schedule"):
-    """Learning rate over optimizer steps, as a factor of `optim.lr`."""
+    """A schedule of the learning rate: a factor on the peak learning rates for each optimizer step."""
 
     needs_length: ClassVar[bool] = True
-    """The shape depends on the number of steps of the run."""
+    """The factor depends on the number of steps of the run."""
     name: str = field(init=False)
     """Shape after the warm-up."""
     warmup_steps: int = bounded(0, NOT_NEGATIVE, "0 means no warm-up")
     """Optimizer steps of linear warm-up."""
 
     def filled(self, max_steps: int | None) -> Self:
-        """The schedule with the defaults that depend on the run's length."""
+        """Return the schedule with defaults filled in that depend on the run's length."""
         return self
 
     def shortened(self, warmup_steps: int) -> Self:
-        """This shape for a run of a few steps."""
+        """Return the same shape for a run of a few steps."""
         return replace(self, warmup_steps=warmup_steps)
 
     def decay(self) -> int:
-        """Optimizer steps at the end of the run that must fit in with the warm-up."""
+        """Return how many steps at the end of the run the schedule decays; they must not overlap with the warm-up."""
         return 0
 
     def factor(self, step: int, max_steps: int | None) -> float:
-        """Factor on the peak learning rate for optimizer step `step` (0 is the first). Warm-up rises linearly and
-        reaches 1 at step `warmup_steps`. `max_steps` None: unlimited, which the configuration check allows if
-        `needs_length` is False."""
+        """Return the factor on the peak learning rate at optimizer step `step` (0 is the first). Warm-up rises linearly
+        and reaches 1 at step `warmup_steps`. `max_steps` None: no limit, which is allowed only if `needs_length` is
+        False."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         return self.after_warmup(step, max_steps)
 
     @abstractmethod
     def after_warmup(self, step: int, max_steps: int | None) -> float:
-        """The factor at a step after the warm-up."""
+        """Return the factor at a step after the warm-up."""
         raise NotImplementedError
 
 
@@ -64,11 +64,11 @@ class Falling(Schedule):
         return self.min_ratio + (1 - self.min_ratio) * self.shape(progress)
 
     def falls_from(self, max_steps: int) -> int:
-        """The last step with factor 1."""
+        """Return the last step with factor 1."""
         return self.warmup_steps
 
     def shape(self, progress: float) -> float:
-        """Height: 1 at progress 0, 0 at progress 1."""
+        """Return the height of the curve: 1 at progress 0, 0 at progress 1."""
         return 1.0 - progress
 
 
@@ -82,12 +82,12 @@ class Cosine(Falling, choice="cosine"):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Falling, choice="linear"):
-    """A line."""
+    """A straight line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wsd(Falling, choice="wsd"):
-    """Warm-up, stable, decay: a line at the end of the run."""
+    """Warm-up, stable, decay: the factor stays 1 and falls linearly at the end of the run."""
 
     decay_steps: int | None = bounded(None, AT_LEAST_1, "leave it out for a tenth of the run")
     """Optimizer steps of the final linear decay. Default: a tenth of the run."""

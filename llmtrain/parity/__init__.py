@@ -1,1 +1,1 @@
-"""Proof that the user's own DeepSpeed JSON trains as one process of plain PyTorch does."""
+"""Proof that the user's own DeepSpeed JSON trains as plain PyTorch does in one process."""

@@ -1,4 +1,4 @@
-"""Compares two trainings step by step and names the likely cause of a difference."""
+"""Compares two trainings step by step, and names the likely cause of a difference."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from torch import Tensor
 
 @dataclass
 class Trace:
-    """Losses and gradient norms of each step, and all parameters after it."""
+    """Losses and gradient norms of each step of a training, and all parameters after each step."""
 
     losses: list[float] = field(default_factory=list)
     """Mean loss over the counted tokens of the global batch, in nats, before the step's update."""
     norms: list[float] = field(default_factory=list)
-    """Global gradient norm before clipping. Empty in a reference whose run reports another norm (Muon)."""
+    """Global gradient norm before clipping. Empty in a reference if the run reports another norm (Muon)."""
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
-    """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ... Those of variants, such as an
-    average of the parameters, have names by VARIANT."""
+    """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ... Variants, such as an average of
+    the parameters, have names made with VARIANT."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """AdamW's and Lion's first moment after step 1: (1 - beta) x the clipped gradient. Muon's matrices have none."""
     by_sign: bool = False
-    """The optimizer steps by a sign: where a gradient is only rounding, two orders of summation differ by a full
-    step."""
+    """The optimizer steps by a sign: if a gradient is only rounding, two orders of summation differ by a full step."""
     skipped: list[int] = field(default_factory=list)
     """Steps whose update the engine skipped."""
 
@@ -36,41 +35,40 @@ class Trace:
 
 
 VARIANT = "{} of {}"
-"""Name of a parameter in a variant (training/parts.py), such as its average."""
-NORM = 1e-4  # relative
-PARAMETER = 5e-5
+"""Name of a parameter in a variant of the parameters (training/parts.py), such as their average."""
+NORM = 1e-4  # relative tolerance
+PARAMETER = 5e-5  # absolute tolerance of an element
 SPREADS = 4.0
-"""Tolerated multiple of the largest difference between two orders of summation in one process."""
-MOVEMENT = 1e-2  # share of a parameter's movement since the start
+"""Tolerated differences are this many times the largest difference between two orders of summation in one process."""
+MOVEMENT = 1e-2  # tolerance, as a share of a parameter's movement since the start
 CEILINGS = {"loss": 1e-3, "gradient norm": 1e-2, "gradient": 0.05, "movement": 0.25}
-"""By kind: largest tolerance with which a pass of the fp32 comparison is a proof. Correct trainings set the tolerance
-by their spread; where the spread is larger (phimoe: 0.24 nats and 140 % of a movement), an equally large fault would
-pass."""
+"""Kind -> largest tolerance with which passing the fp32 comparison is a proof. The spread of correct trainings sets the
+tolerance; if the spread is larger (phimoe: 0.24 nats and 140 % of a movement), an equally large fault would pass."""
 _FEW = 0.1
-"""Share of the parameters that may exceed the ceiling: the gradient of a key's bias is only rounding."""
+"""Share of the parameters that may exceed the ceiling: for example the gradient of a key's bias is only rounding."""
 KINDS = ("loss", "gradient norm", "gradient", "movement", "parameter")
 _SETTLED = 5
-"""Interval in steps at which parameters below fp32 are compared. In earlier steps AdamW moves each element by about the
-learning rate times the sign of its gradient, and rounding decides the sign of a gradient that is only rounding."""
+"""Number of steps between comparisons of parameters below fp32. In the first steps AdamW moves each element by about
+the learning rate times the sign of its gradient, and rounding decides the sign if the gradient is only rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One value at one step and its tolerance."""
+    """The difference of one value at one step, and its tolerance."""
 
     kind: str
     """One of KINDS."""
     name: str = ""
-    """Hugging Face name of the parameter."""
+    """Hugging Face name of the parameter; "" for losses and norms."""
     step: int
-    """The first step is 1; 0: before step 1."""
+    """Number of the step, from 1; 0: before step 1."""
     got: float
     tolerated: float
     note: str = ""
 
     @property
     def ratio(self) -> float:
-        """Ratio to the tolerance; above 1, or not finite, is a failure."""
+        """Return the difference over its tolerance; above 1, or infinite, is a failure."""
         ratio = self.got / self.tolerated if self.tolerated > 0 else math.inf if self.got > 0 else 0.0
         return ratio if math.isfinite(ratio) else math.inf
 
@@ -78,11 +76,11 @@ class Difference:
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     worst: dict[str, Difference]
-    """By kind: the difference with the largest ratio to its tolerance."""
+    """Kind -> the difference with the largest ratio to its tolerance."""
     first: list[Difference] = field(default_factory=list)
-    """Failures of the first step with any, in the order of KINDS, then in the model's order."""
+    """All failures of the first step that has any, in the order of KINDS, then in the model's order."""
     blunt: Difference | None = None
-    """In fp32: the first value whose tolerance is above its ceiling."""
+    """In fp32: the first difference whose tolerance is above its ceiling."""
 
     @property
     def passed(self) -> bool:
@@ -90,9 +88,10 @@ class Verdict:
 
 
 def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdict:
-    """Compare `got` with several orders of summation of the plain training; the first one is the reference. The
-    tolerance is SPREADS times their spread, in fp32 at least a fixed amount (reasons in docs/developers/parity.md)."""
-    loss = 2e-5 if split else 1e-5  # tensor and sequence parallelism have other partial sums
+    """Compare `got` with `want`, trainings in plain PyTorch that differ only in the order of their sums; the first is
+    the reference. The tolerance is SPREADS times their spread, in fp32 at least a fixed amount (reasons in
+    docs/developers/parity.md)."""
+    loss = 2e-5 if split else 1e-5  # `split`: tensor or sequence parallelism, with other partial sums
     curves = [_curve(got, want, "loss", loss if fp32 else 0.0)]
     curves.append(_curve(got, want, "gradient norm", NORM if fp32 else 0.0))
     last = len(want[0].parameters) - 1
@@ -117,7 +116,8 @@ def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdic
 
 
 def _above_ceiling(found: list[Difference]) -> Difference | None:
-    """Return a difference whose tolerance exceeds its ceiling: any loss or norm; a parameter if many at a step do."""
+    """Return a difference whose tolerance exceeds its ceiling: any loss or norm, or a parameter if many at one step do;
+    or None."""
     for (kind, _), group in groupby(found, key=lambda one: (one.kind, one.step)):
         some = list(group)
         wide = [one for one in some if kind in CEILINGS and one.tolerated > CEILINGS[kind]]
@@ -127,7 +127,7 @@ def _above_ceiling(found: list[Difference]) -> Difference | None:
 
 
 def _curve(got: Trace, want: list[Trace], what: str, least: float) -> list[Difference]:
-    """Compare the loss or gradient norm of every step. The spread is the largest of all steps: rounding does not grow
+    """Compare the loss or gradient norm of every step. The spread is that of all steps, as rounding does not grow
     here."""
     mine, reference, *others = [trace.losses if what == "loss" else trace.norms for trace in (got, *want)]
     if not reference:
@@ -143,8 +143,8 @@ def _curve(got: Trace, want: list[Trace], what: str, least: float) -> list[Diffe
 
 
 def _parameters(got: Trace, want: list[Trace], step: int, *, fp32: bool) -> list[Difference]:
-    """Compare every parameter after a step: the root mean square as a share of its movement; in fp32 also its largest
-    element, whose gradient is only rounding in lower precisions."""
+    """Compare every parameter after a step by its root mean square difference, as a share of its movement; in fp32 also
+    by its largest element. (In lower precisions the gradient of some elements is only rounding.)"""
     elements = fp32 and (step == 0 or not want[0].by_sign)
     start, expected = want[0].parameters[0], want[0].parameters[step]
     moved = {name: _root_mean_square(value, start[name]) for name, value in expected.items()}
@@ -169,13 +169,12 @@ def _parameters(got: Trace, want: list[Trace], step: int, *, fp32: bool) -> list
 
 
 def _spread(want: list[Trace], step: int, name: str, measure: Callable[[Tensor, Tensor], float]) -> float:
-    """The largest difference of one parameter between two orders of summation."""
+    """Return the largest difference of one parameter between two orders of summation."""
     return max(measure(a.parameters[step][name], b.parameters[step][name]) for a, b in combinations(want, 2))
 
 
 def _gradients(got: Trace, want: list[Trace]) -> list[Difference]:
-    """The clipped gradient of step 1 of every parameter: the difference over its size, both in the root mean
-    square."""
+    """Compare every parameter's clipped gradient of step 1 by root mean square, relative to the gradient."""
     found = []
     for name, expected in want[0].gradients.items():
         size = float(expected.square().mean().sqrt()) or 1.0
@@ -200,11 +199,10 @@ def _root_mean_square(a: Tensor, b: Tensor) -> float:
     return float(torch.sqrt((a - b).square().mean()))
 
 
-# Is a difference of the ranks' making, or does rounding decide there?
-#
-# AdamW divides a gradient by its own size: one that is only rounding moves a weight by the full learning
-# rate. And a router sends a token to the experts with the largest scores: where the last one chosen and the first
-# one not chosen differ by less than rounding, two right trainings differ by a full token.
+# Did the ranks cause a difference, or rounding? AdamW divides a gradient by its own size, so one that is only rounding
+# moves a weight by the full learning rate. And a router sends a token to the experts with the largest scores: if the
+# last chosen expert and the first one not chosen differ by less than rounding, two correct trainings differ by a full
+# token.
 
 
 COUNT = 6
@@ -212,17 +210,17 @@ COUNT = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Tie:
-    """A failed comparison that rounding explains: from `step` on, trainings that differ by rounding alone are as far
+    """Explains a failed comparison by rounding: from `step` on, trainings that differ only by rounding are as far
     apart."""
 
     step: int
     largest: float
-    """Largest difference (nats) between losses of trainings that differ by rounding only."""
+    """Largest difference (nats) between losses of trainings that differ only by rounding."""
     verdict: Verdict
-    """Verdict on the ranks with these trainings as further references."""
+    """Verdict on the ranks when these trainings are further references."""
 
     proves: bool
-    """Loss and gradients of step 1 at least were compared before rounding decided."""
+    """At least loss and gradients of step 1 were compared before rounding decided."""
 
     def line(self) -> str:
         return (
@@ -236,7 +234,7 @@ def tie(
     got: Trace, want: list[Trace], verdict: Verdict, nudged: Callable[[int], list[Trace]], *, split: bool
 ) -> Tie | None:
     """Return the tie that explains a failed fp32 comparison: more orders of summation (`nudged`) diverge as far as the
-    ranks. None: the ranks diverge further."""
+    ranks. None if the ranks diverge further."""
     first, steps = verdict.first[0].step, len(got.losses)
     if first == 0:
         return None
@@ -254,7 +252,7 @@ def tie(
 
 
 _ONE_FACTOR = 1e-3
-"""Gradients whose shares differ by less than this are all off by one factor."""
+"""If the shares of gradients differ by less than this, all gradients are off by the same factor."""
 
 
 def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
@@ -294,8 +292,8 @@ def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
     if kinds <= {"parameter", "movement"} and len(wrong) * 10 < len(want.parameters[0]):
         return f"few parameters drift from step {step} on: {_common(wrong)}"
     return (
-        f"the first {step - 1} step(s) agree: what begins later (dropout, schedule, state that is not reset, rows of "
-        "another step, a reference that trains), or rounding that grows"
+        f"the first {step - 1} step(s) agree: something that begins later (dropout, schedule, state that is not reset, "
+        "rows of another step, a reference that trains), or rounding that grows"
     )
 
 
@@ -316,10 +314,10 @@ def _wrong_gradients(got: Trace, want: Trace, wrong: list[str]) -> str:
     if dead := [name for name in wrong if want.gradients[name].any() and not got.gradients[name].any()]:
         return f"no gradient reaches {_common(dead)}: it is cut off from the loss, or its gradient is not reduced"
     shares = {name: share(got.gradients[name], want.gradients[name]) for name in want.gradients}
-    factor = sorted(shares.values())[len(shares) // 2]  # clipping by a wrong norm gives all of them one factor
+    factor = sorted(shares.values())[len(shares) // 2]  # clipping by a wrong norm scales all by one factor
     odd = [name for name in wrong if _rest(got.gradients[name], want.gradients[name], factor) > _ONE_FACTOR]
     norm = got.norms[0] / want.norms[0] if want.norms and want.norms[0] else 1.0
-    if odd and abs(norm - 1) > 0.1 and abs(norm * factor - 1) < 0.1:  # each rank may have clipped by a norm of its own
+    if odd and abs(norm - 1) > 0.1 and abs(norm * factor - 1) < 0.1:  # each rank may have clipped by another norm
         return (
             f"gradients are clipped by a norm that is about {norm:.2g} times the true one: the norm is not summed over "
             "all groups of ranks"
@@ -374,7 +372,7 @@ def share(mine: Tensor, expected: Tensor) -> float:
 
 
 def _rest(mine: Tensor, expected: Tensor, factor: float) -> float:
-    """Return a gradient's difference beyond the factor, relative to the gradient."""
+    """Return a gradient's difference from `factor` times the expected one, relative to the expected one."""
     size = float(expected.square().sum())
     return math.sqrt(float((mine - factor * expected).square().sum()) / size) if size else 0.0
 

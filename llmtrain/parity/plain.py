@@ -1,5 +1,5 @@
-"""The reference of the comparison: transformers' model and logits, plain PyTorch, one process. It shares neither
-engine, loss, row order nor optimizers with a run."""
+"""The reference of the comparison: transformers' model and logits in plain PyTorch, in one process. It shares no
+engine, loss, order of rows or optimizers with a run."""
 
 from __future__ import annotations
 
@@ -44,38 +44,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NUDGE = 2.5e-7
-"""Relative: two units in the last place of fp32, which change a loss by about as much as another order of summation."""
+"""Relative size of random changes: two units in the last place of fp32, which change a loss by about as much as another
+order of summation does."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """One order of summation; all orders are mathematically equal."""
+    """One order of summation. All orders are mathematically equal."""
 
     pieces: int
-    """Number of pieces, of equally many rows, in which the global batch goes through the model."""
+    """Number of pieces, with equally many rows, in which the global batch goes through the model."""
     reverse: bool
     """Start with the last row."""
     attention: str
-    """transformers' attention implementation: each rounds at other places."""
+    """transformers' attention implementation; each rounds differently."""
     halves: bool
-    """Compute each matrix product as a sum over two halves of the inputs."""
+    """Compute each matrix product as a sum of products over two halves of the inputs."""
     nudge: int = 0
-    """Above 0: before each step the weights are the masters with random changes of a few units in the last place."""
+    """Above 0: before each step the weights are the masters, randomly changed by a few units in the last place."""
 
 
 def nudged(known: list[Order], count: int) -> list[Order]:
-    """Return more orders, which show the effect of rounding on choices between nearly equal values."""
+    """Return more orders, with random changes of the weights, which show how rounding affects choices between nearly
+    equal values."""
     return [replace(order, nudge=1 + index) for index, order in zip(range(count), cycle(known), strict=False)]
 
 
 def orders(model: ModelConfig, batch: Batch) -> list[Order]:
-    """Return all rows at once; one piece per micro-batch, backwards; row by row. fp8 has pieces only."""
+    """Return three orders: all rows at once; one piece for each micro-batch, backwards; row by row. In fp8, and with a
+    load-balancing loss, the pieces are always micro-batches."""
     other, config = model.attention, load_config(model)
     few, rows = batch.accumulation * batch.data_parallel, batch.global_batch
     if other == "auto" or other.startswith("flash"):
         family: Any = _kind(config)._model_mapping[type(config)]
         other = "sdpa" if family._supports_sdpa else "eager"
-    if _balance_coefficient(config):  # the balance loss is not a sum over rows: pieces are micro-batches
+    if _balance_coefficient(config):  # the load-balancing loss is no sum over rows: pieces must be micro-batches
         count = batch.accumulation
         return [Order(count, False, "eager", False), Order(count, True, other, True), Order(count, True, other, False)]
     if model.fp8 is not None:  # each micro-batch of a rank has its own scales
@@ -91,11 +94,11 @@ def _kind(config: PreTrainedConfig) -> Any:
 
 
 def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> Trace:
-    """Train with fp32 masters, model and gradients in the run's precision; with its autocast, if it has that."""
+    """Train with fp32 masters. Model and gradients have the run's precision, and autocast if the run has it."""
     config, optim = run.config, run.config.optim
     of_model = load_config(config.model)
     model = _kind(of_model).from_config(of_model, attn_implementation=order.attention, dtype=torch.float32).to(device)
-    model.config.get_text_config().pad_token_id = None  # else a score is read before a last token equal to the padding
+    model.config.get_text_config().pad_token_id = None  # else scores skip a last token equal to the padding
     spec = ModelSpec.of(config.model, config.adapter, scores=config.objective.scores)
     source = loud_source(spec, config.train.seed)
     beside = None if config.adapter.r is None else frozen_beside(model, config.adapter)
@@ -111,7 +114,7 @@ def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> T
     for name, buffer in model.named_buffers():
         buffer.data = exact[name].to(device)
     frozen = _frozen(model, spec.shapes)
-    for name, tensor in frozen.items():  # the family freezes some in fp32: transformers keeps a router's bias so
+    for name, tensor in frozen.items():  # those that the family freezes stay in fp32, as in transformers
         tensor.data = _value(source, name).to(device, DTYPES[run.mix.precision] if name in chosen else torch.float32)
     pack_plainly(model, config.adapter)
     base = base_of(model, masters) if config.objective.reference == "online" else None
@@ -155,7 +158,7 @@ def train_plainly(run: Run, steps: int, order: Order, device: torch.device) -> T
 
 
 def newton_schulz_dtype(optimizer: str, precision: str) -> torch.dtype:
-    """Return the precision of Muon's iteration: fp32 in an fp32 run, else DeepSpeed's choice for this device."""
+    """Return the dtype of Muon's iteration: fp32 in an fp32 run, else DeepSpeed's choice for this device."""
     if optimizer != "muon" or precision == "fp32":
         return torch.float32
     from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
@@ -174,14 +177,14 @@ def _trains(name: str, model: ModelConfig) -> bool:
 
 
 def _frozen(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the saved tensors without an optimizer: parameters without a gradient, and buffers."""
+    """Return the saved tensors that no optimizer changes: parameters without a gradient, and buffers."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     state = model.state_dict(keep_vars=True)
     return {name: state[name] for name in names if name not in trained}
 
 
 def _halve_products(model: nn.Module) -> None:
-    """Round each half of a product before the sum, like tensor-parallel ranks and other kernels."""
+    """Compute each product in two halves, rounded before the sum, as tensor-parallel ranks and other kernels do."""
     from transformers.pytorch_utils import Conv1D
 
     def linear(self: Any, x: Tensor) -> Tensor:
@@ -211,7 +214,7 @@ def _copy(masters: dict[str, Tensor], model: nn.Module, nudge: int) -> None:
 def _forward_backward(
     model: Any, tokens: Tokens, plan: Run, step: int, order: Order, teacher: PlainTeacher | None
 ) -> float:
-    """Compute gradients of the mean over all counted tokens in the global batch; return the mean (nats)."""
+    """Compute the gradients of the mean loss over all counted tokens in the global batch; return that mean (nats)."""
     config, objective, count = plan.config, plan.config.objective, plan.batch.global_batch
     rows = list(range(step * count, (step + 1) * count))
     if order.reverse:
@@ -219,8 +222,8 @@ def _forward_backward(
     parts = [part.to(model.device) for part in _rows(tokens, rows)]
     counted, total = int((parts[1] >= 0).sum()), 0.0
     pieces = order.pieces
-    if isinstance(objective, ByToken) and config.model.fp8 is None:  # in fp8 the rows of a pass decide the scales
-        pieces = 1  # its terms see the full batch at once
+    if isinstance(objective, ByToken) and config.model.fp8 is None:  # in fp8 the scales depend on the rows of a pass
+        pieces = 1  # `terms` gets the full batch at once
     for some in zip(*(part.chunk(pieces) for part in parts), strict=True):
         passes = [_losses(model, teacher, *document) for document in _documents(some, tokens)]
         losses = torch.cat([losses for losses, _, _ in passes])
@@ -237,13 +240,13 @@ def _forward_backward(
 
 
 def _of_answers(model: Any, config: Objective, answers: Answers, rows: list[int], order: Order, base: Any) -> float:
-    """Compute gradients of the mean over all records; return the mean."""
+    """Compute the gradients of the mean loss over all records; return that mean."""
     if order.reverse:
         rows.reverse()
     kind = answers.kind
     z = divergence(model, answers, rows, base) if kind.mismatched else 0.0
     all_answers = sum(len(answers.rows(row)) for row in rows)
-    pieces = order.pieces if config.name in PLAIN else 1  # a plugin's losses see the full batch at once
+    pieces = order.pieces if config.name in PLAIN else 1  # a plugin's method gets the full batch at once
     counted, total, each = all_answers // kind.together, 0.0, len(rows) // pieces
     for first in range(0, len(rows), each):
         loss = plain_loss(model, config, answers, rows[first : first + each], z, base) / counted
@@ -253,8 +256,8 @@ def _of_answers(model: Any, config: Objective, answers: Answers, rows: list[int]
 
 
 def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
-    """Return [inputs, labels], int64 [rows, T], then a teacher's column, if any. A label is the next token, or -100
-    after the row's last counted label and at a masked document start."""
+    """Return [inputs, labels], int64 [rows, T], then a teacher's column, if any. A label is the next token; it is -100
+    after the row's last counted label, and at the start of a document if these are masked."""
     inputs, labels = [], []
     for row in rows:
         ids, counted = tokens.row(row)
@@ -268,10 +271,10 @@ def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
 
 
 def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
-    """Return the factor on the peak learning rate at optimizer step `number` of `steps`, from 1. Step k of w of the
-    warm-up has k / (w + 1). The next one has 1, from which half a cosine or a line reaches min_ratio with the last
-    step; with wsd step k of the last d has 1 - (1 - min_ratio) k / d."""
-    if type(schedule).__module__ != Schedule.__module__:  # the definition of a plugin's schedule is its own
+    """Return the factor on the peak learning rate at optimizer step `number` (from 1) of `steps`. In a warm-up of w
+    steps, step k has k / (w + 1), and the next step has 1. From there half a cosine or a line reaches min_ratio at the
+    last step; with wsd, step k of the last d steps has 1 - (1 - min_ratio) k / d."""
+    if type(schedule).__module__ != Schedule.__module__:  # a plugin's schedule defines itself
         return schedule.factor(number - 1, steps)
     whole = schedule.warmup_steps + 1
     if isinstance(schedule, Wsd):
@@ -298,8 +301,8 @@ def _balance(model: Any, passes: list[tuple[Tensor, ...]]) -> Tensor:
 
 
 def _documents(parts: tuple[Tensor, ...], tokens: Tokens) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the parts of `_rows` that go through the model at once: with data.isolate_documents one document at a time,
-    which needs no mask and no positions."""
+    """Yield the parts of `_rows` that go through the model together. With data.isolate_documents this is one document
+    at a time, which needs no mask and no positions."""
     if not tokens.isolate_documents:
         yield parts
         return
@@ -314,7 +317,8 @@ def _documents(parts: tuple[Tensor, ...], tokens: Tokens) -> Iterator[tuple[Tens
 def _losses(
     model: Any, teacher: PlainTeacher | None, inputs: Tensor, labels: Tensor, *column: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return (losses of counted tokens, or a teacher's loss sum [1]; their log Z; the router logits of each layer)."""
+    """Return (losses of the counted tokens, or with a teacher their sum [1]; log Z of these tokens; each layer's router
+    logits)."""
     out = model(input_ids=inputs, use_cache=False)
     logits = out.logits.float()
     if teacher is None:
@@ -327,8 +331,7 @@ def _losses(
 
 
 class PlainOptimizer:
-    """AdamW, Lion, Muon and clipping from their definitions, on fp32 masters; a plugin's optimizer is its own
-    definition."""
+    """AdamW, Lion, Muon and clipping by their definitions, on fp32 masters. A plugin's optimizer defines itself."""
 
     def __init__(
         self,
@@ -349,19 +352,19 @@ class PlainOptimizer:
         self._kept = torch.bfloat16 if bf16 else torch.float32
         self._steps = 0
         self._muon: dict[str, bool] = {}
-        """Muon's matrices, and whether their columns are the outputs."""
+        """Name of a matrix that Muon updates -> True if its columns are the outputs."""
         self._own = {name: _own(model, name, value, optim) for name, value in masters.items()}
         self._of_plugin: Any = None
         if type(optim) not in (AdamW, Lion, Muon):
             self._of_plugin = optim.build(list(self._groups(model)))
-        if isinstance(optim, Muon):  # for the matrices of the decoder layers: the list with most parameters
+        if isinstance(optim, Muon):  # the decoder layers are the list with most parameters
             lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
             layers = max(lists, key=lambda m: sum(1 for _ in m.parameters()))
             inside = dict(_maps(layers))
             self._muon = {name: inside[p] for name, p in self._named.items() if p in inside}
 
     def _groups(self, model: nn.Module) -> Iterator[dict[str, Any]]:
-        """Yield a group for each parameter of a plugin's optimizer."""
+        """Yield a group for each parameter, for a plugin's optimizer."""
         groups = self._optim.groups(types.SimpleNamespace(hf=model))
         special = {id(parameter): group for group in groups for parameter in group.parameters}
         for name, master in self._masters.items():
@@ -371,7 +374,7 @@ class PlainOptimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float) -> float:
-        """Make one update; return the global gradient norm before clipping."""
+        """Make one update, and return the global gradient norm before clipping."""
         optim = self._optim
         grads = {
             n: torch.zeros_like(m) if (g := self._named[n].grad) is None else g.float()
@@ -410,7 +413,7 @@ class PlainOptimizer:
         self._masters[name].mul_(1 - lr * self._own[name][1])
 
     def _adamw_update(self, name: str, grad: Tensor, lr: float) -> None:
-        """Loshchilov and Hutter, arXiv 1711.05101, algorithm 2."""
+        """The method of Loshchilov and Hutter, arXiv 1711.05101, algorithm 2."""
         assert isinstance(self._optim, AdamW)
         first_rate, second_rate = self._optim.betas
         value, first, second = self._masters[name], self._first[name], self._second[name]
@@ -422,7 +425,7 @@ class PlainOptimizer:
         value.sub_(lr * mean / (root + self._optim.eps))
 
     def _lion_update(self, name: str, grad: Tensor, lr: float) -> None:
-        """Chen et al., arXiv 2302.06675, algorithm 2."""
+        """The method of Chen et al., arXiv 2302.06675, algorithm 2."""
         slow, fast = self._optim.betas
         value, moment = self._masters[name], self._first[name]
         self._decay(name, lr)
@@ -430,7 +433,7 @@ class PlainOptimizer:
         moment.mul_(fast).add_(grad, alpha=1 - fast)
 
     def _muon_update(self, name: str, grad: Tensor, lr_factor: float) -> None:
-        """Nesterov momentum, orthogonalised (https://kellerjordan.github.io/posts/muon/), scaled for tall matrices."""
+        """Orthogonalised Nesterov momentum (https://kellerjordan.github.io/posts/muon/), scaled for tall matrices."""
         assert isinstance(self._optim, Muon)
         value, momentum, rate = self._masters[name], self._first[name], self._optim.muon_momentum
         lr = self._optim.muon_lr * lr_factor
@@ -442,8 +445,8 @@ class PlainOptimizer:
 
 
 def _maps(layers: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """Yield the matrices of linear maps, True if y = x W (Conv1D, some experts), False if y = x W^T. Convolutions,
-    tables, and stacks of vectors or numbers are no maps."""
+    """Yield (matrix, True if y = x W) of linear layers; Conv1D and some experts have x W, the others x W^T.
+    Convolutions, tables, and stacks of vectors or numbers are left out."""
     for module in layers.modules():
         for name, parameter in module.named_parameters(recurse=False):
             of = f"{type(module).__name__}.{name}"
@@ -453,7 +456,7 @@ def _maps(layers: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
 
 
 def _own(model: nn.Module, name: str, value: Tensor, optim: Optimizer) -> tuple[float, float]:
-    """Return (factor on the learning rate, weight decay) of a parameter."""
+    """Return (factor on the learning rate, weight decay) of one parameter."""
     every = dict(model.named_parameters(remove_duplicate=False))
     tied = [other for other in every if every[other] is every[name]]
 
@@ -471,7 +474,7 @@ def _own(model: nn.Module, name: str, value: Tensor, optim: Optimizer) -> tuple[
 
 
 def orthogonalised(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Apply five quintic Newton-Schulz steps towards U V^T, where matrix = U S V^T, in `dtype`."""
+    """Apply five quintic Newton-Schulz steps, in `dtype`, to matrix = U S V^T; the result approximates U V^T."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = (matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Linear maps in plain PyTorch, from their definition: LoRA, DoRA, 4 bits, fp8; first values that show a fault."""
+"""Linear layers in plain PyTorch, by their definition: LoRA, DoRA, 4 bits, fp8; and initial values that show faults."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from llmtrain.parity.small import LoudSource, noise
 
 
 class LoudAdapter(AdaptedSource):
-    """Initial values with B not 0 and magnitudes unlike their row's length; otherwise the first loss would not depend
-    on the adapter."""
+    """Initial values with B other than 0, and with magnitudes other than their rows' norms. Otherwise the first loss
+    would not depend on the adapter."""
 
     def _first(self, name: str) -> Tensor:
         values = super()._first(name)
@@ -39,8 +39,8 @@ def loud_source(spec: ModelSpec, seed: int) -> ParameterSource:
 
 
 class LowRank(nn.Module):
-    """A linear map and its adapter: Wx + s B A x. With a magnitude m, each row of W + s B A is m times its direction;
-    no gradient flows through the denominator (DoRA, section 4.3)."""
+    """A linear layer with its adapter: Wx + s B A x. With a magnitude m, each row of W + s B A is scaled to the length
+    m; no gradient flows through the row's own length (DoRA, section 4.3)."""
 
     def __init__(self, linear: nn.Linear, r: int, scale: float, *, dora: bool, summed: bool) -> None:
         """`summed`: compute (W + s B A) x, which is mathematically equal."""
@@ -52,7 +52,7 @@ class LowRank(nn.Module):
         self.lora_B.weight = nn.Parameter(linear.weight.new_empty(outputs, r))
         self.lora_magnitude_vector = nn.Parameter(linear.weight.new_empty(outputs)) if dora else None
         self.base = self._base
-        """The map without its adapter."""
+        """The layer without its adapter."""
 
     def _base(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -71,11 +71,11 @@ class LowRank(nn.Module):
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)  # fmt: skip
-"""The 16 values of NF4: quantiles of a normal distribution, with a zero (arXiv 2305.14314, appendix E)."""
+"""The 16 values of NF4: quantiles of a normal distribution, one of them 0 (arXiv 2305.14314, appendix E)."""
 
 
 def in_four_bits(weight: Tensor) -> Tensor:
-    """Round a weight to NF4: each 64 consecutive elements share a scale, their largest absolute value."""
+    """Round a weight to NF4. Each 64 consecutive elements share a scale: their largest absolute value."""
     flat = weight.detach().float().reshape(-1)
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
     scale = blocks.abs().amax(dim=1, keepdim=True)
@@ -86,14 +86,14 @@ def in_four_bits(weight: Tensor) -> Tensor:
 
 
 def pack_plainly(model: nn.Module, adapter: AdapterConfig) -> None:
-    """Round the adapted maps' base weights, already loaded, to `adapter.quantize`."""
+    """Round the base weights of adapted layers, which are already loaded, to `adapter.quantize`."""
     for module in model.modules():
         if adapter.quantize is not None and isinstance(module, LowRank):
             module.weight.data = in_four_bits(module.weight)
 
 
 def base_of(model: nn.Module, masters: dict[str, Tensor]) -> nn.Module:
-    """Return a frozen copy without its adapter, at the initial values: the definition of an online reference."""
+    """Return a frozen copy without the adapter, at the initial values: the definition of an online reference."""
     base = copy.deepcopy(model)
     with torch.no_grad():
         for name, parameter in base.named_parameters():
@@ -113,14 +113,14 @@ def frozen_beside(model: nn.Module, adapter: AdapterConfig) -> set[str]:
     whole = {
         id(p)
         for name, p in named
-        for pattern in (*adapter.modules_to_save, "score")  # a reward model's head is new, and trains completely
+        for pattern in (*adapter.modules_to_save, "score")  # a reward model's new head trains completely
         if fnmatchcase(name.rpartition(".")[0], pattern)
     }
     return {name for name, parameter in named if id(parameter) not in whole}
 
 
 def adapt_plainly(model: nn.Module, adapter: AdapterConfig, *, summed: bool) -> None:
-    """Put the run's adapter, without values, into a transformers model."""
+    """Put the run's adapter into a transformers model, without values."""
     if adapter.r is None:
         return
     layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=lambda m: len(list(m.parameters())))
@@ -139,9 +139,9 @@ _E4M3, _E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 
 
 def in_eight_bits(values: Tensor, recipe: str, dim: int, *, gradient: bool = False) -> Tensor:
-    """Round `values` [., .] to fp8; return them in fp32. A scale maps the largest value to the format's largest.
-    tensorwise: one scale, gradients in e5m2. rowwise: a scale, rounded down to a power of two, for each row along
-    `dim`, the summed side of a product; all in e4m3."""
+    """Round `values` [., .] to fp8, and return them in fp32. A scale maps the largest value to the format's largest
+    number. tensorwise: one scale; gradients in e5m2. rowwise: a scale, rounded down to a power of two, for each row
+    along `dim`, which is the side of a product that is summed over; all in e4m3."""
     dtype, largest = _E5M2 if gradient and recipe == "tensorwise" else _E4M3
     size = values.abs().max() if recipe == "tensorwise" else values.abs().amax(dim, keepdim=True)
     scale = (largest / size.double().clamp_min(1e-12)).float()
@@ -151,7 +151,7 @@ def in_eight_bits(values: Tensor, recipe: str, dim: int, *, gradient: bool = Fal
 
 
 class _Product(torch.autograd.Function):
-    """x W^T for x [N, inputs], W [outputs, inputs]; all three products round both factors."""
+    """Computes x W^T for x [N, inputs] and W [outputs, inputs]. All three products round both factors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str, halves: bool) -> Tensor:
@@ -169,14 +169,14 @@ class _Product(torch.autograd.Function):
 
 
 def _times(a: Tensor, b: Tensor, halves: bool) -> Tensor:
-    """`halves`: a sum of two products, which is mathematically equal."""
+    """Multiply. `halves`: as a sum of two products, which is mathematically equal."""
     half = a.shape[1] // 2
     return a[:, :half] @ b[:half] + a[:, half:] @ b[half:] if halves else a @ b
 
 
 def compute_in_fp8(model: nn.Module, recipe: str | None, *, halves: bool) -> None:
-    """Let the maps of a transformers model's decoder layers compute in fp8, except routers, experts and sides that 16
-    does not divide. `halves`: another order of summation."""
+    """Make the linear layers of a transformers model's decoder layers compute in fp8, except for routers, experts and
+    sides that are no multiples of 16. `halves`: in another order of summation."""
     if recipe is None:
         return
 

@@ -1,4 +1,4 @@
-"""Objectives in plain PyTorch: each one over answers, and distillation with a small teacher for a comparison."""
+"""Objectives in plain PyTorch: those over answers, and distillation, with a small teacher for the comparison."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 PLAIN = ("dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto", "reward")
-"""Objectives over answers that this module defines."""
+"""The objectives over answers that this module defines."""
 _SEED = 7_919
-"""Differs from the student's: a teacher equal to its student teaches nothing."""
+"""Differs from the student's seed: a teacher equal to its student teaches nothing."""
 
 
 def plain_loss(
@@ -43,7 +43,7 @@ def plain_loss(
     if config.name == "reward":
         rows = [torch.from_numpy(ids) for sequence in sequences for ids, _, _ in answers.rows(sequence)]
         each = [model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, 0].float() for ids in rows]
-        rw, rl = torch.stack(each).view(-1, 2).T  # transformers reads the last token where a row comes alone
+        rw, rl = torch.stack(each).view(-1, 2).T  # for a single row transformers reads the last token
         return (torch.log1p((rl - rw).exp()) + o["centering"] * (rw + rl) ** 2).sum()
     s, d, n = _scored(model, answers, sequences, base)
     facts = _facts(answers, sequences, s.device)
@@ -85,7 +85,7 @@ def _log_prob(model: Any, tokens: Tensor, begin: int) -> Tensor:
 def _scored(
     model: Any, answers: Answers, sequences: list[int], base: Any, *, mismatched: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (log-probability, its difference from the reference's, counted tokens) per row."""
+    """Return (log-probability, difference from the reference's, number of counted tokens) of each row, [rows] each."""
     scored = []
     for sequence in sequences:
         for ids, begin, reference in answers.rows(sequence, mismatched=mismatched):
@@ -106,21 +106,21 @@ def _facts(answers: Answers, sequences: list[int], device: torch.device) -> dict
 
 
 def with_small_teacher(config: RunConfig, student: dict[str, Any], where: Path) -> Distill:
-    """Return the run's objective with a `small_teacher`; with objective.top_k with no teacher, for the column of
-    tokens.py. Raises ConfigError or ModelError."""
+    """Return the run's objective with a `small_teacher`; with objective.top_k it has no teacher, because tokens.py
+    makes the column. Raises ConfigError or ModelError."""
     objective = config.objective
     assert isinstance(objective, Distill)
     if objective.top_k is not None:
         words = load_config(ModelConfig(config=student)).get_text_config().vocab_size
-        top_k = min(objective.top_k, words // 2)  # else no word is left out
+        top_k = min(objective.top_k, words // 2)  # so that some tokens are left out
         return replace(objective, teacher=None, teacher_revision=None, top_k=top_k)
     folder = str(teacher_model(objective, config.model).folder)
     return replace(objective, teacher=small_teacher(folder, student, where), teacher_revision=None)
 
 
 def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
-    """Write a small copy of the teacher in `folder`, with random weights, as a Hugging Face folder. `student`: fields
-    of the small student's config.json. Raises ConfigError or ModelError."""
+    """Write a small copy of the teacher in `folder`, with random weights, as a Hugging Face folder, and return its
+    path. `student`: fields of the small student's config.json. Raises ConfigError or ModelError."""
     from transformers import AutoModelForCausalLM
 
     if not (Path(folder) / "config.json").is_file():
@@ -128,11 +128,11 @@ def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
     fields, _ = small_model(ModelConfig(pretrained=folder), Degrees())
     words = load_config(ModelConfig(config=student)).get_text_config().vocab_size
     if "vocab_size" in fields:
-        fields["vocab_size"] = words  # one of the two may be small already, and so unchanged
+        fields["vocab_size"] = words  # if one of the two was small already, it was not changed
     model = ModelConfig(config=fields, attention="eager")
     spec = ModelSpec.of(model)
     if spec.facts.vocab_size != words:
-        reason = f"gives logits for {spec.facts.vocab_size:,} tokens, and the student for {words:,}"
+        reason = f"gives logits for {spec.facts.vocab_size:,} tokens, but the student for {words:,}"
         raise stop(KEY, folder, reason, "choose a teacher and a student of the same vocabulary")
     source = LoudSource(spec, _SEED, torch.device("cpu"))
     hf = AutoModelForCausalLM.from_config(load_config(model), attn_implementation="eager", dtype=torch.float32)
@@ -145,7 +145,7 @@ def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
 
 
 class PlainTeacher:
-    """transformers' own model of a folder, or a column, with the student's loss."""
+    """Computes a student's loss against transformers' own model of a folder, or against a teacher's column."""
 
     def __init__(self, config: Distill, attention: str, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
@@ -163,13 +163,13 @@ class PlainTeacher:
         return cls(config, attention, dtype, device) if isinstance(config, Distill) else None
 
     def loss_sum(self, logits: Tensor, inputs: Tensor, labels: Tensor, *column: Tensor) -> Tensor:
-        """Sum the loss over the counted tokens. logits: the student's, fp32 [B, T, V]; column, if any: words [B, T, k]
-        and logarithms [B, T, k + 1]."""
+        """Return the sum of the loss over the counted tokens. logits: the student's, fp32 [B, T, V]. column, if there
+        is one: token ids [B, T, k], log-probabilities [B, T, k + 1]."""
         beta, t, alpha = self._options.beta, self._options.temperature, self._options.alpha
         counted = labels >= 0
         own, words = logits[counted], labels[counted]
         log_q = F.log_softmax(own / t, -1)
-        if column:  # its words, and all others as one
+        if column:  # its tokens, and all others as one event
             likeliest, log_p = (each[counted] for each in column)
             left = torch.ones_like(log_q).scatter(-1, likeliest, 0.0).bool()
             others = log_q[left].view(len(log_q), log_q.shape[-1] - likeliest.shape[-1]).logsumexp(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The user's model with the same structure and small sizes."""
+"""Makes a small model with the structure of the user's."""
 
 from __future__ import annotations
 
@@ -24,23 +24,19 @@ from llmtrain.optim.optimizers import Optimizer
 
 
 def noise(seed: int, name: str, count: int) -> Tensor:
-    """Return normal random numbers, on the host."""
+    """Return normally distributed random numbers on the host, fixed by seed and name."""
     number = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
     return torch.randn(count, generator=torch.Generator().manual_seed(number))
 
 
 class LoudSource(RandomSource):
-    """The model's own initialisation with matrices 6 times as large, and vectors (also frozen ones) with unequal
-    elements. At a standard deviation of 0.02 and a width of 64, a lost position offset changes the loss by less than
-    rounding, and norms of 1 or biases of 0 hide a swap. Factor 6 gives a gain near 1, as in large models."""
+    """The model's own initialisation, with matrices 6 times as large, and with vectors (also frozen ones) whose
+    elements differ. At a standard deviation of 0.02 and a width of 64, a lost position offset would change the loss by
+    less than rounding, and norms of 1 or biases of 0 would hide a swap. Factor 6 gives a gain near 1."""
 
     def __init__(self, spec: ModelSpec, seed: int, device: torch.device) -> None:
         super().__init__(spec.skeleton, seed, device)
         self._noisy: dict[str, Tensor] = {}
-
-    def _left_out(self, name: str, value: Tensor) -> None:
-        """Set an arbitrary value: only a run from a folder needs the folder's."""
-        value.fill_(0.5)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         if name not in self._noisy:
@@ -48,7 +44,7 @@ class LoudSource(RandomSource):
             count = int(torch.Size(shape).numel())
             values = super().read(name, 0, count).float()
             if name in self.frozen and bool((values != values[:1]).any()):
-                pass  # computed by the constructor: the model needs it as it is
+                pass  # the constructor computed it, and the model needs it unchanged
             elif name not in self.frozen and len(shape) >= 2:
                 values = values * 6
             else:
@@ -62,11 +58,11 @@ if TYPE_CHECKING:
 
 _NO_SCORE = ("architectures",)
 _SMALL = 5_000_000
-"""Largest parameter count of a model that is used unchanged where no smaller copy can be made."""
+"""Largest number of parameters of a model that is used unchanged if no smaller copy can be made."""
 
 
 def small_model(model: ModelConfig, degrees: Degrees, *, scores: bool = False) -> tuple[dict[str, Any], float]:
-    """Return (fields of its config.json, its parameters over the user's). Raises ModelError."""
+    """Return (fields of the small model's config.json, its number of parameters over the user's). Raises ModelError."""
     config = with_score(load_config(model)) if scores else load_config(model)
     parameters = _parameters(config)
     sizes = {
@@ -81,8 +77,7 @@ def small_model(model: ModelConfig, degrees: Degrees, *, scores: bool = False) -
         if parameters > _SMALL:
             raise ModelError(
                 f"{str(error).rstrip('.')}. `llmtrain parity` trains small copies only; training itself needs none. To "
-                f"examine it all the same, give model.config sizes of your own (at most {_SMALL:,} parameters): those "
-                "are kept."
+                f"examine this model, give model.config small sizes of your own (at most {_SMALL:,} parameters)."
             ) from error
         fields = _fields(config, config.model_type)
         _prove(fields)
@@ -90,14 +85,14 @@ def small_model(model: ModelConfig, degrees: Degrees, *, scores: bool = False) -
 
 
 def _parameters(config: PreTrainedConfig) -> int:
-    """Count on the meta device, which costs no memory."""
+    """Return the number of parameters, counted on the meta device, where they need no memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in construct(config, "eager", torch.float32).parameters())
 
 
 def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return `model.freeze` and `model.train_only` without patterns that match no parameter of the small model. Raises
-    ModelError: none is left."""
+    ModelError if no pattern is left."""
     spec = _spec(fields)
     names = [name for name, _ in spec.skeleton.named_parameters(remove_duplicate=False)]
     found = {}
@@ -106,13 +101,13 @@ def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
         if patterns and not found[key]:
             raise ModelError(
                 f"model.{key} = {patterns}: none of them matches a parameter of the small copy, which has "
-                f"{spec.facts.layers} layers. Give the check patterns of its own: --model.{key} '[\"{names[0]}\"]'."
+                f"{spec.facts.layers} layers. Give other patterns for the comparison: --model.{key} '[\"{names[0]}\"]'."
             )
     return found
 
 
 def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfig:
-    """Return `adapter` without values and without targets that the small model lacks. Raises ModelError: none is
+    """Return `adapter` without start values and without targets that the small model lacks. Raises ModelError: none is
     left."""
     hf = _spec(fields).skeleton
     names = [name for name, _ in hf.named_modules()]
@@ -120,8 +115,8 @@ def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfi
     found = [pattern for pattern in adapter.targets if pattern == ALL or any(fnmatchcase(n, pattern) for n in names)]
     if adapter.r is not None and not found:
         raise ModelError(
-            f"adapter.targets = {adapter.targets}: none of them matches a module of the small copy. Give the check "
-            f"targets of its own: --adapter.targets '[\"{ALL}\"]'."
+            f"adapter.targets = {adapter.targets}: none of them matches a module of the small copy. Give other targets "
+            f"for the comparison: --adapter.targets '[\"{ALL}\"]'."
         )
     return replace(adapter, targets=found, modules_to_save=whole, start=None, dropout=0.0)
 
@@ -129,7 +124,7 @@ def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfi
 def own_settings_here(
     fields: dict[str, Any], model: ModelConfig, adapter: AdapterConfig, optim: Optimizer
 ) -> Optimizer:
-    """Return `optim` without patterns that match no trained parameter in the small model."""
+    """Return `optim` without patterns that match no trained parameter of the small model."""
     small = ModelConfig(config=fields, attention="eager", freeze=model.freeze, train_only=model.train_only)
     names = trained_names(ModelSpec.of(small, adapter, scores=gives_scores(load_config(small))))
     found: dict[str, Any] = {
@@ -145,8 +140,8 @@ def _spec(fields: dict[str, Any]) -> ModelSpec:
 
 
 def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:
-    """Return the user's attention; on a CPU sdpa or eager instead of flash attention. Raises ModelError: transformers
-    has no such implementation for this family."""
+    """Return the user's attention; on a CPU sdpa or eager in place of flash attention. Raises ModelError if
+    transformers does not have it for this family."""
     instead = cpu and attention.startswith("flash")
     config = load_config(ModelConfig(config=fields))
     try:
@@ -166,11 +161,11 @@ def _fields(config: PreTrainedConfig, model_type: str) -> dict[str, Any]:
 
 
 def _prove(fields: dict[str, Any]) -> None:
-    """Run a few tokens forward and backward; the results must repeat. Raises ModelError."""
+    """Run a few tokens forward and backward, several times with the same result. Raises ModelError."""
     config = load_config(ModelConfig(config=fields))
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # earlier draws must not decide if a router's noise shows
+            torch.manual_seed(0)  # so that earlier draws do not decide whether a router's noise shows
             hf = auto_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32)
             ids = torch.arange(16).unsqueeze(0) % config.get_text_config().vocab_size
             hf(input_ids=ids, use_cache=False).logits.sum().backward()

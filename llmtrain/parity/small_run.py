@@ -1,4 +1,4 @@
-"""Small runs with the settings of the user's run. No torch."""
+"""Makes small runs with the settings of the user's run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from llmtrain.config.topology import Degrees
 from llmtrain.objectives.preferences import OverAnswers
 
 PLAN = "plan.pickle"
-"""File of the small runs for their ranks (trainer.py)."""
+"""File with the small runs, for their ranks (trainer.py)."""
 LR = 3e-4
-"""Learning rate of every parity check: the effect of rounding in AdamW, and so each tolerance, is proportional to
-it."""
+"""Learning rate of every comparison: the effect of rounding in AdamW, and so each tolerance, is proportional to it."""
 _LENGTH = 32
 _MICRO_BATCH = 2
 _ACCUMULATION = 4
-# In elements: they decide how many buckets and which parameters stay gathered, so they shrink with the model.
+# In elements. They decide how many buckets there are and which parameters stay gathered, so they shrink with the model.
 _SIZES = {
     "reduce_bucket_size": 500_000_000,
     "allgather_bucket_size": 500_000_000,
@@ -40,7 +39,7 @@ _SIZES = {
     "stage3_max_reuse_distance": 1_000_000_000,
 }
 """Key of zero_optimization -> DeepSpeed's default (runtime/zero/config.py)."""
-# The YAML of the small run sets these instead.
+# Keys that the YAML of the small run replaces.
 _DROPPED = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -52,12 +51,12 @@ _DROPPED = (
 )
 _NOT_IN_FP32 = ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "communication_data_type")
 AUTOCAST = "autocast"
-"""The name, beside those of precisions, of a small run with the JSON's `torch_autocast`."""
+"""In place of a precision: name of the small run that keeps the JSON's `torch_autocast`."""
 
 
 def wanted(config: RunConfig, places: Places) -> Run:
-    """Return the run that small ones are to copy: joined, but for no number of ranks, with the JSON as it was written.
-    Raises ConfigError."""
+    """Return the run that small runs copy: YAML and JSON joined, not resolved for a number of ranks, with the JSON as
+    it was written. Raises ConfigError."""
     problems = Problems(places)
     tree, _ = checked(config.deepspeed, problems)
     run = read_run(join_values(config, tree, problems), tree, problems)
@@ -66,7 +65,7 @@ def wanted(config: RunConfig, places: Places) -> Run:
 
 
 def usual_ranks(degrees: Degrees) -> list[int]:
-    """Return the smallest world size that the degrees allow, and twice that if the machine has the cores."""
+    """Return the smallest world size that the degrees allow, and twice that if the machine has enough cores."""
     smallest = degrees.world_size * degrees.expert // gcd(degrees.expert, degrees.sequence)
     if smallest == 1:
         return [2]
@@ -74,8 +73,8 @@ def usual_ranks(degrees: Degrees) -> list[int]:
 
 
 def small_run(wanted: Run, model: dict[str, Any], shrunk_by: float, ranks: int, steps: int, *, cpu: bool) -> RunConfig:
-    """Return the user's run with a small model, few short sequences and `steps` steps; all else is unchanged. `model`:
-    fields of its config.json. `shrunk_by`: its parameters over the user's."""
+    """Return the user's run with a small model, few short sequences and `steps` steps; all else is the same. `model`:
+    fields of the model's config.json. `shrunk_by`: its number of parameters over the user's."""
     config, degrees = wanted.config, wanted.mix.degrees
     data_parallel = max(1, ranks // degrees.world_size)
     micro = config.train.micro_batch if isinstance(config.train.micro_batch, int) else _MICRO_BATCH
@@ -89,12 +88,12 @@ def small_run(wanted: Run, model: dict[str, Any], shrunk_by: float, ranks: int, 
     length = lcm(_LENGTH, degrees.sequence * degrees.tensor)
     small = replace(config.model, pretrained=None, vocabulary=None, config=model)
     small = replace(small, loss_chunk_tokens=min(40, small.loss_chunk_tokens))
-    small = replace(small, neftune_noise_alpha=0.0)  # like dropout
+    small = replace(small, neftune_noise_alpha=0.0)  # random, like dropout
     if small.mlp_tile_tokens is not None:
         small = replace(small, mlp_tile_tokens=min(16 if small.fp8 else 8, small.mlp_tile_tokens))
-    if small.recompute.layers not in ("all", None):  # one layer of each stage is recomputed, the others are not
+    if small.recompute.layers not in ("all", None):  # one layer of each pipeline stage
         small = replace(small, recompute=replace(small.recompute, layers=1))
-    if cpu:  # the compiler takes a minute there
+    if cpu:  # compiling takes a minute on a CPU
         small = replace(small, compile_layers=False)
     return replace(
         config,
@@ -127,7 +126,7 @@ def small_run(wanted: Run, model: dict[str, Any], shrunk_by: float, ranks: int, 
 
 
 def resolve_in(folder: Path, wanted: Run, config: RunConfig, shrunk_by: float, ranks: int, precision: str) -> Run:
-    """Resolve the small run under the user's JSON in "fp32", "bf16", "fp16" or AUTOCAST. Raises ConfigError."""
+    """Resolve the small run with the user's JSON in "fp32", "bf16", "fp16" or AUTOCAST. Raises ConfigError."""
     from llmtrain.models.skeleton import load_config
 
     layers = load_config(config.model).get_text_config().num_hidden_layers
@@ -136,7 +135,7 @@ def resolve_in(folder: Path, wanted: Run, config: RunConfig, shrunk_by: float, r
     path.write_text(json.dumps(tree))
     small, problems = replace(config, deepspeed=str(path)), Problems()
     try:
-        check_values(small, problems)  # the small values were not in the run that was parsed
+        check_values(small, problems)  # parsing has checked only the original values
         problems.raise_if_any()
         run = resolve(small, ranks, "--ranks")
     except ConfigError as error:
@@ -146,31 +145,31 @@ def resolve_in(folder: Path, wanted: Run, config: RunConfig, shrunk_by: float, r
 
 
 def small_tree(tree: dict[str, Any], shrunk_by: float, precision: str, layers: int) -> dict[str, Any]:
-    """Return the JSON of the small run; `layers`: of its model."""
+    """Return the DeepSpeed JSON of the small run, whose model has `layers` layers."""
     tree = {key: copy.deepcopy(value) for key, value in tree.items() if key not in _DROPPED}
     zero = tree.get("zero_optimization")
     if isinstance(zero, dict):
         for key, default in _SIZES.items():
             given = zero.get(key, default)
             number = default if given == "auto" or not isinstance(given, (int, float)) else given
-            zero[key] = max(1, round(number * shrunk_by / 2)) * 2  # DeepSpeed wants even ones
+            zero[key] = max(1, round(number * shrunk_by / 2)) * 2  # DeepSpeed needs even numbers
     pipeline = tree.get("pipeline")
     if isinstance(pipeline, dict) and isinstance(pipeline.get("partition"), list):
         pipeline["partition"] = fewer_layers(pipeline["partition"], layers)
     if precision == "fp32":
         for key in _NOT_IN_FP32:
             tree.pop(key, None)
-    elif precision == "bf16" and "fp16" in tree:  # instead of fp16, which DeepSpeed does not have on a CPU
+    elif precision == "bf16" and "fp16" in tree:  # in place of fp16, which DeepSpeed lacks on a CPU
         tree.pop("fp16")
         tree["bf16"] = {"enabled": True}
     elif precision == "fp16":
-        # A small model needs no larger scale, and a step that is skipped to find the scale has nothing to compare.
+        # A small model needs no larger scale, and steps that are skipped to find the scale cannot be compared.
         tree["fp16"] = {**tree["fp16"], "initial_scale_power": 8}
     return tree
 
 
 def fewer_layers(given: list[int], layers: int) -> list[int]:
-    """Return the layers of each stage in proportion to `given`, at least one each."""
+    """Return the layers of each pipeline stage in proportion to `given`, at least one for each."""
     shares = [max(1, count * layers // sum(given)) for count in given]
     while (missing := layers - sum(shares)) != 0:
         wish = [count * layers / sum(given) - share for count, share in zip(given, shares, strict=True)]
@@ -180,6 +179,6 @@ def fewer_layers(given: list[int], layers: int) -> list[int]:
 
 
 def degrees_text(degrees: Degrees) -> str:
-    """Return a text like "pipeline.stages 2, data-parallel 2"."""
+    """Return a text such as "pipeline.stages 2, data-parallel 2"."""
     named = [f"{key} {getattr(degrees, name)}" for name, key in DEGREE_KEYS.items() if getattr(degrees, name) > 1]
     return ", ".join([*named, f"data-parallel {degrees.data}"])

@@ -1,4 +1,4 @@
-"""Synthetic data: documents of unequal length, rows with unequal numbers of counted tokens, and preferences."""
+"""Synthetic data: documents of unequal length, rows with unequal numbers of counted tokens, and answers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from llmtrain.data.stream.train_data import TrainData
 from llmtrain.objectives.preferences import OverAnswers
 
 SEED = 20_261_121
-_COPY_FROM = 5  # distance in tokens of a repetition, which attention can learn
+_COPY_FROM = 5  # distance in tokens between repetitions, which attention can learn
 
 
 class Tokens(TrainData):
-    """Sequences for the loader without a folder; sequence k depends on k alone. Tokens follow from the last one, repeat
-    an earlier one or are random, so that embedding, layers and attention all learn in a few steps."""
+    """Sequences for the loader, made without a folder; sequence k depends only on k. Tokens follow from the previous
+    one, repeat an earlier one or are random, so that embedding, layers and attention all learn in a few steps."""
 
     def __init__(self, config: DataConfig, vocab_size: int, top_k: int | None = None) -> None:
-        """`top_k`: add a random teacher column with `top_k` words for each label."""
+        """`top_k`: add a random teacher's column with `top_k` tokens for each label."""
         assert vocab_size >= 8 and (top_k is None or top_k < vocab_size), (vocab_size, top_k)
         self.kind = RowKind.of("text")
         self.sequence_length = config.sequence_length
@@ -46,8 +46,8 @@ class Tokens(TrainData):
         return TokenSequence(inputs=inputs, labels=labels, positions=positions, by_token=taught)
 
     def column(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a teacher column: (words, int64 [T, k], distinct per place; logarithms of their probabilities and of
-        the rest, fp32 [T, k + 1])."""
+        """Return a teacher's column: (token ids, int64 [T, k], all different at one place; log-probabilities of these
+        and of the rest, fp32 [T, k + 1])."""
         assert self.top_k is not None
         draw = np.random.default_rng((SEED, index, self.top_k))
         words = draw.random((self.sequence_length, self.vocab_size)).argsort(axis=1)[:, : self.top_k]
@@ -70,8 +70,8 @@ class Tokens(TrainData):
 
 
 class Answers(TrainData):
-    """Sequences of one or two records of answers, or twice as many of lone answers; k depends on k alone. Reference
-    log-probabilities are below an untrained model's, so that the divergence from the reference is not 0."""
+    """Sequences with one or two records of answers, or two to four if answers are judged alone; sequence k depends only
+    on k. The reference's log-probabilities are below an untrained model's, so that the divergence is not 0."""
 
     def __init__(self, config: RunConfig, vocab_size: int) -> None:  # the base class opens folders
         assert vocab_size >= 8, vocab_size
@@ -82,7 +82,7 @@ class Answers(TrainData):
         self._most = 2 * max(2, self.kind.together)
 
     def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float]]:
-        """Return (ids, start of the answer, reference) of each row."""
+        """Return (ids, start of the answer, reference's log-probability) of each row."""
         draw = np.random.default_rng((SEED, index, mismatched))
         made = []
         for _ in range(self._most if index % 3 else self._most // 2):
@@ -94,7 +94,7 @@ class Answers(TrainData):
         return made
 
     def facts(self, index: int) -> dict[str, np.ndarray]:
-        """Return what the kind knows of each row."""
+        """Return what the format of the data records about each row."""
         return self.kind.invented(self._numbers(index, len(self.rows(index))))
 
     def _numbers(self, index: int, count: int) -> np.ndarray:
@@ -120,7 +120,7 @@ class Answers(TrainData):
 
 
 def synthetic(config: RunConfig, vocab_size: int) -> Tokens | Answers:
-    """Return data for a run's objective."""
+    """Return data for the run's objective."""
     if isinstance(config.objective, OverAnswers):
         return Answers(config, vocab_size)
     return Tokens(config.data, vocab_size, config.objective.top_k)

@@ -1,6 +1,7 @@
-"""One rank of a parity check: a real run's engine, loader and step with a small model.
+"""One rank of a comparison: engine, loader and step of a real run, with a small model.
 
-`python -m llmtrain.parity.trainer FOLDER` in a launcher's environment; FOLDER holds the plan and receives the traces.
+`python -m llmtrain.parity.trainer FOLDER` runs it in a launcher's environment. FOLDER holds the plan and receives the
+traces.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from llmtrain.training.step import Position
 
 
 def train_small(run: Run, steps: int, ranks: Ranks) -> Trace:
-    """Raises UserError, on all ranks."""
+    """Train a small run, and return its trace. Raises UserError, on all ranks."""
     setup = set_up(run, ranks)
     setup.write()
     setup.prove()
@@ -47,7 +48,7 @@ def train_small(run: Run, steps: int, ranks: Ranks) -> Trace:
 
 
 def set_up(run: Run, ranks: Ranks, source: ParameterSource | None = None) -> Setup:
-    """Return a run's setup over synthetic data. `source`: of its first values; None: the same as in plain PyTorch."""
+    """Return a run's setup over synthetic data. `source`: its initial values; None: those of the plain training."""
     config = run.config
     spec = spec_of(config)
     tokens = synthetic(config, spec.facts.vocab_size)
@@ -59,7 +60,7 @@ def spec_of(config: RunConfig) -> ModelSpec:
 
 
 def train_steps(setup: Setup, first: int, last: int, parts: list[Part]) -> Trace:
-    """Train steps [first, last); parameters and their variants are gathered on rank 0."""
+    """Train steps [first, last), and return their trace, which has parameters and their variants only on rank 0."""
     engine, ranks = setup.engine, setup.ranks
     trace = Trace(parameters=[_values(engine, ranks, parts)])
     session = setup.session(first)
@@ -89,8 +90,8 @@ def _values(engine: Engine, ranks: Ranks, parts: list[Part]) -> dict[str, torch.
 
 @torch.no_grad()
 def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
-    """Gather the fp32 masters (or a moment) on rank 0; empty on the others. Elements that no rank owns are NaN, which
-    differs from every value."""
+    """Gather the fp32 masters (or a moment) on rank 0, {} on others. Elements that no rank writes are NaN, unlike any
+    value."""
     sent = []
     for piece in engine.state():
         if piece.kind == kind:
@@ -108,7 +109,7 @@ def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, 
 
 
 def train_all(folder: Path, ranks: Ranks, plans: dict[str, Run], steps: int) -> None:
-    """Train the small run of each precision. Raises UserError, on all ranks."""
+    """Train the small run of each precision, and save the traces. Raises UserError, on all ranks."""
     for name, run in plans.items():
         trace = train_small(run, steps, ranks)
         if ranks.rank == 0:
@@ -116,11 +117,11 @@ def train_all(folder: Path, ranks: Ranks, plans: dict[str, Run], steps: int) -> 
 
 
 def main(argv: list[str], train: Callable[..., None] = train_all) -> int:
-    """A failure is written to FOLDER for the command. `train`: gets FOLDER, the ranks and the plan."""
+    """Run one rank. A failure is written to FOLDER for the command. `train`: gets FOLDER, the ranks and the plan."""
     folder = Path(argv[0])
     warnings.filterwarnings("ignore", category=FutureWarning)
     with failure_reported(folder):
-        # The command wrote it into a folder of its own; it may contain objects of plugins' classes.
+        # The command wrote the plan into its own folder; it may contain objects of plugins' classes.
         given, plan = pickle.loads((folder / PLAN).read_bytes())
         use(given)
         asked = pickle.loads(plan)

@@ -1,8 +1,8 @@
-"""Two comparisons without training: a run's course, and the rows that it reads.
+"""Two comparisons without training: of a run's course, and of the sequences that it reads.
 
-The first one compares data, batch, length, rate and RoPE of each step in a run's own objects with the rules of
-docs/stages.md and docs/training.md, also after resumes. The second one reads the data folder from the bytes by its
-definition (docs/data.md), and shares no code with the loader.
+The first compares data, batch, length, rate and RoPE of each step in a run's own objects with the rules of
+docs/stages.md and docs/training.md, also after resumes. The second reads the data folder's bytes by their definition
+(docs/data.md), and shares no code with the loader.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _SEQUENCES, _TOGETHER = 48, 4
 
 
 def compare_course(user: Run, worlds: Sequence[int]) -> tuple[list[str], bool]:
-    """Return (lines of the report, False if a step's data, batch, length, rate or rope differs from its definition).
-    `worlds`: world sizes to try; then larger ones, if the run's batches need more ranks."""
+    """Return (lines of the report, False if data, batch, length, rate or rope of a step differ from the definition).
+    `worlds`: world sizes to try; larger ones follow in case the run's batches need more ranks."""
     reason, run = "", None
     for ranks in (*worlds, *(user.mix.degrees.world_size * 2**power for power in range(12))):
         try:
@@ -77,7 +77,7 @@ def _other(got: tuple[Any, ...], right: tuple[Any, ...], step: int, first: int) 
 
 
 def _plan(config: RunConfig, run: Run) -> list[Any]:
-    """Return the stages by their definition: a value that a stage does not name is inherited from the stage before
+    """Return the stages by their definition: a stage inherits the values that it does not set from the stage before
     it."""
     ranks, train, folders, sets, parts = run.batch.data_parallel, run.config.train, config.data.folders, [], []
     now = SimpleNamespace(
@@ -95,11 +95,11 @@ def _plan(config: RunConfig, run: Run) -> list[Any]:
             now.first, now.rope = stage.from_step, now.rope | (stage.rope or {})
             folders = {stage.path: 1.0} if stage.path else stage.mixture or folders
             now.length, now.micro = stage.sequence_length or now.length, given.micro_batch or now.micro
-            if given.global_batch or given.accumulation:  # two numbers give the third; a lone one keeps the micro-batch
+            if given.global_batch or given.accumulation:  # two give the third; with one, micro stays
                 now.batch = given.global_batch or given.accumulation * now.micro * ranks
                 now.micro = now.batch // (given.accumulation * ranks) if given.accumulation else now.micro
             if stage.schedule is not None:
-                now.schedule, now.since = run.stages[number].schedule, stage.from_step  # with its defaults
+                now.schedule, now.since = run.stages[number].schedule, stage.from_step  # with defaults filled in
         shares = {os.path.normpath(folder): weight / sum(folders.values()) for folder, weight in folders.items()}
         sets.append((shares, now.length))
         now.data = sets.index(sets[-1])
@@ -108,8 +108,8 @@ def _plan(config: RunConfig, run: Run) -> list[Any]:
 
 
 def _by_definition(plan: list[Any], step: int, end: int | None) -> tuple[Any, ...]:
-    """Compute a step from the stages alone. Data of an earlier stage continues where that stage ended; a schedule ends
-    with the run or at the next schedule."""
+    """Compute a step's values from the stages only. Data of an earlier stage continues where that stage ended; a
+    schedule ends with the run, or where the next schedule begins."""
     parts = [part for part in plan if part.first <= step]
     spans, part = pairwise([*parts, SimpleNamespace(first=step)]), parts[-1]
     read = sum((after.first - each.first) * each.batch for each, after in spans if each.data == part.data)
@@ -127,14 +127,14 @@ class _NotingBorders(StageBorders):
 
 
 def _course(run: Run) -> Course:
-    """Return a course over data sets that have a fingerprint, but no content."""
+    """Return a course over data sets that have fingerprints but no contents."""
     sharing = [run.stages.sharing(number)[0] for number in range(len(run.stages))]
     sets: Any = {first: SimpleNamespace(number=first, fingerprint=str(first)) for first in sharing}
     return Course(run.stages, [sets[first] for first in sharing])
 
 
 def _by_the_run(run: Run, course: Course, steps: list[int]) -> Iterator[tuple[Any, ...]]:
-    """Yield each step as computed by a launch that starts at the first of `steps`."""
+    """Yield each step's values as a start of the run at the first of `steps` computes them."""
     setup = SimpleNamespace(course=course, engine=SimpleNamespace(module=None), run=run)
     launch: Any = SimpleNamespace(setup=setup, tracker=SimpleNamespace(event=lambda *_, **__: None), loader=None)
     borders, before = _NotingBorders(launch), None
@@ -150,10 +150,10 @@ def _by_the_run(run: Run, course: Course, steps: list[int]) -> Iterator[tuple[An
 
 
 class _Shards:
-    """Numbers in consecutive shards, mapped: a folder may exceed memory."""
+    """Numbers in consecutive shards, which are memory-mapped, since a folder may be larger than memory."""
 
     def __init__(self, parts: Sequence[np.ndarray], sizes: list[int], *, bits: bool = False) -> None:
-        """`bits`: eight in a byte, the highest first."""
+        """`bits`: the numbers are bits, eight in a byte, the highest first."""
         self._parts, self._starts, self._bits = parts, np.cumsum([0, *sizes]), bits
 
     def __len__(self) -> int:
@@ -179,22 +179,22 @@ class Plain:
     stream: _Shards
     separator: int
     doubled: bool = False
-    """Texts begin with the separator, too."""
+    """Texts also begin with the separator."""
     lengths: np.ndarray | None = None
-    """Tokens of each row; None: texts."""
+    """Number of tokens of each row; None for texts."""
     counted: _Shards | None = None
-    """1 for a token that counts."""
+    """1 for each token that counts, else 0."""
     prompts: np.ndarray | None = None
-    """Hash of each row's prompt; None: the folder has no answers judged alone."""
+    """Hash of each row's prompt; None if the folder has no answers judged alone."""
     begins: np.ndarray | None = None
     desirable: np.ndarray | None = None
     reference: np.ndarray | None = None
     together: int = 1
-    """Rows of a record."""
+    """Number of rows in a record."""
 
     @classmethod
     def of(cls, folder: Path, *, column: bool, together: int = 1) -> Plain:
-        """Raises OSError, ValueError or KeyError: the files differ from their definition."""
+        """Read a folder. Raises OSError, ValueError or KeyError if its files differ from their definition."""
         manifest = json.loads((folder / "manifest.json").read_text())
         kind = "<u2" if manifest["dtype"] == "uint16" else "<u4"
         shards = manifest["shards"]["train"]
@@ -234,7 +234,7 @@ class Plain:
         )
 
     def row(self, index: int) -> tuple[list[int], list[bool]]:
-        """Return (ids, True for each that counts)."""
+        """Return (ids, for each whether it counts)."""
         assert self.lengths is not None and self.counted is not None
         start = int(self.lengths[:index].sum())
         end = start + int(self.lengths[index])
@@ -250,7 +250,7 @@ class Plain:
 
 
 def differences(config: RunConfig, precision: str) -> tuple[str, list[str]]:
-    """Return (description, differences) of the run's first sequences. Raises DataError."""
+    """Return (description, differences) of the first sequences that the run reads. Raises DataError."""
     data, column = TrainData(config.data), config.objective.reference == "column"
     if column:
         data.take_reference(precision)
@@ -274,7 +274,7 @@ def differences(config: RunConfig, precision: str) -> tuple[str, list[str]]:
 
 
 def _documents(micro: MicroBatch, row: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of each document: position 0 begins one."""
+    """Yield (first, end) of each document, which begins at position 0."""
     length = micro.inputs.shape[1]
     begins = [0] if micro.positions is None else (micro.positions[row] == 0).nonzero().flatten().tolist()
     yield from zip(begins, [*begins[1:], length], strict=True)
@@ -322,7 +322,7 @@ def _text(plain: Plain, micro: MicroBatch, row: int, config: RunConfig) -> str:
 
 
 def _answers(plain: Plain, micro: AnswerBatch, row: int) -> str:
-    """Check rows, labels, reference numbers, judgement and partner of every answer in a row."""
+    """Return what is wrong with the answers in a row: tokens, labels, reference, judgement or partner; or ""."""
     here = sorted({int(each) for each in micro.answers[row]} - {len(micro.rows)})
     for answer in here:
         number = int(micro.rows[answer])
@@ -352,7 +352,7 @@ def _judged(plain: Plain, micro: AnswerBatch, row: int, answer: int, number: int
     ids = other.inputs[row, (other.answers[row] == answer).nonzero().flatten()].tolist()
     begin = int(plain.begins[number])
     if ids[:begin] != plain.row(number)[0][:begin]:
-        return f"row {number}: it meets another's answer after a prompt that is not its own"
+        return f"row {number}: its mismatched answer follows a prompt that is not the row's own"
     assert plain.lengths is not None
     sizes = plain.lengths - plain.begins
     able = np.flatnonzero((sizes == len(ids) - begin) & (plain.prompts != plain.prompts[number])).tolist()
@@ -361,12 +361,12 @@ def _judged(plain: Plain, micro: AnswerBatch, row: int, answer: int, number: int
     if plain.reference is not None and (
         other.reference is None or float(other.reference[answer]) != float(plain.reference[len(plain.lengths) + number])
     ):
-        return f"row {number}: the reference's log-probability of its prompt with another answer belongs to another row"
+        return f"row {number}: the reference's log-probability of its mismatched answer belongs to another row"
     return ""
 
 
 def compare_folder(config: RunConfig, precision: str) -> tuple[list[str], bool] | None:
-    """Return (lines of the report, True if the rows are the folder's), or None without the data."""
+    """Return (lines of the report, True if the sequences are the folder's), or None if the data is not here."""
     named = [config.data.path] if config.data.path else list(config.data.mixture or ())
     if not named or not all((Path(str(folder)) / "manifest.json").is_file() for folder in named):
         return None

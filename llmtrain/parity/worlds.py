@@ -1,6 +1,7 @@
 """The comparison on each world size: local ranks train, plain PyTorch trains, and the results are compared.
 
-A feature may compare the ranks with something else, by a class of its own in place of `AgainstPlain`."""
+A feature may compare the ranks with something else, by a class in place of `AgainstPlain`.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +47,10 @@ _LAST_LINES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The comparison that a user asks for."""
+    """Settings of one `llmtrain parity` comparison."""
 
     run: Run
-    """With the small copy's settings."""
+    """The user's run; for the ranks with the small copy's settings."""
     steps: int
     cpu: bool
     worker: str
@@ -60,12 +61,13 @@ class Asked:
 
 
 class AgainstPlain:
-    """The ranks against plain PyTorch in one process. Each comparison prints its result, and gives SAME, PARTS or
-    NO_ANSWER."""
+    """Compares the ranks with plain PyTorch in one process. Each comparison prints its result, and yields or returns
+    SAME, PARTS or NO_ANSWER."""
 
     def comparable(self, user: Run) -> Run:
-        """Return the run with what a comparison needs. Raises ConfigError: tensorwise fp8 where ranks and reference
-        scale different tokens. Powers of two would not matter: all but the smallest numbers round equally."""
+        """Return the run that can be compared. Raises ConfigError for tensorwise fp8 if ranks and reference would scale
+        different tokens together. (With scales that are powers of two this would not matter: all but the smallest
+        numbers round equally.)"""
         config = user.config
         shares = {
             "sequence_parallel_size": user.mix.degrees.sequence > 1,
@@ -74,7 +76,7 @@ class AgainstPlain:
         }
         if config.model.fp8 == "tensorwise" and any(shares.values()):
             key = next(key for key, cut in shares.items() if cut)
-            rule = f"a scale is of all tokens that a map computes at once, and with {key} the reference has others"
+            rule = f"a scale depends on all tokens of a product, which with {key} are others in the reference"
             raise stop("model.fp8", config.model.fp8, rule, "compare with --model.fp8 rowwise")
         return user
 
@@ -89,13 +91,13 @@ class AgainstPlain:
         yield SAME if same else PARTS
 
     def of_ranks(self, folder: Path, asked: Asked, plans: dict[str, Run]) -> int:
-        """Start the ranks, compute the references in the meantime, compare. Raises RankError. `plans`: precision -> the
-        small run."""
+        """Start the ranks, compute the references meanwhile, and compare. Raises RankError. `plans`: precision -> small
+        run."""
         user, steps, device = asked.run, asked.steps, torch.device("cpu" if asked.cpu else "cuda")
         (folder / PLAN).write_bytes(pickle.dumps((plugins.words(), pickle.dumps((plans, steps)))))
         world_size = next(iter(plans.values())).mix.degrees.world_size
         with asked.ranks(folder, world_size) as ranks:
-            torch.set_num_threads(1)  # small matrices, and the ranks need the cores
+            torch.set_num_threads(1)  # matrices are small, and the ranks need the cores
             references = {
                 name: [train_plainly(run, steps, order, device) for order in orders(run.config.model, run.batch)]
                 for name, run in plans.items()
@@ -115,8 +117,8 @@ class AgainstPlain:
 
 
 def compare_worlds(title: str, asked: Asked, worlds: list[int], comparison: AgainstPlain | None = None) -> int:
-    """Compare on each number of ranks, and print the results. Returns SAME, PARTS or NO_ANSWER; raises UserError.
-    `title`: the user's YAML."""
+    """Compare on each number of ranks; print the results. Returns SAME, PARTS or NO_ANSWER. Raises UserError. `title`:
+    the YAML's name."""
     codes = []
     with ending_on_sigterm():
         try:
@@ -124,7 +126,7 @@ def compare_worlds(title: str, asked: Asked, worlds: list[int], comparison: Agai
                 codes.append(code)
         except UserError:
             raise
-        except Exception:  # a bug here or in a library: it proves nothing about the user's training
+        except Exception:  # a bug here or in a library, which proves nothing about the training
             traceback.print_exc()
             codes.append(NO_ANSWER)
     code = worst_of(codes)
@@ -149,9 +151,9 @@ def _worlds(title: str, asked: Asked, worlds: list[int], comparison: AgainstPlai
         asked = replace(asked, run=user)
         own: str = "bf16" if user.mix.precision == "fp16" and cpu else user.mix.precision
         own = AUTOCAST if user.mix.autocast else own
-        in_bf16 = user.config.model.fp8 is not None and not cpu  # fp8 products come out in bf16
+        in_bf16 = user.config.model.fp8 is not None and not cpu  # fp8 products are bf16
         precisions: list[str] = [own] if in_bf16 else list(dict.fromkeys(["fp32", own]))
-        every = {}  # before any rank starts: a later refusal would hide the failure of an earlier world size
+        every = {}  # before any rank starts: a later refusal would hide an earlier failure
         for ranks in worlds:
             folder = made / f"{ranks}-ranks"
             folder.mkdir(exist_ok=True)
@@ -159,7 +161,7 @@ def _worlds(title: str, asked: Asked, worlds: list[int], comparison: AgainstPlai
             every[folder] = plans = {
                 precision: resolve_in(folder, user, run, shrunk_by, ranks, precision) for precision in precisions
             }
-            check_model(plans[precisions[0]])  # a model that training refuses is not compared
+            check_model(plans[precisions[0]])  # refuses models that training refuses
         yield from comparison.of_worlds(user, worlds)
         for folder, plans in every.items():
             degrees = plans[precisions[0]].mix.degrees
@@ -172,23 +174,24 @@ def _worlds(title: str, asked: Asked, worlds: list[int], comparison: AgainstPlai
 
 
 def comparisons(precisions: list[str], steps: int, *, fp8: bool) -> list[tuple[str, bool, int]]:
-    """Return (precision, True for the sharp comparison, its steps) of each comparison. In fp8 the last digit of a
-    number decides between neighbours that are 1/8 apart: two orders of summation agree as in fp32 for a step or two,
-    and then differ as much as half precisions."""
+    """Return (precision, True for the sharp comparison, number of its steps) for each comparison. In fp8 the last digit
+    decides between neighbouring numbers that are 1/8 apart: two orders of summation agree as in fp32 for one or two
+    steps, and then differ as much as half precisions."""
     if not fp8:
         return [(name, name == "fp32", steps) for name in precisions]
     return [*((name, True, 1) for name in precisions if name == "fp32"), (precisions[-1], False, steps)]
 
 
 def worst_of(codes: list[int]) -> int:
-    """Return the worst of some exit codes: a different training counts even if another comparison has no answer."""
+    """Return the worst exit code: a different training counts even if another comparison has no answer."""
     return next(code for code in (PARTS, NO_ANSWER, SAME) if code in codes)
 
 
 def _tell(
     user: Run, plan: Run, got: Trace, want: list[Trace], more: Callable[[int], list[Trace]], *, sharp: bool
 ) -> int:
-    """Print one comparison; return SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
+    """Print one comparison; return SAME, PARTS or NO_ANSWER. `more`: returns references of other roundings, up to a
+    step."""
     split = plan.mix.degrees.tensor > 1 or plan.mix.degrees.sequence > 1
     name: str = plan.mix.products
     verdict = compare(got, want, fp32=sharp, split=split)
@@ -224,7 +227,7 @@ def _tell(
 
 
 def _no_answer(blunt: Difference, fp8: str | None) -> int:
-    """Report a comparison that proves nothing because nearly every training passes it. `fp8`: the run's `model.fp8`."""
+    """Report a comparison that proves nothing, as nearly every training would pass it. `fp8`: the run's `model.fp8`."""
     where = f"{blunt.kind} at step {blunt.step}" + (f", {blunt.name}" if blunt.name else "")
     print(
         f"        nothing is proved: trainings in one process that differ only in the order of their sums diverge so "
@@ -237,7 +240,7 @@ def _no_answer(blunt: Difference, fp8: str | None) -> int:
 
 
 def bluntness(name: str, verdict: Verdict, *, sharp: bool) -> list[str]:
-    """Return the line on faults that half precision cannot find; none for the sharp comparison."""
+    """Return a line on faults that half precision cannot find; no line for the sharp comparison."""
     moved = verdict.worst.get("movement")
     sharper = "" if name == "fp32" else "; the fp32 comparison is the sharp one"
     if sharp or moved is None or moved.tolerated < 0.1:
@@ -246,7 +249,7 @@ def bluntness(name: str, verdict: Verdict, *, sharp: bool) -> list[str]:
 
 
 def report(title: str, verdict: Verdict, likely: str = "", passes: str = "PASS") -> list[str]:
-    """Print a verdict. `passes`: the word for a pass."""
+    """Return the lines of a verdict. `passes`: the word for a pass."""
     lines = [f"  {passes if verdict.passed else 'FAIL'}  {title}"]
     for kind, worst in verdict.worst.items():
         where = f"step {worst.step}" + (f", {worst.name}" if worst.name else "")

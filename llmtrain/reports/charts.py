@@ -1,6 +1,6 @@
-"""The charts of a page, drawn by matplotlib: as SVG for the page, and as PNG.
+"""The charts of the report: as SVG for its page, and as PNG. matplotlib draws them.
 
-matplotlib loads on the first call, with a backend that needs no display.
+It is imported at the first call, with a backend that needs no display.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 COLORS = ("#2563a8", "#d9622b", "#2f855a", "#8b3fa8", "#b7791f", "#c53030", "#0f8a8a")
-"""Colors of curves; on dark screens the page has others of the same numbers."""
+"""Colors of curves. On dark screens the page replaces each by another color with the same index."""
 _INK, _SOFT, _EDGE = "#1a202c", "#4a5568", "#e2e8f0"
 _VARIABLES = {color: f"var(--c{index})" for index, color in enumerate(COLORS)} | {
     _INK: "var(--ink)",
@@ -45,7 +45,7 @@ _STYLE: Any = {
 
 
 def svg(chart: dict[str, Any]) -> str:
-    """A chart as an SVG element in the page's colors."""
+    """Return a chart as an SVG element in the page's colors."""
     import matplotlib
 
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart["id"]}):
@@ -60,7 +60,7 @@ def svg(chart: dict[str, Any]) -> str:
 
 
 def png(chart: dict[str, Any]) -> bytes:
-    """A chart as a PNG file of 1,290 pixels width."""
+    """Return a chart as a PNG file, 1,290 pixels wide."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -103,7 +103,7 @@ def _figure(chart: dict[str, Any]) -> Figure:
         axes.annotate(f"stage {stage}", xy=(step, 1.0), xytext=(3, -9), color=_SOFT, **above)
     for level in chart["levels"]:
         axes.axhline(level["y"], color=COLORS[2], linestyle="--", linewidth=1.0)
-        # At the right end, where the curves are below the baselines that they are meant to beat.
+        # At the right end, where the curves should be below these baselines.
         place: Any = {"xycoords": ("axes fraction", "data"), "xytext": (-4, 3), "textcoords": "offset points"}
         axes.annotate(f"{level['name']} {level['y']:.3f}", xy=(1.0, level["y"]), ha="right", color=COLORS[2], **place)
     if chart["zero"] and axes.dataLim.y0 >= 0:

@@ -53,7 +53,7 @@ def table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, mark: bool = 
 
 
 def html_page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: Sequence[dict[str, Any]]) -> str:
-    """`tables`: headings and tables; the first is above the curves, the others below."""
+    """Return the page. `tables`: (heading, HTML table); the first is above the curves, the others below."""
     figures = "".join(f'<figure id="{chart["id"]}">{svg(chart)}</figure>' for chart in charts)
     first, *others = [f"<h2>{escaped(heading)}</h2>{body}" for heading, body in tables]
     return (

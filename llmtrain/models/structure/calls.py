@@ -69,8 +69,8 @@ class Attended:
 
 
 class Watch:
-    """A context that records the calls of some modules. `replace`: a hidden state that the modules get instead of
-    theirs."""
+    """A context that records the calls of some modules. `replace`: a hidden state that they get instead of their
+    own."""
 
     def __init__(self, hf: nn.Module, paths: list[str], replace: Tensor | None = None) -> None:
         self.calls: list[Call] = []

@@ -39,8 +39,7 @@ class AbsentLayer(nn.Module):
 
 
 class AbsentBefore(nn.Module):
-    """Replaces a module before the first layer (embedding, norm, projection) and returns zeros of its output's
-    shape."""
+    """Replaces a module before the first layer (embedding, norm, projection); returns zeros shaped like its output."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The parts of a decoder. Paths are dotted module names in the model; with ".weight" they are Hugging Face names of
+    """The parts of a decoder. Paths are dotted module names; with ".weight" they are Hugging Face names of
     parameters."""
 
     embedding: str
@@ -296,7 +295,7 @@ class _Found:
         return [any(window is not None for window in of_layer) for of_layer in inside]
 
     def prove(self, before: list[str], after: list[str], head: str) -> None:
-        """Run each layer without the others, and the modules after the layers without these. Raises ModelError if a bit
+        """Run each layer without the others, and the modules after the layers without these. Raises ModelError: a bit
         differs."""
         small, count = self._small, len(self._layers)
         modules = {

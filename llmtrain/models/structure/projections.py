@@ -1,9 +1,9 @@
-"""Finds the sharding of a decoder layer's linear maps by their dependencies, not by their names.
+"""Finds out how a decoder layer's linear layers ("maps") can be sharded, from dependencies and not from names.
 
-One layer of a small copy runs with its graph cut after every module that has parameters. The input of a map decides its
-kind: the hidden state, which all ranks hold (its outputs can be sharded: "column"), or the output of such maps or of
-the attention (its inputs are sharded: "row"). Gradients assign each output of a fused map to a head, or to an input of
-the next map.
+One layer of a small copy runs, and its graph is cut after every module that has parameters. The input of a map decides
+its kind. "column": it reads the hidden state, which all ranks hold, so its outputs can be sharded. "row": it reads the
+output of such maps or of attention, so its inputs are sharded. Gradients assign each output of a fused map to a head,
+or to an input of the next map.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 
 
 _SMALL = 1e-3
-"""Largest distance between an index read from gradients and an integer."""
+"""Largest difference from an integer that an index read from gradients may have."""
 
 
 @dataclass(eq=False)
 class Node:
     path: str
-    """Within the layer."""
+    """Path within the layer."""
     module: nn.Module
     linear: bool
     transposed: bool
     in_list: bool
-    """True for an item of a module list."""
+    """True if the module is an item of a module list."""
     inputs: list[Tensor]
-    """Its inputs: experts get the router's weights, too."""
+    """Tensors that the module got; experts also get the router's weights."""
     leaves: list[Tensor] = field(default_factory=list)
-    """Its output, as a new leaf of the graph."""
+    """The module's output, as new leaves of the graph."""
     role: str = ""
-    """"column", "row", "inner" (acts on a shard of the features), "stream" (acts on replicated features), or in
-    low-rank attention "entry" (a complete map; heads read parts of its output unchanged), "behind" (acts on an entry's
+    """"column", "row", "inner" (acts on a shard of the features) or "stream" (acts on replicated features). In low-rank
+    attention also "entry" (a complete map, parts of whose output heads read unchanged), "behind" (acts on an entry's
     output) and "inside" (a column map after that)."""
 
     @property
@@ -58,12 +58,12 @@ class Node:
 
 
 class LayerGraph:
-    """One run of a layer. Raises ModelError: ranks cannot shard maps that are connected in this way."""
+    """One run of a layer. Raises ModelError if ranks cannot shard maps that are connected in this way."""
 
     def __init__(
         self, layer: nn.Module, call: Call, kv_heads: int, attended: list[Attended], mlps: list[str] | None = None
     ) -> None:
-        """`mlps`: paths of the only modules to be sharded; all others stay complete."""
+        """`mlps`: paths of the only modules to shard; None: shard all."""
         assert call.hidden is not None
         self._layer, self._call, self._kv, self._attended, self._mlps = layer, call, kv_heads, attended, mlps
         self.tokens = call.hidden.shape[0] * call.hidden.shape[1]
@@ -150,13 +150,13 @@ class LayerGraph:
             return tuple(self._cut_graph(item, node) for item in value)
         if not (isinstance(value, Tensor) and value.is_floating_point()):
             return value
-        # After a map any value is valid; but a rectifier must not be shut for all tokens.
+        # After a map any value will do, but a ReLU must not be 0 for all tokens.
         new = torch.randn(value.shape, generator=self._draw) if node.linear else value.detach().clone()
         node.leaves.append(new.requires_grad_())
         return new.clone()  # the layer may change it in place (OLMo's clip_qkv), which a leaf forbids
 
     def _reads(self, value: Tensor) -> set[int]:
-        """The nodes (by index; -1: the hidden state, -2: attention) that a value depends on."""
+        """Return the indices of the nodes on which a value depends; -1 is the hidden state, -2 attention."""
         if not value.requires_grad:
             return set()
         begins = [(-1, self.hidden), *([] if self.attended is None else [(-2, self.attended)])]
@@ -167,12 +167,12 @@ class LayerGraph:
         return {index for (index, _), grad in zip(begins, grads, strict=True) if grad is not None}
 
     def _give_roles(self) -> None:
-        """Classify the nodes from first to last; a map whose output joins replicated features becomes complete."""
+        """Classify the nodes in order. A map whose output is combined with replicated features becomes complete."""
         reads = [set().union(*(self._reads(value) for value in node.inputs)) for node in self.nodes]
         end = self._reads(self.output)
         heads = [self._reads(tensor) for tensor in self.heads]
         complete = set() if self._mlps is None else set(range(len(self.nodes)))
-        bare = {node.path for node in self.nodes}  # a parameter of the MLP itself may act anywhere in it
+        bare = {node.path for node in self.nodes}  # an MLP with own parameters stays complete
         for mlp in set(self._mlps or ()) - bare:
             complete -= {index for index, node in enumerate(self.nodes) if node.path.startswith(f"{mlp}.")}
         while True:
@@ -189,9 +189,9 @@ class LayerGraph:
                     node.role = "stream"
                 (inner if node.role in ("column", "inner") else stream).add(index)
             joined |= end & inner
-            for index in set().union(*heads) - inner - {-1}:  # heads made by two maps (low-rank): the first is complete
+            for index in set().union(*heads) - inner - {-1}:  # of two maps that make heads (low-rank), the first
                 joined |= reads[index] & inner
-            for index in reversed(range(len(self.nodes))):  # and with a norm its inputs
+            for index in reversed(range(len(self.nodes))):  # a norm's inputs become complete with it
                 if index in joined and self.nodes[index].role == "inner":
                     joined |= reads[index] & inner
             joined = {index for index in joined if index >= 0}
@@ -203,8 +203,8 @@ class LayerGraph:
         self._check_heads(reads, end, heads)
 
     def _check_heads(self, reads: list[set[int]], end: set[int], heads: list[set[int]]) -> None:
-        """Queries, keys and values must come from column maps. In low-rank attention all heads read a part of a
-        complete map's output directly (a rotary key): its gradient, and that of all values made from it, is a sum over
+        """Check that queries, keys and values come from column maps. In low-rank attention all heads also read a part
+        of a complete map's output (a rotary key); its gradient, and that of all values computed from it, is summed over
         the ranks."""
         columns = {index for index, node in enumerate(self.nodes) if node.role in ("column", "inner")}
         entries: set[int] = set()
@@ -225,7 +225,7 @@ class LayerGraph:
             raise self.no("its output depends directly on an input of the heads that every rank computes completely")
 
     def heads_and_size(self, node: Node) -> tuple[int, int]:
-        """(heads, features of one) for an inner module."""
+        """Return (number of heads, features of a head) for a module with the role "inner"."""
         if not self.heads:
             return 0, 0
         query, other = ((heads.shape[1], heads.shape[-1]) for heads in self.heads[:2])
@@ -238,10 +238,10 @@ class LayerGraph:
         return query if features == query[0] * query[1] else other
 
     def _owners(self, target: Tensor, count: int, source: Tensor) -> Tensor | None:
-        """For each feature of `source` [F] the one index along the last dimension of `target` (`count` long) that
-        depends on it; -1: none. Returns None if several depend on a feature.
+        """Return for each feature of `source` [F] the index along the last dimension of `target` (`count` long) that
+        depends on it, -1 for none. Returns None if several indices depend on one feature.
 
-        The elements of `target` are summed twice, the second time weighted with their index: the quotient of the
+        The elements of `target` are summed twice, the second time weighted by their index: the quotient of the
         gradients is the index. `source`: [..., F] for each token, or [B, T, heads, size] with F = heads * size.
         """
         draw = torch.Generator().manual_seed(3)
@@ -261,7 +261,7 @@ class LayerGraph:
         return torch.where(plain.abs().amax(0) > 1e-20, nearest.long() - 1, -1)
 
     def sections(self, node: Node) -> tuple[int, ...] | None:
-        """The parts of a column map's outputs that are cut into shards separately."""
+        """Return the sizes of the parts of a column map's outputs that are sharded separately; None: one part."""
         (source,) = node.leaves
         owners = torch.full((source.shape[-1],), -1)
         readers = [self._by_head(tensor) for tensor in self.heads]
@@ -284,7 +284,8 @@ class LayerGraph:
         return self._parts(node, owners.tolist(), counts.pop())
 
     def _by_head(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """[B, heads, T, size] -> [B, T, features of a group, groups]: a group is a key/value head and its queries."""
+        """Turn [B, heads, T, size] into [B, T, features of a group, groups]; a group is a key/value head and its
+        queries."""
         batch, heads, length, size = tensor.shape
         if heads % self._kv:
             raise self.no(f"it has {heads} heads for {self._kv} key/value heads")
@@ -292,7 +293,8 @@ class LayerGraph:
         return grouped.permute(0, 3, 2, 4, 1), self._kv
 
     def _by_feature(self, row: Node) -> tuple[Tensor, int]:
-        """Return a row map's inputs and their last dimension's size: features, or key/value heads after attention."""
+        """Return a row map's inputs and the size of their last dimension (features; after attention key/value
+        heads)."""
         if -2 not in self._reads(row.given):
             return row.given, row.given.shape[-1]
         return row.given.unflatten(-1, (self._kv, -1)).transpose(-1, -2), self._kv
@@ -307,7 +309,7 @@ class LayerGraph:
         return sizes if len(sizes) > 1 else None
 
     def check_row(self, node: Node) -> None:
-        """Require that a row map after attention reads the heads one after another."""
+        """Check that a row map after attention reads the heads in order."""
         if self.attended is None or -2 not in self._reads(node.given):
             return  # not after attention
         features = node.given.shape[-1]
@@ -318,45 +320,45 @@ class LayerGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class Projections:
-    """Paths of the modules that a tensor-parallel group shards, for all layers. Experts are in the anatomy."""
+    """Paths of the modules that a tensor-parallel group shards, for all layers. (The anatomy has the experts.)"""
 
     maps: tuple[Map, ...]
     norms: tuple[InnerNorm, ...]
     entries: tuple[str, ...]
-    """Complete maps of low-rank attention with outputs that each rank's heads read in part: gradients are summed there.
-    """
+    """Complete maps of low-rank attention, of whose outputs each rank's heads read parts: there gradients are
+    summed."""
     attentions: tuple[str, ...]
     """Modules that call the attention function."""
     local_numbers: tuple[str, ...]
-    """Attributes of those modules that must be divided: they count heads, or features of all heads. In a copy of their
-    config, num_attention_heads and num_key_value_heads must be, too."""
+    """Attributes of these modules that are divided by the number of ranks: they count heads, or features of all heads.
+    num_attention_heads and num_key_value_heads in their copy of the config are divided, too."""
     heads: int
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int
     widths: tuple[int, ...]
-    """Sharded features of maps other than attention's; each number must be a multiple of the ranks."""
+    """Numbers of sharded features of maps outside attention; each must be a multiple of the number of ranks."""
     note: str
-    """A note with the reason if the attention of some layers cannot be sharded."""
+    """A line with the reason, if the attention of some layers cannot be sharded; else ""."""
 
 
 @dataclass(frozen=True)
 class _OfLayer:
-    """`Projections` of one layer of the small copy, by paths within it."""
+    """`Projections` of one layer of the small copy, with paths within the layer."""
 
     maps: list[Map]
     norms: list[InnerNorm]
     entries: list[str]
     attention: str
-    """Empty: attention is not sharded."""
+    """"" if attention is not sharded."""
     numbers: tuple[str, ...]
     note: str
-    """The reason why attention is not sharded."""
+    """The reason if attention is not sharded, else ""."""
 
 
 @with_values()
 def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
-    """Find the parts of a model that tensor-parallel ranks can share. `hf` may be on the meta device. Raises
-    ModelError: no layer has such a part."""
+    """Find the parts of a model that tensor-parallel ranks can shard. `hf` may be on the meta device. Raises ModelError
+    if no layer has such a part."""
     small = probe_copy(hf)
     config = small.config
     heads = config.num_attention_heads
@@ -366,7 +368,7 @@ def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
         attended = stack.enter_context(attention_seen(small, cut=True))
         try:
             calls = _calls(small, anatomy.layer_list)
-        except ModelError:  # some code of its own needs a mask of another kind
+        except ModelError:  # attention code of its own may need another mask
             stack.close()
             attended, calls = [], _calls(small, anatomy.layer_list)
         for call in calls:
@@ -488,7 +490,8 @@ def _of_whole_model(
 
 
 def _alike(path: str, layer: nn.Module) -> list[str]:
-    """Paths in a layer of the full model that match `path`, with any numbers of module lists (experts, heads)."""
+    """Return the paths in a layer of the full model that equal `path`, with every index in place of the one in each
+    ModuleList (experts, heads)."""
     paths = [""]
     for name in path.split("."):
         below = []
@@ -524,7 +527,7 @@ if TYPE_CHECKING:
 
 @with_values()
 def dense_mlps(hf: PreTrainedModel) -> list[nn.Module]:
-    """Every dense MLP of the decoder, which may be on the meta device. Raises ModelError: there are none."""
+    """Return all dense MLPs of the decoder, which may be on the meta device. Raises ModelError if there are none."""
     small = probe_copy(hf)
     paths = _layer_paths(small)
     with torch.no_grad(), Watch(small, paths) as watch:
@@ -537,7 +540,7 @@ def dense_mlps(hf: PreTrainedModel) -> list[nn.Module]:
     if not kinds:
         raise ModelError(
             f"model.mlp_tile_tokens: {type(hf).__name__} has no MLP module that could work on slices of the sequence "
-            "(experts need all tokens at once; some models compute their MLP among other things). Set it to null."
+            "(experts need all tokens at once; some models have no module for their MLP). Set it to null."
         )
     every = dict(hf.named_modules())
     places = ((every.get(f"{layer}.{path}"), kind) for layer in _layer_paths(hf) for path, kind in kinds)
@@ -550,8 +553,8 @@ def _layer_paths(hf: nn.Module) -> list[str]:
 
 
 def mlps_of(layer: nn.Module, call: Call) -> list[str]:
-    """Paths of the MLPs within a layer of a small copy; `call`: its run. An MLP maps [B, T, H] to [B, T, H] token by
-    token, through at least two matrices, and holds no experts."""
+    """Return the paths of the MLPs within a layer of a small copy. An MLP maps [B, T, H] to [B, T, H] token by token,
+    through at least two matrices, and contains no experts. `call`: a run of the layer."""
     experts = {block.module for block in expert_blocks(layer)}
     with torch.no_grad(), Watch(layer, [path for path, _ in layer.named_modules() if path]) as watch:
         layer(*call.args, **call.kwargs)
@@ -570,6 +573,6 @@ def _is_mlp(module: nn.Module, call: Call) -> bool:
         return False
     if hidden.shape != result.shape or sum(p.dim() == 2 for p in module.parameters()) < 2:
         return False
-    with torch.no_grad():  # not compared with the result, to which some layers add in place
+    with torch.no_grad():  # run again, because some layers add to `result` in place
         parts = torch.cat([module(part) for part in hidden.split(5, dim=1)], dim=1)
         return torch.allclose(parts, module(hidden), rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Proof by threads that play several ranks in one process: their sum must equal the unsharded decoder layer."""
+"""Proves a sharding: threads play several ranks in one process, whose result must equal that of the unsharded layer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from llmtrain.base.errors import ModelError, UserError
 from llmtrain.models.structure.calls import Call
 
 _SECONDS = 60.0
-"""Longest time that a rank of the rehearsal waits for the others."""
+"""Longest time that a thread waits for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Map:
     path: str
     column: bool
-    """Its outputs are sharded; else its inputs are."""
+    """True: the outputs are sharded. False: the inputs are."""
     transposed: bool
     """The weight is [inputs, outputs] (transformers' Conv1D)."""
     sections: tuple[int, ...] | None
-    """Outputs of each part of a fused map, which are sharded separately; None: one part."""
+    """Numbers of outputs of the parts of a fused map, which are sharded separately; None: one part."""
     bias: bool
     inside: bool = False
-    """True if its input is complete, with a gradient that is summed over the ranks elsewhere (Projections.entries)."""
+    """True if the input is complete, and its gradient is summed over the ranks elsewhere (Projections.entries)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,17 @@ class InnerNorm:
     kind: str
     """"each_head": all heads use the same weights, so each rank has a part of their gradient. "across_heads": it
     normalises over the heads of all ranks (its weights are as long as the last dimension). "own_heads": the first
-    dimension of its weights counts heads. "one_head": in a list of modules, each acts on the head of its number."""
+    dimension of its weights counts heads. "one_head": in a list of modules, the module for the head with its index."""
 
 
 class TooSlow(UserError):
-    """A fault of the host, which says nothing about the model."""
+    """The host is overloaded, which says nothing about the model."""
 
     passing = True
 
 
 class _Meeting:
-    """Exchange of tensors among the ranks, which are threads."""
+    """Exchanges tensors among the ranks, which are threads."""
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
@@ -96,13 +96,14 @@ def _shard(tensor: Tensor, dim: int, sections: tuple[int, ...] | None, rank: int
 def rehearse(
     layer: nn.Module, call: Call, maps: list[Map], norms: list[InnerNorm], attention: str, *, heads: tuple[int, int]
 ) -> tuple[str, ...]:
-    """Return the fewest attributes of the attention module that must be divided by the number of ranks.
+    """Find the fewest attributes of the attention module that must be divided by the number of ranks, and return their
+    names.
 
     Args:
-        attention: path of the module; empty if it is not sharded.
-        heads: numbers of its query heads and of its key heads.
+        attention: path of the module; "" if attention is not sharded.
+        heads: (number of query heads, number of key heads).
 
-    Raises ModelError: no division gives the layer's output; TooSlow.
+    Raises ModelError if no division gives the layer's output; TooSlow.
     """
     _, kv_heads = heads
     degree = next((d for d in range(2, kv_heads + 1) if kv_heads % d == 0), 1) if attention else 2
@@ -168,7 +169,7 @@ def _gathering(forward: Callable[[Tensor], Tensor], rank: int, meeting: _Meeting
 
 
 def divide_heads(module: Any, numbers: tuple[str, ...], degree: int) -> None:
-    """Let an attention module work on a rank's heads: divide its numbers, and those in its own copy of the config."""
+    """Make an attention module compute a rank's heads: divide its numbers, and those in its own copy of the config."""
     for name in numbers:
         setattr(module, name, getattr(module, name) // degree)
     if hasattr(module, "config"):
@@ -187,7 +188,7 @@ def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception |
         try:
             with torch.no_grad():
                 outputs[index] = _result(ranks[index](*call.args, **call.kwargs))
-        except Exception as error:  # any error of the layer's code about shards: the next choice is tried
+        except Exception as error:  # any error of the layer's code: try the next choice
             if not isinstance(error, threading.BrokenBarrierError):
                 errors.append(error)
             for barrier in barriers:
@@ -199,12 +200,12 @@ def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception |
         thread.start()
     for thread in threads:
         thread.join()
-    # On their way out, they and OpenMP's own may hold a lock of MKL, which a process that is forked now never gets.
+    # Ending threads, also OpenMP's, may hold a lock of MKL. A process forked now would wait for that lock for ever.
     until_s = time.monotonic() + 1.0
     while not _tasks() <= before and time.monotonic() < until_s:
         time.sleep(0.0005)
     missing = [output is None for output in outputs]
-    if all(missing) and not errors:  # the last one still computed when the others had waited for so long
+    if all(missing) and not errors:  # the others waited for the limit while the last one still computed
         raise TooSlow(
             f"model: the proof that ranks can share {call.path} has waited {_SECONDS:.0f} s for one of its threads, as "
             "this host is overloaded. Start the command again when fewer processes run."
@@ -215,7 +216,7 @@ def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception |
 
 
 def _tasks() -> set[str]:
-    """The kernel's threads of this process."""
+    """Return the ids of this process's threads."""
     return set(os.listdir("/proc/self/task"))
 
 

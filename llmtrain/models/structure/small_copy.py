@@ -1,8 +1,8 @@
 """Makes a small copy of a model.
 
-A copy has a transformers config with the same structure and tiny sizes. Kept: ties, biases, norms, activation, kinds of
-layers, rotary kind and share, heads per key/value head, heads that fill the hidden size or not, expert layers, caps and
-scales. Made small: layers, heads, widths, experts, vocabulary, positions.
+The copy has a transformers config with the same structure and tiny sizes. It keeps ties, biases, norms, activation,
+kinds of layers, kind and share of rotary positions, heads per key/value head, whether heads fill the hidden size,
+expert layers, caps and scales. It has fewer layers, heads, experts, tokens and positions, and smaller widths.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 _WINDOWS = ("sliding_window", "window_size")
 _STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"))
-"""Number and size of a state-space layer's heads; their product is mamba_expand times the hidden size."""
+"""Fields for number and size of a state-space layer's heads, whose product is mamba_expand times the hidden size."""
 _VOCABULARY_UNIT = 64
 
 
@@ -42,9 +42,9 @@ def shrunk_config(
     vocabulary: int = 512,
     positions: int = 64,
 ) -> PreTrainedConfig:
-    """A config of the same family and structure with about these sizes; none grows. One layer of each kind stays;
-    `kv_heads` and `experts` divide the model's numbers; the vocabulary keeps its remainder modulo 64. Raises
-    ModelError: transformers refuses the small config."""
+    """Return a config of the same family and structure with about these sizes, or the model's if smaller. One layer of
+    each kind stays; `kv_heads` and `experts` divide the model's numbers; the vocabulary keeps its remainder modulo 64.
+    Raises ModelError if transformers refuses the small config."""
     fields = copy.deepcopy(config.to_dict())
     size_of = _Sizes(config, fields)
     rotary_dim = _shrink_heads(size_of, fields, kv_heads)
@@ -68,24 +68,24 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def check_same_structure(hf: nn.Module, small: nn.Module) -> None:
-    """Raises ModelError: the parameters differ, apart from numbers in names and sizes."""
+    """Raise ModelError if model and copy differ in parameters, apart from sizes and from numbers in names."""
     of_model, of_copy = structure(hf), structure(small)
     if different := sorted(of_model ^ of_copy):
         name, dimensions = different[0]
         holder = "the model itself" if (name, dimensions) in of_model else "its small copy"
         raise ModelError(
             f"model: a small copy of {type(hf).__name__} has another structure: only {holder} has {name} "
-            f"({dimensions} dimensions), so what is found in the copy does not hold for the model."
+            f"({dimensions} dimensions), so a proof on the copy does not hold for the model. Train another family."
         )
 
 
 def structure(module: nn.Module) -> frozenset[tuple[str, int]]:
-    """Return a module's parameters, without numbers in names and without sizes."""
+    """Return (name, dimensions) of a module's parameters, with "*" for numbers in names."""
     return frozenset((re.sub(r"\d+", "*", name), parameter.dim()) for name, parameter in module.named_parameters())
 
 
 class _Sizes:
-    """Fields by transformers' common names ("hidden_size" is n_embd in GPT-2)."""
+    """Access to fields by transformers' common names ("hidden_size" is n_embd in GPT-2)."""
 
     def __init__(self, config: PreTrainedConfig, fields: dict[str, Any]) -> None:
         self._own = {"num_key_value_heads": "num_kv_heads"} if "num_kv_heads" in fields else {}  # Falcon
@@ -105,7 +105,7 @@ class _Sizes:
 
 
 def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int:
-    """Returns the number of rotary features of a head (0: none are rotated)."""
+    """Shrink heads and widths. Returns the number of rotary features of a head (0: none are rotated)."""
     hidden, heads = size_of.get("hidden_size"), size_of.get("num_attention_heads")
     kind = fields.get("model_type")
     if fields.get("text_config"):
@@ -157,14 +157,14 @@ def _shrink_state_heads(fields: dict[str, Any], hidden: int) -> None:
     for count, size in _STATE_HEADS:
         if type(fields.get(count)) is int and type(fields.get(size)) is int and fields.get("mamba_expand"):
             inner = fields["mamba_expand"] * hidden
-            if fields.get("mamba_d_ssm"):  # Falcon-H1 gives the product by itself
+            if fields.get("mamba_d_ssm"):  # Falcon-H1 has a field for the product
                 fields["mamba_d_ssm"] = inner
             fields[count] = _divisor(inner, min(fields[count], max(1, inner // 16)))
             fields[size] = inner // fields[count]
 
 
 def _width(value: int, hidden: int, small: int) -> int:
-    """A width in the small model: in proportion, a multiple of 8, equal to the hidden size only if it was before."""
+    """Return a width in proportion, a multiple of 8, equal to the small hidden size only if it was equal before."""
     if value == hidden:
         return small
     width = max(8, round(value * small / hidden / 8) * 8)
@@ -172,12 +172,12 @@ def _width(value: int, hidden: int, small: int) -> int:
 
 
 def _divisor(count: int, least: int) -> int:
-    """The smallest divisor of `count` that is at least `least`; `count` itself if that is smaller."""
+    """Return the smallest divisor of `count` that is at least `least`; `count` itself if that is smaller."""
     return next((d for d in range(min(least, count), count + 1) if count % d == 0), count)
 
 
 def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None:
-    """Keep the first layer of each kind, then the first others, in order."""
+    """Keep the first layer of each kind, then the first of the others, in their order."""
     lists = {key: value for key, value in fields.items() if isinstance(value, list)}
     count = size_of.get("num_hidden_layers") or len(lists.get(size_of.name("layer_types"), []))  # Nemotron-H
     if not isinstance(count, int) or not count:
@@ -186,7 +186,7 @@ def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None
     lists = {key: value for key, value in lists.items() if key not in indices and len(value) == count}
     by_layer = {int(layer): values for layer, values in fields.get("per_layer_config", {}).items()}  # Gemma 4
     dense = fields.get("first_k_dense_replace")
-    # (step, place): layer i is special if i % step == place.
+    # (step, place): layer i is of another kind if i % step == place.
     sparse = fields.get("decoder_sparse_step") or 1
     repeats = [(sparse, place) for place in range(sparse)] if sparse > 1 else []
     periods = [key.removesuffix("_period") for key in fields if key.endswith("_layer_period")]  # Jamba
@@ -199,7 +199,7 @@ def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None
     first = sorted(kinds.values())
     others = [layer for layer in range(count) if layer not in first]
     stay = sorted(first + others[: max(0, min(layers, count) - len(first))])
-    if repeats:  # the model computes the kinds of layers from their numbers: keep the numbers
+    if repeats:  # the model computes a layer's kind from its number, so keep the numbers
         stay = list(range(max(stay) + 1))
     for key, value in lists.items():
         fields[key] = [value[layer] for layer in stay]
@@ -209,14 +209,14 @@ def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None
         fields["per_layer_config"] = {new: by_layer[layer] for new, layer in enumerate(stay) if layer in by_layer}
     if isinstance(dense, int):
         fields["first_k_dense_replace"] = sum(layer < dense for layer in stay)
-    if "attention_types" in fields:  # GPT-Neo: the list again, as patterns with numbers of repeats
+    if "attention_types" in fields:  # GPT-Neo has the list a second time, as repeated patterns
         fields["attention_types"] = [[fields["attention_layers"], 1]]
     if size_of.get("num_hidden_layers") is not None:
         size_of.put("num_hidden_layers", len(stay))
 
 
 def _ascending(value: list[Any], count: int) -> bool:
-    """True for numbers of layers, False for a number for each layer."""
+    """Return True for a list of layer numbers, False for a list with one number for each layer."""
     if not all(type(item) is int and item < count for item in value):
         return False
     return all(one < other for one, other in itertools.pairwise(value))
@@ -248,7 +248,7 @@ def _shrink_vocabulary(size_of: _Sizes, fields: dict[str, Any], vocabulary: int)
 
 
 def _ropes(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """One, or one for each kind of layer."""
+    """Return the rope parameters: one dict, or one for each kind of layer."""
     rope = fields.get("rope_parameters") or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     return nested or ([rope] if rope else [])
@@ -276,10 +276,10 @@ _MOST = 100_000_000  # parameters of a small copy: 0.4 GB, nothing written yet
 
 
 def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
-    """A small real copy on the CPU in fp32, with random parameters and no dropout, in the model's own class. Raises
-    ModelError."""
+    """Return a small real copy on the CPU in fp32, of the model's own class, with random parameters and no dropout.
+    Raises ModelError."""
     config = without_dropout(shrunk_config(hf.config))
-    if getattr(config, "output_router_logits", False):  # it asks for the loss of routers that parts of a model lack
+    if getattr(config, "output_router_logits", False):  # needs the routers of all layers, which parts of a model lack
         config.output_router_logits = False
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -289,7 +289,8 @@ def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
     freeze(small)
     if (size := sum(p.numel() for p in small.parameters())) > _MOST:
         raise ModelError(
-            f"model: {type(hf).__name__} has sizes that are not understood: its small copy has {size:,} parameters."
+            f"model: llmtrain cannot make {type(hf).__name__} small: its small copy has {size:,} parameters. Train "
+            "another family."
         )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -300,12 +301,12 @@ def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def run_copy(small: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Raises ModelError."""
+    """Return the copy's logits. Raises ModelError if the copy does not run."""
     return _run(small, small, ids).logits
 
 
 def run_decoder(small: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The input hidden states of its head, [B, T, H]. Raises ModelError."""
+    """Return the hidden state that the head would get, [B, T, H]. Raises ModelError if the copy does not run."""
     return _run(small, small.base_model, ids).last_hidden_state
 
 
