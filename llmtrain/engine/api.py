@@ -42,7 +42,8 @@ class StateTensor:
     open: Callable[[], AbstractContextManager[Tensor]]
     """A context with the live values, [region.numel]. Writing to them changes the optimizer."""
     write: Callable[[], AbstractContextManager[Tensor]] | None = None
-    """Only for a quantized parameter, whose `open` gives copies: a context for writing all values, then packed."""
+    """Only for a quantized parameter, whose `open` gives copies: a context for new values, which are packed at its
+    end."""
     on_disk: bool = False
     """The state is on a disk: `open` reads the values from there, and writes them back if they have changed."""
 
@@ -225,7 +226,7 @@ class Engine(Protocol):
     def counters(self) -> Counters: ...
 
     def set_counters(self, counters: Counters) -> None:
-        """Set the optimizer's counters to these."""
+        """Set the optimizer's counters."""
         ...
 
     def close(self) -> None:

@@ -102,10 +102,10 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
     targets = target_paths(hf, adapter, places) if chosen else []
     for path in chosen:
         if within := [name for name, _ in modules[path].named_parameters() if "." in name]:
-            rule = f"it names {path}, which has parameters of its own and modules with others ({within[0]})"
+            rule = f"it names {path}, which has own parameters and contains modules with parameters ({within[0]})"
             raise stop(key, adapter.modules_to_save, rule, f"name modules within it, such as {path}.*", place)
         if both := [target for target in targets if f"{target}.".startswith(f"{path}.")]:
-            rule = f"it names {path}, and adapter.targets names {both[0]}: a map has either, not both"
+            rule = f"it names {path}, and adapter.targets names {both[0]}: a layer can have only one of the two"
             raise stop(key, adapter.modules_to_save, rule, "list it in only one of the two", place)
         if others := [other for other in modules if other.endswith(path) and other not in chosen]:
             rule = f"peft compares only the ends of names, and would train {others[0]} as well as {path}"
@@ -164,7 +164,7 @@ def lora_config(
     weights = sorted(path for path in wanted if path.rpartition(".")[2] in taken)
     if weights and adapter.dora:
         rule = f"peft cannot load a DoRA adapter of {weights[0]}: by the name it expects experts in one tensor"
-        remedy = f"set it to false, or name maps in adapter.targets that end in none of {', '.join(sorted(taken))}"
+        remedy = f"set it to false, or leave {', '.join(sorted(taken))} out of adapter.targets"
         raise stop("adapter.dora", True, rule, remedy, (places or {}).get("adapter.dora"))
     maps = wanted - set(weights)
     short = {path.rpartition(".")[2] for path in maps}

@@ -43,7 +43,10 @@ class Head:
         """`chunk`: tokens whose logits exist at one time. Raises ModelError if the head is no linear layer."""
         layer = score_layer(hf) if gives_scores(hf.config) else hf.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
-            raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(layer).__name__}).")
+            raise ModelError(
+                f"model: the head of {type(hf).__name__} is no linear layer but a {type(layer).__name__}. "
+                "Train another family."
+            )
         self.form = HeadForm.of(hf.config)
         self.shared_rows: SharedRows | None = None
         """Set under sequence parallelism, where the hidden state has only this rank's columns."""

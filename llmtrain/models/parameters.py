@@ -26,7 +26,7 @@ from llmtrain.models.transformers_private import passing_buffers
 from llmtrain.storage.region import Region, whole
 
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-"""Suffixes of an adapter's tensors after the path of their linear map."""
+"""Suffixes of an adapter's tensors after the path of their linear layer."""
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 """The files of a PEFT folder, and the prefix of its tensors' names."""
 

@@ -160,7 +160,7 @@ class SafetensorsSource:
                 raise self._wrong(f"with {path} the folder holds more than {_MOST_IN_FOLDER} tensors, the limit.")
             for name in file.entries:
                 if name in self.file_of:
-                    raise self._wrong(f"{name} is in {self.file_of[name].path} and in {path}.")
+                    raise self._wrong(f"{name} is in {self.file_of[name].path} and in {path}. Remove one of the two.")
                 self.file_of[name] = file
         if weight_map is not None:
             self._compare_index(weight_map)

@@ -38,9 +38,9 @@ class ModelFacts:
     """Number of weights that are multiplied with a token's activations: all matrices but the embedding (a tied head
     counts once), and only the experts that a token uses."""
     frozen_matmul_parameters: int
-    """How many of these are frozen."""
+    """Number of frozen weights among `matmul_parameters`."""
     forward_matmul_parameters: int
-    """How many of these are frozen and in layers below all trained ones, through which no gradient goes."""
+    """Number of those frozen weights that are in layers below all trained ones, through which no gradient goes."""
     trained: int
     """Number of parameters (elements) that train."""
     layers: int

@@ -118,7 +118,7 @@ def check_teacher(
     spec, place, folder = ModelSpec.of(model), places.get(KEY), str(model.pretrained)
     own_words, teacher_words = student.facts.vocab_size, spec.facts.vocab_size
     if own_words != teacher_words:
-        rule = f"gives logits of {teacher_words:,} tokens, but the student of {own_words:,}; each logit has a partner"
+        rule = f"its vocabulary has {teacher_words:,} tokens, but the student's has {own_words:,}"
         raise stop(KEY, folder, rule, "choose a teacher and a student of the same vocabulary", place)
     refuse_other_shapes(_source(spec), tensor_shapes(spec.skeleton))
     heads = getattr(spec.config.get_text_config(), "num_attention_heads", None)  # a Mamba has none

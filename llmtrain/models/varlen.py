@@ -32,8 +32,8 @@ class _Seen(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Bounds of the documents of a micro-batch, whose rows are concatenated. The shapes of both tensors do not depend
-    on the documents, since compiled layers would need another graph for each other shape."""
+    """Bounds of the documents of a micro-batch, whose rows are concatenated. The shapes of both tensors are the same
+    for all documents, since compiled layers would need a new graph for a new shape."""
 
     bounds: Tensor
     """int32 [tokens + 1] on the device: the first token of each document, then the number of tokens up to the end."""
@@ -84,7 +84,7 @@ def choose_kernel(device: torch.device) -> str:
     if torch.cuda.get_device_capability(device)[0] != 9:
         return usual
     if importlib.util.find_spec(_FA3) is None:
-        return f"{usual}; with the package flash_attn_3 (module {_FA3}) it is FlashAttention 3, which is for this GPU"
+        return f"{usual}; with the package flash_attn_3 (module {_FA3}) it would be FlashAttention 3, made for this GPU"
     try:
         from torch.nn.attention import activate_flash_attention_impl
 
@@ -130,7 +130,7 @@ def attend(
     if odd or dropout or attention_mask is not None or more.get("is_causal") is False:
         raise ModelError(
             f"model.attention {VARLEN}: {type(module).__name__} needs {' and '.join(odd) or 'dropout or a mask'} in "
-            "its attention, which it cannot compute. Set model.attention to sdpa or eager."
+            f"its attention, which {VARLEN} cannot compute. Set model.attention to sdpa or eager."
         )
     rows, _, length, _ = query.shape
     documents = _current

@@ -9,7 +9,7 @@ _WRAPPERS = {"_orig_mod.": "torch.compile", "base_model.model.": "peft", "module
 
 
 def strange_part(saved: Iterable[str], wanted: Collection[str]) -> str:
-    """Return a sentence on the part of names without which most of `saved` would be among `wanted`; "" if there is
+    """Return a sentence on the part of names without which most of `saved` would be in `wanted`, or "" if there is
     none."""
     names = list(saved)
     ends = min(wanted, default="")
@@ -17,5 +17,5 @@ def strange_part(saved: Iterable[str], wanted: Collection[str]) -> str:
     for part in (*_WRAPPERS, *before):
         if 2 * sum(part in name and name.replace(part, "") in wanted for name in names) > len(names):
             maker = f", which {_WRAPPERS[part]} adds" if part in _WRAPPERS else ""
-            return f" Names there have `{part}` too much{maker}: save the tensors under their names without it."
+            return f" The names there contain `{part}`{maker}: save the tensors under their names without this part."
     return ""

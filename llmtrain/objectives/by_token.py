@@ -78,7 +78,7 @@ class Distill(Objective, choice="distill"):
     with `top_k` once `llmtrain reference` has written the column."""
     teacher_revision: str | None = None
     """Branch, tag or commit for ORG/NAME in `teacher`; null = main. A run keeps the commit with which it started."""
-    top_k: int | None = bounded(None, AT_LEAST_1, "64 is a good one; leave it out for the complete distribution")
+    top_k: int | None = bounded(None, AT_LEAST_1, "such as 64; leave it out for the complete distribution")
     """Learn from this number of the teacher's likeliest tokens and the total probability of all others, in a column
     that `llmtrain reference` adds to the data; null = from the complete distribution, which the teacher computes at
     each step."""

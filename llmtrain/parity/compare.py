@@ -225,7 +225,7 @@ class Tie:
     def line(self) -> str:
         return (
             f"from step {self.step} on rounding decides: {COUNT} more trainings in one process, whose weights differ "
-            f"in the last place, part as far; in the loss by {self.largest:.1e} (a gradient that nearly cancels, or "
+            f"in the last place, diverge as far, in the loss by {self.largest:.1e} (a gradient that nearly cancels, or "
             "two experts with equal scores)"
         )
 
@@ -275,7 +275,7 @@ def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
         return _wrong_forward(got, want)
     if wrong and all(" of " in name for name in wrong):
         variants = ", ".join(sorted({name.partition(" of ")[0] for name in wrong}))
-        return f"the values of {variants} alone differ: look at its settings, and the steps at which it is updated"
+        return f"only the values of {variants} differ: look at its settings, and the steps at which it is updated"
     if step == 1 and "gradient" in kinds:
         return _wrong_gradients(got, want, wrong)
     if step == 1 and kinds == {"gradient norm"}:
@@ -288,7 +288,7 @@ def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
     if step == 1:
         return _wrong_update(wrong, want)
     if "gradient norm" not in kinds and wrong and all(want.parameters[0][name].dim() == 1 for name in wrong):
-        return f"vectors alone drift ({_common(wrong)}): weight decay on them, or gradients that lack a rank's share"
+        return f"only vectors drift ({_common(wrong)}): weight decay on them, or gradients that lack a rank's share"
     if kinds <= {"parameter", "movement"} and len(wrong) * 10 < len(want.parameters[0]):
         return f"few parameters drift from step {step} on: {_common(wrong)}"
     return (
@@ -351,7 +351,7 @@ def _wrong_gradients(got: Trace, want: Trace, wrong: list[str]) -> str:
             f"only vectors ({_common(wrong)}): a parameter that several ranks hold lacks the gradients of the others "
             "(the sum over the tensor-parallel or sequence-parallel group)"
         )
-    return f"some gradients only: {_common(wrong)}: parameters of this kind are reduced over the wrong group, or not"
+    return f"only some gradients ({_common(wrong)}): these are reduced over the wrong group, or not at all"
 
 
 def _wrong_update(wrong: list[str], want: Trace) -> str:

@@ -295,7 +295,7 @@ def _sequence(plain: Plain, micro: MicroBatch, row: int, config: RunConfig) -> s
         if set(ids) == {plain.separator} and set(labels) == {-100}:
             continue  # padding
         if not any(_labels(*plain.row(like)) == labels for like in plain.rows_like(ids)):
-            return f"the document at {first} is no row of the folder with its counted tokens"
+            return f"the document at token {first} is no row of the folder, or other tokens of it count"
     return ""
 
 
@@ -357,7 +357,7 @@ def _judged(plain: Plain, micro: AnswerBatch, row: int, answer: int, number: int
     sizes = plain.lengths - plain.begins
     able = np.flatnonzero((sizes == len(ids) - begin) & (plain.prompts != plain.prompts[number])).tolist()
     if not any(plain.row(each)[0][int(plain.begins[each]) :] == ids[begin:] for each in able):
-        return f"row {number}: the answer that its prompt meets is not that of another prompt"
+        return f"row {number}: its mismatched answer is no answer to another prompt"
     if plain.reference is not None and (
         other.reference is None or float(other.reference[answer]) != float(plain.reference[len(plain.lengths) + number])
     ):

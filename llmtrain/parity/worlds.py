@@ -196,7 +196,7 @@ def _tell(
     name: str = plan.mix.products
     verdict = compare(got, want, fp32=sharp, split=split)
     instead = (
-        f" instead of {user.mix.precision}, which DeepSpeed has on GPUs only"
+        f" instead of {user.mix.precision}, which DeepSpeed supports only on GPUs"
         if name not in (user.mix.products, "fp32")
         else ""
     )

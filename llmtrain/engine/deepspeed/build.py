@@ -80,7 +80,7 @@ def build_engine(
             if "lower precision safe module" not in str(error):
                 raise
             raise ConfigError(
-                f"{run.config.deepspeed}: torch_autocast.lower_precision_safe_modules names no class that there is: "
+                f"{run.config.deepspeed}: torch_autocast.lower_precision_safe_modules names a missing class: "
                 f'{error}. Correct the name, such as "torch.nn.modules.linear.Linear", or remove it.'
             ) from error
     if note := shorten_step(engine):

@@ -93,7 +93,8 @@ class Bf16Moments(torch.optim.Optimizer):
 @contextlib.contextmanager
 def op_build_lock() -> Iterator[None]:
     """Hold a lock on op builds in torch's extensions folder, on all hosts that share the folder. A killed process
-    leaves torch's own lock file behind, and every later run would silently wait for ever; the kernel releases ours."""
+    leaves torch's own lock file behind, for which every later run would silently wait; the kernel releases this
+    lock."""
     from torch.utils.cpp_extension import _get_build_directory
 
     from llmtrain.base.rank.op_builds import BUILD_LOCK, users_of

@@ -382,14 +382,14 @@ def shorten_step(engine: DeepSpeedEngine) -> str:
 
 
 def own_step() -> str:
-    """Return "" if ZeRO 1 and 2 run this module's step, else why the installed DeepSpeed's step runs, and at what
-    cost."""
+    """Return "" if ZeRO 1 and 2 run this module's step; else why they run the installed DeepSpeed's, and what that
+    costs."""
     if not (changed := _changed()):
         return ""
     return (
-        f"deepspeed {deepspeed.__version__}: its {changed}; its own step of ZeRO 1 and 2 runs, which computes "
-        "the same, with more memory (2 bytes a parameter), kernels and waits for the device than with "
-        "deepspeed==0.19.8"
+        f"deepspeed {deepspeed.__version__}: its {changed}, so DeepSpeed's own step of ZeRO 1 and 2 runs. It computes "
+        "the same, but needs more memory (2 bytes a parameter), more kernels and more waits for the device than "
+        "llmtrain's step with deepspeed==0.19.8"
     )
 
 

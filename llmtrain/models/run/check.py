@@ -552,8 +552,8 @@ def _check_export(spec: ModelSpec) -> None:
         hf, _ = spec.skeleton, spec.layout
         if not spec.scores and not loads_as_causal_model(hf.config):
             raise ModelError(
-                f"model: transformers makes a {type(hf).__name__} of a part of its configuration, "
-                f"{type(hf.config).__name__}, from which it loads no causal language model."
+                f"model: transformers makes a {type(hf).__name__} from a part of its configuration, but loads no "
+                f"causal language model from a folder with that part ({type(hf.config).__name__})."
             )
     except ModelError as error:
         raise ModelError(f"{error} Set train.export to false: training and its checkpoints need no folder.") from error

@@ -49,7 +49,7 @@ class Node:
     """The module's output, as new leaves of the graph."""
     role: str = ""
     """"column", "row", "inner" (acts on a shard of the features) or "stream" (acts on replicated features). In low-rank
-    attention also "entry" (a complete map, parts of whose output heads read unchanged), "behind" (acts on an entry's
+    attention also "entry" (a complete map; heads read parts of its output unchanged), "behind" (acts on an entry's
     output) and "inside" (a column map after that)."""
 
     @property
@@ -325,8 +325,8 @@ class Projections:
     maps: tuple[Map, ...]
     norms: tuple[InnerNorm, ...]
     entries: tuple[str, ...]
-    """Complete maps of low-rank attention, of whose outputs each rank's heads read parts: there gradients are
-    summed."""
+    """Complete maps of low-rank attention. Each rank's heads read parts of their outputs, so gradients are summed
+    there."""
     attentions: tuple[str, ...]
     """Modules that call the attention function."""
     local_numbers: tuple[str, ...]

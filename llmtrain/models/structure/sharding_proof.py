@@ -103,7 +103,7 @@ def rehearse(
         attention: path of the module; "" if attention is not sharded.
         heads: (number of query heads, number of key heads).
 
-    Raises ModelError if no division gives the layer's output; TooSlow.
+    Raises ModelError if no division gives the layer's output, TooSlow if the host is overloaded.
     """
     _, kv_heads = heads
     degree = next((d for d in range(2, kv_heads + 1) if kv_heads % d == 0), 1) if attention else 2

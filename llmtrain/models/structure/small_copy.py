@@ -164,7 +164,8 @@ def _shrink_state_heads(fields: dict[str, Any], hidden: int) -> None:
 
 
 def _width(value: int, hidden: int, small: int) -> int:
-    """Return a width in proportion, a multiple of 8, equal to the small hidden size only if it was equal before."""
+    """Return a width for the small model: scaled like the hidden size (`hidden` to `small`) to a multiple of 8, and
+    equal to `small` only if `value` was equal to `hidden`."""
     if value == hidden:
         return small
     width = max(8, round(value * small / hidden / 8) * 8)

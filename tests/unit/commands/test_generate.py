@@ -99,7 +99,7 @@ def _renamed(folder: Path) -> None:
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 STRANGE = {
-    "names of torch.compile": (_renamed, "Names there have `_orig_mod.` too much, which torch.compile adds"),
+    "names of torch.compile": (_renamed, "The names there contain `_orig_mod.`, which torch.compile adds"),
     "a pointer of git-lfs": (lambda f: (f / "model.safetensors").write_text(LFS), "`git lfs pull` in its folder"),
     "a tokenizer that is a pointer": (lambda f: (f / "tokenizer.json").write_text(LFS), "`git lfs pull` in its folder"),
     "a pickle": (_pickle, "Only safetensors are read"),

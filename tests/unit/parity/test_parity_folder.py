@@ -85,7 +85,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (late_reference, "dpo", "its log-probability under the reference is that of another row"),
         (late_reference, "kto", "its log-probability under the reference is that of another row"),
-        (own_partner, "kto", "the answer that its prompt meets is not that of another prompt"),
+        (own_partner, "kto", "its mismatched answer is no answer to another prompt"),
         (late_mask, "dpo", "other tokens count"),
         (exchanged, "dpo", "the answers of a record are exchanged"),
         (late_labels, "next_token", "no sequence of the folder has its tokens and labels"),
