@@ -20,7 +20,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 
 
 def convert(layer: nn.Module, maps: Iterable[nn.Linear], recipe: str, *, emulated: bool) -> None:
-    """Make these linear layers inside `layer` multiply in fp8. Their parameters stay the same objects."""
+    """Make the linear layers `maps` inside `layer` multiply in fp8. Their parameters stay the same objects."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulated)
     chosen = {id(linear) for linear in maps}
     convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, _: id(module) in chosen)

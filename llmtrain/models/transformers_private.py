@@ -147,7 +147,8 @@ def attention_of(config: PreTrainedConfig) -> str:
 
 
 def loop_over_experts(config: PreTrainedConfig) -> None:
-    """Sets config._experts_implementation to the eager loop; it is public only as an argument of the constructor."""
+    """Sets config._experts_implementation, which is public only as an argument of the constructor, to transformers'
+    loop."""
     _set(config, "_experts_implementation", "eager")
 
 

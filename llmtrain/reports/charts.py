@@ -1,6 +1,6 @@
-"""The charts of the report: as SVG for its page, and as PNG. matplotlib draws them.
+"""The charts of the report, drawn by matplotlib: as SVG for its page, and as PNG.
 
-It is imported at the first call, with a backend that needs no display.
+matplotlib is imported at the first call, with a backend that needs no display.
 """
 
 from __future__ import annotations

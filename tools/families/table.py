@@ -101,7 +101,7 @@ def _general(row: dict[str, Any]) -> str:
     text = re.sub(r"(wraps a text model together with others|several lists of layers) \([^)]*\)", r"\1", text)
     text = re.sub(r"[\w-]+ is a text model together .*? \([\w-]+\)", "MODEL is a text model together with others", text)
     text = re.sub(r"initialise its parameter \S+\.", "initialise all of its parameters.", text)
-    text = re.sub(r"(transformers makes the file's) \S+", r"\1 tensors", text)
+    text = re.sub(r"(transformers (?:makes|does not make) the file's) \S+", r"\1 tensors", text)
     text = re.sub(r"/tmp/\S*/(?=\w+\.(json|yaml))", "", text)
     text = re.sub(r"(same MoE module\(s\)).*", r"\1", text)
     text = re.sub(

@@ -109,8 +109,8 @@ class AnswerLoss:
 
 
 class MismatchLoss(AnswerLoss):
-    """An objective whose loss also needs a divergence over the global batch: of prompts with the answer to another
-    prompt."""
+    """An objective whose loss also needs the divergence from the reference, measured on the global batch's prompts,
+    each with the answer to another prompt."""
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
         """Measure the divergence from the reference for `Answers.kl`."""

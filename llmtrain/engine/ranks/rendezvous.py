@@ -135,7 +135,8 @@ def _address() -> str:
 
 
 def _serve(world_size: int) -> dist.TCPStore:
-    """Serve the store in this process. Raises RendezvousError if MASTER_PORT is in use or MASTER_ADDR is elsewhere."""
+    """Serve the store in this process. Raises RendezvousError if MASTER_PORT is in use or MASTER_ADDR is another
+    host's."""
     host, port = os.environ["MASTER_ADDR"], number_in("MASTER_PORT")
     if port and _number() and _address() in _served:  # the other ranks may have connected to it already
         return _served[_address()]

@@ -127,8 +127,8 @@ class OnHost(tuple[torch.device, torch.Size, list[Tensor]]):
 
 
 def to_host(tensor: Tensor) -> OnHost:
-    """Copy to host memory in pieces of 64 MiB: torch rounds each request for pinned memory up to a power of two, which
-    makes 4.3 GB of the 3.3 GB that an 8B layer keeps for 400,000 tokens."""
+    """Copy to host memory in pieces of 64 MiB. torch rounds each request for pinned memory up to a power of two: it
+    would take 4.3 GB for the 3.3 GB that an 8B layer keeps for 400,000 tokens."""
     pieces = []
     for part in tensor.detach().reshape(-1).split(_PIECE_BYTES // tensor.element_size()):
         piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)
