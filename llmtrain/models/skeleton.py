@@ -206,8 +206,8 @@ def decoder_layers(hf: nn.Module) -> nn.ModuleList:
 
 
 def layer_configs(text: Any) -> list[Any]:
-    """Return the configuration of each layer if they differ (`per_layer_config`), else a list of the only one. On the
-    shared one transformers raises an error for a field that differs between layers."""
+    """Return the configuration of each layer if they differ (`per_layer_config`), else a list of the only one.
+    (transformers raises an error if a field that differs between layers is read from the common configuration.)"""
     return list(text.per_layer_config) if text.is_heterogeneous else [text]
 
 

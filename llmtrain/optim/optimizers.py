@@ -52,7 +52,8 @@ class Optimizer(Choice, section="optim"):
     moments: ClassVar[int] = 2
     """Largest number of moments of one parameter."""
     host_ops: ClassVar[tuple[str, ...]] = ()
-    """DeepSpeed's ops that are compiled at the start if the optimizer's state is offloaded; all else is torch's."""
+    """DeepSpeed's ops that are compiled at the start if the optimizer's state is offloaded; without any, torch's code
+    runs."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Settings with which this optimizer cannot train. `broken` gets the run's mix (config/topology.py)."""
     whole_gradients: ClassVar[bool] = False

@@ -70,7 +70,7 @@ class Tokens(TrainData):
 
 
 class Answers(TrainData):
-    """Sequences with one or two records of answers, or two to four if answers are judged alone; sequence k depends only
+    """Sequences with one or two records of answers, or two or four if answers are judged alone; sequence k depends only
     on k. The reference's log-probabilities are below an untrained model's, so that the divergence is not 0."""
 
     def __init__(self, config: RunConfig, vocab_size: int) -> None:  # the base class opens folders

@@ -155,8 +155,8 @@ def check(names: Sequence[Private] = PRIVATE) -> None:
 
 
 def _source(module: str) -> str:
-    """Return a module's source, "" if there is no such module, without an import, which takes seconds for
-    torch.compile's."""
+    """Return a module's source code without importing it (torch.compile's backend takes two seconds), "" if there is
+    none."""
     package, *inside = module.split(".")
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, package

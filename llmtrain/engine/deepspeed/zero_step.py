@@ -294,8 +294,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     def scaled_global_norm(self, norm_type: int = 2) -> float | Tensor:
         """Return the L2 norm of the complete gradient times the loss scale; not finite if a gradient on any rank is
-        not. All ranks call it together. It waits for the device once; but if the kernel clips, it returns without
-        waiting a tensor on the device, fp64 with one element."""
+        not. All ranks call it together. It waits for the device once; but if the kernel clips, it does not wait, and
+        returns a tensor on the device (fp64, one element)."""
         assert norm_type == 2, norm_type
         norms: list[Tensor] = []
         for index in range(len(self.bit16_groups)):

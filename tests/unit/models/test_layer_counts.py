@@ -54,7 +54,7 @@ def test_uniform(layers, stages, want):
 
 @pytest.mark.parametrize(
     ("counts", "words"),
-    [((2, 3), "5 in all"), ((4, 0), "at least 1"), ((1, 1, 2), "these are 3"), ((5, -1), "at least 1")],
+    [((2, 3), "with the sum 5"), ((4, 0), "at least 1"), ((1, 1, 2), "these are 3"), ((5, -1), "at least 1")],
 )
 def test_counts_that_cannot_be(counts, words):
     with pytest.raises(ModelError, match=r"pipeline\.partition.*\[2, 2\]") as caught:

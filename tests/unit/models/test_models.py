@@ -245,7 +245,7 @@ def test_sdpa_is_refused_where_scores_are_capped(monkeypatch: pytest.MonkeyPatch
 
 
 NO_SIZES = {
-    "blt": "has no hidden_size, so the sizes",
+    "blt": "has no hidden_size, so llmtrain",
     "musicgen": "holds several text models",
     "musicgen_melody": "holds several text models",
 }

@@ -31,7 +31,7 @@ def shared(heads: int, kv_heads: int, *widths: int) -> Projections:
 @pytest.mark.parametrize(
     ("given", "degree", "experts", "says"),
     [
-        (shared(32, 8, 14336), 16, {}, ("16 ranks", "8 key/value heads", "one of 2, 4, 8;")),
+        (shared(32, 8, 14336), 16, {}, ("autotp_size = 16", "8 key/value heads", "one of 2, 4, 8;")),
         (shared(7, 1, 64), 2, {}, ("7 query heads (num_attention_heads)", "No other degree works")),
         (shared(12, 12, 90), 4, {}, ("90 features within an MLP", "one of 2, 3, 6;")),
         (shared(8, 8), 4, {"layers.0.experts": 6}, ("6 features within layers.0.experts", "one of 2;")),
