@@ -37,8 +37,8 @@ _SEED = 7_919
 def plain_loss(
     model: Any, config: Objective, answers: Answers, sequences: list[int], z: float, base: Any = None
 ) -> Tensor:
-    """Sum the loss over the records of some sequences; each row goes through the model alone. `base`: the
-    initial model where it is the reference."""
+    """Return the sum of the loss over the records of some sequences; each row goes through the model alone. `base`: the
+    initial model, if it is the reference."""
     o = vars(config)
     if config.name == "reward":
         rows = [torch.from_numpy(ids) for sequence in sequences for ids, _, _ in answers.rows(sequence)]
@@ -47,7 +47,7 @@ def plain_loss(
         return (torch.log1p((rl - rw).exp()) + o["centering"] * (rw + rl) ** 2).sum()
     s, d, n = _scored(model, answers, sequences, base)
     facts = _facts(answers, sequences, s.device)
-    if isinstance(config, OverAnswers) and config.name not in PLAIN:  # a plugin's own formula is its definition
+    if isinstance(config, OverAnswers) and config.name not in PLAIN:  # a plugin's formula defines itself
         shape = (-1, answers.kind.together) if answers.kind.together > 1 else (-1,)
         scores = {name: each.view(shape) for name, each in (("log_prob", s), ("tokens", n), ("reference", s - d))}
         by_record = {name: each.view(shape) for name, each in facts.items()}
@@ -100,7 +100,7 @@ def _scored(
 
 
 def _facts(answers: Answers, sequences: list[int], device: torch.device) -> dict[str, Tensor]:
-    """Return what the kind of row knows of each row."""
+    """Return what the format of the data records about each row."""
     each = [answers.facts(sequence) for sequence in sequences]
     return {name: torch.from_numpy(np.concatenate([facts[name] for facts in each])).to(device) for name in each[0]}
 

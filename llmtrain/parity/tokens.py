@@ -32,7 +32,7 @@ class Tokens(TrainData):
         self.top_k = top_k
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (inputs, labels), int64 [T] each, cut like a run's, with a limit on counted labels."""
+        """Return (inputs, labels), int64 [T] each, cut as in a run, with a limit on the number of counted labels."""
         tokens, counted = self.row(index)
         inputs, labels = labels_of(tokens, self.separator_id, self.mask_document_starts)
         labels[counted:] = IGNORED

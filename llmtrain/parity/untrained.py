@@ -304,7 +304,8 @@ def _labels(ids: list[int], counted: list[bool]) -> list[int]:
 
 
 def _text(plain: Plain, micro: MicroBatch, row: int, config: RunConfig) -> str:
-    """Check that the sequence begins at a multiple of its length and labels are the next tokens."""
+    """Return why a row is not text of the folder from a multiple of its length, with the next tokens as labels, or
+    ""."""
     ids, labels = micro.inputs[row].tolist(), micro.labels[row].tolist()
     where = np.arange((len(plain.stream) - 1) // len(ids)) * len(ids)
     for place, token in enumerate(ids):
