@@ -48,11 +48,7 @@ def value_of(base: type[Choice], field: str) -> Any:
     return 5 if default is None else default
 
 
-def write(
-    folder: Path,
-    run: dict[str, Any] | str | None = None,
-    ds: dict[str, Any] | str | None = None,
-) -> None:
+def write(folder: Path, run: dict[str, Any] | str | None = None, ds: dict[str, Any] | str | None = None) -> None:
     """Write run.yaml, ds.json and data/x. A dict changes the standard file, a string replaces it."""
     if not (folder / "data/x").exists():
         documents = [[list(range(1, 500))] * 4]

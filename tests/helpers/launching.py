@@ -144,11 +144,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def launch(
-    recipe: Path,
-    *overrides: str,
-    slots: int = 2,
-    env: dict[str, str] | None = None,
-    warm: WarmCommands | None = None,
+    recipe: Path, *overrides: str, slots: int = 2, env: dict[str, str] | None = None, warm: WarmCommands | None = None
 ) -> subprocess.Popen[str]:
     """Start `deepspeed --hostfile ... launch/train.py --config RECIPE ...`; output goes to the pipe."""
     words = (str(REPO / "launch/train.py"), "--config", str(recipe), *overrides)
@@ -156,11 +152,7 @@ def launch(
 
 
 def deepspeed(
-    folder: Path,
-    *words: str,
-    slots: int = 2,
-    env: dict[str, str] | None = None,
-    warm: WarmCommands | None = None,
+    folder: Path, *words: str, slots: int = 2, env: dict[str, str] | None = None, warm: WarmCommands | None = None
 ) -> subprocess.Popen[str]:
     """Start `deepspeed --hostfile ... SCRIPT ...` in a folder; output goes to the pipe.
 

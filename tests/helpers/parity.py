@@ -19,15 +19,7 @@ from torch import Tensor, nn
 
 from llmtrain.config.problems import Problems
 from llmtrain.config.rules import check_values
-from llmtrain.config.run import (
-    AdapterConfig,
-    DataConfig,
-    ModelConfig,
-    RecomputeConfig,
-    Run,
-    RunConfig,
-    TrainConfig,
-)
+from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, RecomputeConfig, Run, RunConfig, TrainConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.features import defaults
 from llmtrain.models import neftune
@@ -189,8 +181,4 @@ def check(pools: Any, case: Case, fault: str | None = None) -> Outcome:
     else:
         want = references(case)
     verdict = compare(trace, want, fp32=case.precision == "fp32", split=split)
-    return Outcome(
-        verdict,
-        "" if verdict.passed else hint(trace, want[0], verdict, run.config.optim.clip_norm),
-        trace,
-    )
+    return Outcome(verdict, "" if verdict.passed else hint(trace, want[0], verdict, run.config.optim.clip_norm), trace)

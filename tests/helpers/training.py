@@ -20,15 +20,7 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.trainer_state import TrainerState
 from llmtrain.config.reader import read_saved
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import (
-    AdapterConfig,
-    DataConfig,
-    ModelConfig,
-    RecomputeConfig,
-    Run,
-    RunConfig,
-    TrainConfig,
-)
+from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, RecomputeConfig, Run, RunConfig, TrainConfig
 from llmtrain.config.stages import StageConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.data.batches import AnswerBatch

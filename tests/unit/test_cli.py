@@ -42,10 +42,7 @@ def test_an_unknown_command(word: str, remedy: str, capsys: pytest.CaptureFixtur
     [
         ("prepare --input a.txt --out d", "is no flag of `llmtrain prepare`\n    remedy: did you mean --source?"),
         ("prepare --source a.txt --output d", "did you mean --out?"),
-        (
-            "prepare --source a.txt --vocab_size=280 --out d",
-            "did you mean --vocab-size?",
-        ),
+        ("prepare --source a.txt --vocab_size=280 --out d", "did you mean --vocab-size?"),
         ("generate run --max_new_tokens 4", "did you mean --max-tokens?"),
         ("checkpoint to-hf run out --chek none", "did you mean --check?"),
         ("data show folder --spilt train", "did you mean --split?"),

@@ -18,14 +18,7 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.variables import travelling
 from llmtrain.cluster.launch import host as starter
-from llmtrain.cluster.launch.placement import (
-    HOST,
-    Placement,
-    check,
-    command,
-    environment,
-    threads,
-)
+from llmtrain.cluster.launch.placement import HOST, Placement, check, command, environment, threads
 from llmtrain.commands.launch import main as launch
 from tests.helpers.launching import REPO
 

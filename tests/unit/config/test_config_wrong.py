@@ -209,10 +209,7 @@ def test_a_manifest_that_was_changed_is_no_traceback(
 
 def test_a_file_in_the_wrong_place_is_named_for_what_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here)
-    for given, words in (
-        ("ds.json", "DeepSpeed JSON"),
-        ("data/x", "folder"),
-    ):
+    for given, words in (("ds.json", "DeepSpeed JSON"), ("data/x", "folder")):
         assert main(["config", "check", given]) == 2
         told = capsys.readouterr().err
         assert words in told and "mistakes" not in told

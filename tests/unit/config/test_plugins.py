@@ -145,14 +145,8 @@ def test_a_part_that_no_yaml_names_is_told(here: Path, capsys: pytest.CaptureFix
             "class A: nothing calls its method on_step_end. Part has after_step, before_update, ",
         ),
         ("class A(Part, entry='a'):\n    def after_steps(self, done): pass", "Did you mean after_step? Part has"),
-        (
-            "class A(Part, entry='a'):\n    def after_step(self): pass",
-            "class A: llmtrain calls after_step(done)",
-        ),
-        (
-            "class A(Sink, entry='a'):\n    def log(self, row): pass",
-            "llmtrain calls log(row, *, more)",
-        ),
+        ("class A(Part, entry='a'):\n    def after_step(self): pass", "class A: llmtrain calls after_step(done)"),
+        ("class A(Sink, entry='a'):\n    def log(self, row): pass", "llmtrain calls log(row, *, more)"),
         (
             f"{FROZEN}class A(Schedule, choice='a'):\n    def factor(self, step, max_steps): return 1.0",
             "class A has no method after_warmup(step, max_steps): Schedule needs it",

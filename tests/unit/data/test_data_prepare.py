@@ -53,10 +53,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(corpus: Path, out: Path, *more: str) -> list[str]:
-    return [
-        *("--source", str(corpus), "--out", str(out), "--vocab-size", "300", "--shard-bytes", SHARD_BYTES),
-        *more,
-    ]
+    return [*("--source", str(corpus), "--out", str(out), "--vocab-size", "300", "--shard-bytes", SHARD_BYTES), *more]
 
 
 @pytest.fixture(scope="module")

@@ -135,10 +135,7 @@ def test_truncated_and_corrupt_streams(tmp_path: Path, suffix: str) -> None:
     ("data", "place"),
     [
         (b"one\ntwo\xff\n", "line 2: invalid UTF-8: byte 0xff; convert it, such as `iconv -f LATIN1 -t UTF-8 FILE"),
-        (
-            "text".encode("utf-16"),
-            "line 1: invalid UTF-8: byte 0xff; convert it, such as `iconv -f UTF-16 -t UTF-8 ",
-        ),
+        ("text".encode("utf-16"), "line 1: invalid UTF-8: byte 0xff; convert it, such as `iconv -f UTF-16 -t UTF-8 "),
         (b"%PDF-1.4\nno byte that UTF-8 lacks", "line 1: it is a PDF: convert it to text first, such as by `pdftotext"),
         (b"%PDF-1.7\n%\xe2\xe3", "line 1: it is a PDF"),
         (b"\x89PNG\r\n\x1a\n", "line 1: it is a PNG picture, which has no text: leave it out"),

@@ -248,10 +248,7 @@ def test_a_loss_mask_beside_the_ids_is_not_passed_over(
 
 def test_rows_say_which_tokens_are_counted(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [[5, 6, 7, 8], [9, 10, 11]]
-    marked = [
-        {"input_ids": rows[0], "labels": [-100, -100, 7, 8]},
-        {"input_ids": rows[1], "loss_mask": [0, 1, 1]},
-    ]
+    marked = [{"input_ids": rows[0], "labels": [-100, -100, 7, 8]}, {"input_ids": rows[1], "loss_mask": [0, 1, 1]}]
     wrong = [
         {"input_ids": [1, 2, 3], "labels": [2, 3, -100]},
         {"input_ids": [1, 2, 3], "loss_mask": [0, 1]},

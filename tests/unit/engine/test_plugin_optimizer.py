@@ -64,12 +64,7 @@ class Mine(Optimizer, choice="mine"):
 @pytest.mark.parametrize(
     ("step", "state", "build", "told"),
     [
-        (
-            "norm",
-            "()",
-            "return Own(groups)",
-            "two halves of a flat tensor, with moments of 0, do not step like",
-        ),
+        ("norm", "()", "return Own(groups)", "two halves of a flat tensor, with moments of 0, do not step like"),
         ("rows", "('rows',)", "return Own(groups)", "rows in the optimizer's state is no tensor of the"),
         ("undeclared", "()", "return Own(groups)", "its class says state = (). Write state = ('m',)"),
         ("ones", "('m',)", "return Own(groups)", "do not step like the whole tensor"),

@@ -54,11 +54,7 @@ PARTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     ),
     **dict.fromkeys(
         ("gpt_neox", "gpt_neox_serial"),
-        (
-            ("gpt_neox.embed_in", "gpt_neox.emb_dropout"),
-            "gpt_neox.layers",
-            ("gpt_neox.final_layer_norm",),
-        ),
+        (("gpt_neox.embed_in", "gpt_neox.emb_dropout"), "gpt_neox.layers", ("gpt_neox.final_layer_norm",)),
     ),
 }
 """(before, list of layers, after)"""

@@ -34,11 +34,7 @@ def within(manager: Callable[[], Any]) -> Callable[[], None]:
     ("owner", "name", "use"),
     [
         (masking_utils, "find_packed_sequence_indices", within(lambda: transformers_private.documents_are(None))),
-        (
-            masking_utils,
-            "_preprocess_mask_arguments",
-            within(lambda: transformers_private.masks_of_whole_rows(PLACES)),
-        ),
+        (masking_utils, "_preprocess_mask_arguments", within(lambda: transformers_private.masks_of_whole_rows(PLACES))),
         (inductor, "fresh_cache", within(transformers_private.fresh_compilation_cache)),
         (nn.Module, "register_parameter", within(transformers_private.parameters_on_meta)),
         (PreTrainedModel, "_from_config", lambda: transformers_private.build_with(LlamaForCausalLM, SMALL)),

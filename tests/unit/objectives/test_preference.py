@@ -208,10 +208,7 @@ def test_show_names_the_sides(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     ("more", "reason"),
-    [
-        (("--count", "all"), "--count all: "),
-        (("--max-tokens", "9", "--too-long", "cut"), "--too-long cut: "),
-    ],
+    [(("--count", "all"), "--count all: "), (("--max-tokens", "9", "--too-long", "cut"), "--too-long cut: ")],
 )
 def test_options_that_cannot_be(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], reason: str

@@ -132,10 +132,7 @@ def test_pick_and_put(region, seed):
     assert torch.equal(other[elements(region)], values) and int((other != 0).sum()) == region.numel
 
 
-@given(
-    stride=st.sampled_from([5, 300, 65536, 70000]),
-    data=st.data(),
-)
+@given(stride=st.sampled_from([5, 300, 65536, 70000]), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_the_checksums_of_shards_add_up(stride, data):
     """Short and long rows, within and across the blocks of 65536 that share a factor."""

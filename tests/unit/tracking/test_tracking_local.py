@@ -27,14 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def tracker(run_dir: Path, *, start_step: int = 0, enabled: bool = True) -> Tracker:
-    return Tracker(
-        run_dir,
-        run_id="r",
-        config={},
-        total_steps=10,
-        enabled=enabled,
-        start_step=start_step,
-    )
+    return Tracker(run_dir, run_id="r", config={}, total_steps=10, enabled=enabled, start_step=start_step)
 
 
 def strict_json(line: str) -> dict:

@@ -6,14 +6,7 @@ import math
 
 import pytest
 
-from llmtrain.tracking.metrics import (
-    Throughput,
-    TokenFlops,
-    metric_of,
-    metrics,
-    peak_flops,
-    perplexity,
-)
+from llmtrain.tracking.metrics import Throughput, TokenFlops, metric_of, metrics, peak_flops, perplexity
 
 
 @pytest.mark.parametrize(
