@@ -235,6 +235,11 @@ def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def resumed(run: Path) -> list[int]:
+    """Steps at which launches have resumed the run."""
+    return [event["step"] for event in rows(run, "events.jsonl") if event["kind"] == "resume"]
+
+
 def losses(run: Path) -> dict[int, float]:
     """Training loss by step."""
     return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}

@@ -194,7 +194,7 @@ def test_what_one_rank_cannot_compile_is_compiled_on_none(pools, small_data):
     case = Case(data=small_data, stage=1, compile_layers=True)
     for said, compiles in pools(2).run(started, case, [None, "no g++"]):
         assert not compiles
-        assert "model.compile_layers is true" in said and "no g++" in said and "null" in said
+        assert "model.compile_layers" in said and "no g++" in said and "null" in said
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -220,14 +221,10 @@ def stale_copies(world: Any) -> None:
 @pytest.mark.parametrize(
     ("broken", "stage", "message"),
     [
-        (unreadable_on_rank_1, 2, "no checkpoint can be resumed from. step-00000002: rank-00000.safetensors cannot be"),
-        (
-            other_bytes_on_rank_1,
-            0,
-            "exp_avg of lm_head.weight differs from the manifest after loading, though its",
-        ),
-        (stale_copies, 1, "the optimizer keeps other values of lm_head.weight"),
-        (stale_copies, 3, "the optimizer keeps other values of lm_head.weight"),
+        (unreadable_on_rank_1, 2, r"step-00000002: rank-00000\.safetensors"),
+        (other_bytes_on_rank_1, 0, r"exp_avg of lm_head\.weight .*manifest"),
+        (stale_copies, 1, r"optimizer .* lm_head\.weight"),
+        (stale_copies, 3, r"optimizer .* lm_head\.weight"),
     ],
 )
 def test_what_one_rank_meets_ends_all_with_one_message(pools, small_data, run, broken, stage, message):
@@ -235,7 +232,7 @@ def test_what_one_rank_meets_ends_all_with_one_message(pools, small_data, run, b
         pools(2).run(try_resume, Case(data=small_data, stage=stage), [{"folder": str(run)}], broken)
     )
     kind = "ModelError: " if broken is stale_copies else "CheckpointError: "
-    assert message in error and error.startswith(kind)
+    assert re.search(message, error) and error.startswith(kind)
     assert {p.name for p in (run / "checkpoints").iterdir()} == {"step-00000001", "step-00000002"}
 
 
@@ -288,17 +285,17 @@ def test_what_cannot_travel_is_refused_by_name(pools, small_data, run, imported,
     ]
     attempts = [{**attempt, "folder": str(tmp_path / str(index))} for index, attempt in enumerate(attempts)]
     found = same_on_all_ranks(pools(2).run(try_resume, Case(data=small_data, stage=2), attempts))
-    assert f"--resume {imported['weights']} --resume-weights-only" in found[0] and "parameters alone" in found[0]
-    assert "it lacks exp_avg_sq of lm_head.weight, exp_avg_sq of model.norm.weight, which this run trains" in found[1]
-    assert "data_fingerprint was 'd' and is 'e'" in found[2] and "resume_weights_only" in found[2]
-    assert "optimizer was 'adamw' and is 'muon'" in found[3] and "resume_weights_only" in found[3]
-    assert "vocab_size was 512 and is 640" in found[4]
+    assert f"--resume {imported['weights']} --resume-weights-only" in found[0]
+    assert "exp_avg_sq of lm_head.weight, exp_avg_sq of model.norm.weight" in found[1]
+    assert re.search("data_fingerprint .*'d' .*'e'", found[2]) and "resume_weights_only" in found[2]
+    assert re.search("optimizer .*'adamw' .*'muon'", found[3]) and "resume_weights_only" in found[3]
+    assert re.search(r"vocab_size .*\b512 .*\b640\b", found[4])
     name, lines = found[5]
-    assert name == "step-00000001" and "does not name its data" in lines[-1] and "from sequence 12 on" in lines[-1]
+    assert name == "step-00000001" and " data" in lines[-1] and "sequence 12 " in lines[-1]
 
     muon = [{"folder": str(tmp_path / "m"), "resume": imported["unrecorded"]}]
     (error,) = same_on_all_ranks(pools(2).run(try_resume, Case(data=small_data, optimizer="muon"), muon))
-    assert "it holds exp_avg, exp_avg_sq, param, this run's optimizer keeps exp_avg, exp_avg_sq, momentum" in error
+    assert re.search("exp_avg, exp_avg_sq, param.*exp_avg, exp_avg_sq, momentum", error)
 
 
 def test_weights_alone_begin_a_new_run(pools, small_data, run, imported, tmp_path):
@@ -319,4 +316,4 @@ def test_weights_alone_begin_a_new_run(pools, small_data, run, imported, tmp_pat
     assert name == "step-00000002" and lines[0].startswith(f"took the parameters of {path} (step 2)")
     larger = replace(case, model={**LLAMA, "vocab_size": 640})
     (error,) = same_on_all_ranks(pools(2).run(try_resume, larger, attempts))
-    assert "has shape [512, 64] there, but the model's configuration makes it [640, 64]" in error
+    assert re.search(r"\[512, 64\] .*\[640, 64\]", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -116,7 +117,7 @@ def test_each_host_keeps_its_own_files_and_all_have_the_manifest(pools, small_da
         assert (first / name).read_bytes() == (second / name).read_bytes()
     assert verify(first) == [f"rank-00001.safetensors (rank 1): is missing: it is on {HOST}"]
     assert verify(first, whole=False) == []
-    assert "1 checkpoints kept" in prune(tmp_path / "host-1", 1, dry_run=False).lines[-1]
+    assert "1 checkpoint" in prune(tmp_path / "host-1", 1, dry_run=False).lines[-1]
     shutil.copytree(second, first, dirs_exist_ok=True)  # what docs/cluster.md says: copy the hosts' folders together
     assert verify(first) == [] and rows(first.parent)[0].state == "complete"
 
@@ -130,7 +131,7 @@ def test_a_resume_fetches_what_its_ranks_read_and_no_more(pools, small_data, tmp
     want, _ = pools(2).run(train_and_save, Case(data=small_data, stage=saved), str(tmp_path), "sync", [2])[0]
     results = pools(2).run(load_and_gather, Case(data=small_data, stage=loaded), str(tmp_path), False)
     for step, lines, state in results:
-        assert step == 2 and "at step 2" in lines[0], lines
+        assert step == 2 and "step 2" in lines[0], lines
         assert_equal(state, want)
     both = ["rank-00000.safetensors", "rank-00001.safetensors"]
     for host in (0, 1):
@@ -195,7 +196,7 @@ def test_parameters_alone_are_refused_as_a_resume_in_words(pools, small_data, tm
     """What the ranks would read is not there: no rank waits for another."""
     muon = Case(data=small_data, stage=1, optimizer="muon")
     for told in pools(2).run(load_and_gather, muon, str(tmp_path), False):
-        assert "this run's optimizer keeps" in told, told
+        assert "optimizer" in told and "momentum" in told, told
 
 
 def test_a_checkpoint_that_one_host_did_not_complete_is_passed_over(pools, small_data, tmp_path):
@@ -206,7 +207,7 @@ def test_a_checkpoint_that_one_host_did_not_complete_is_passed_over(pools, small
     shutil.copytree(tmp_path / "b" / newer, tmp_path / "a" / newer)
     step, lines, _ = pools(2).run(load_and_gather, case, str(tmp_path / "a"), False)[0]
     assert step == 1
-    assert lines[0] == f"skipped step-00000002: no host has rank-00001.safetensors, written on {HOST}"
+    assert re.match(f"skipped step-00000002: .*rank-00001.safetensors.* {HOST}$", lines[0])
     assert checkpoints(tmp_path / "a", 0) == ["step-00000001", "step-00000002.damaged"]
 
 
@@ -214,7 +215,7 @@ def test_without_a_hosts_files_nothing_begins(pools, small_data, tmp_path, saved
     case = Case(data=small_data, stage=1)
     shutil.rmtree(tmp_path / "host-1")
     for told in pools(2).run(load_and_gather, case, str(tmp_path), False):
-        assert "no checkpoint can be resumed from" in told and "no host has rank-00001.safetensors" in told
+        assert "rank-00001.safetensors" in told and HOST in told, told
     assert checkpoints(tmp_path, 0) == ["step-00000002"], "nothing is renamed when nothing was resumed"
 
 
@@ -224,7 +225,7 @@ def test_a_file_that_changed_on_its_way_is_not_believed(pools, small_data, tmp_p
     content[-5] ^= 1
     path.write_bytes(content)
     for told in pools(2).run(load_and_gather, Case(data=small_data, stage=0), str(tmp_path), False):
-        assert "rank-00001.safetensors is damaged" in told
+        assert "rank-00001.safetensors" in told and "manifest" in told, told
     assert files(tmp_path, 0) == [MANIFEST, "rank-00000.safetensors", TRAINER]
 
 
@@ -267,9 +268,9 @@ def test_who_shares_a_folder(pools, tmp_path):
     leaders, split, members = found[1]
     assert leaders[0] == leaders[3] == 0 and leaders[1] == leaders[2] in (1, 2) and split and members == [1, 2]
     for told in pools(4).run(look, [c, c, a, c], False):
-        assert f"{HOST} is not the folder that {HOST} sees there" in told and "checkpoint.dir" in told
+        assert HOST in told and "checkpoint.dir" in told, told
     assert not list(tmp_path.rglob(".seen-*")), "marks are left"
     (tmp_path / "file").write_text("")
     for told in pools(4).run(look, [a, a, str(tmp_path / "file/checkpoints"), a], True):
-        assert "file/checkpoints cannot be used: Not a directory" in told
+        assert re.search(f"file/checkpoints .*{os.strerror(errno.ENOTDIR)}", told)
     assert not list(tmp_path.rglob(".seen-*"))

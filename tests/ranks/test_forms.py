@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_fp16_without_a_smaller_loss_scale_stops_with_a_message(pools, small_dat
     scale = {"enabled": True, "initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 1}
     case = Case(data=small_data, stage=stage, precision="fp16", extra={"fp16": scale})
     for skipped, message in pools(2).run(at_the_floor, case):
-        assert skipped == 3 and "smallest loss scale" in message and "bf16" in message  # 8, 4, 2, then 1
+        assert skipped == 3 and "loss scale" in message and "bf16" in message  # 8, 4, 2, then 1
 
 
 def test_a_bf16_run_orthogonalises_in_fp16_where_the_device_has_it(pools, small_data):
@@ -171,7 +172,7 @@ def test_pretrained_weights_are_proved(pools, small_data, tmp_path, world_size, 
     pool = pools(world_size)
     assert pool.run(load_pretrained, case, str(tmp_path), None) == [""] * world_size
     (error, *_) = pool.run(load_pretrained, case, str(tmp_path), "model.layers.2.mlp.down_proj.weight")
-    assert "1 of 39 parameters differ from the file" in error and "layers.2.mlp.down_proj" in error
+    assert "1 of 39 parameters" in error and "layers.2.mlp.down_proj" in error
 
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     moved = index["weight_map"].pop("model.norm.weight")
@@ -183,7 +184,7 @@ def test_pretrained_weights_are_proved(pools, small_data, tmp_path, world_size, 
     index["weight_map"]["model.other.weight"] = moved
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (error, *_) = pool.run(load_pretrained, case, str(tmp_path), None)
-    assert "lacks 1 of the model's 39 parameters" in error and "model.norm.weight" in error
+    assert re.search(r"\b1 of .*\b39 parameters", error) and "model.norm.weight" in error
 
 
 @pytest.mark.parametrize(

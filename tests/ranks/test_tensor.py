@@ -7,6 +7,7 @@ spacing of 5e-7; what 5 to 20 steps of AdamW make of that is seen to stay below 
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -78,8 +79,8 @@ def refused(case: Case) -> str:
 
 def test_ranks_that_would_share_different_parts(pools, small_data):
     for said in pools(2).run(refused, case_of(small_data, stage=3)):
-        assert "autotp_size 2: the ranks have found different parts" in said
-        assert "Rank 0: 28 linear maps. Rank 1: 12 linear maps; the attention is complete. Start" in said
+        assert "autotp_size 2" in said
+        assert re.search("Rank 0: 28 linear maps.*Rank 1: 12 linear maps.*the attention is complete", said), said
 
 
 TELLING = {

@@ -123,7 +123,7 @@ def test_zero_3_on_one_rank_says_that_it_waits_for_nothing(pools, small_data):
         (2, {"sequence": 2}, False),
     ):
         for notes in pools(world).run(notes_of, Case(data=small_data, stage=3, **changes)):
-            assert any("ZeRO 3 has no other rank to share parameters with" in note for note in notes) is says
+            assert any(note.startswith("ZeRO 3 has no other rank") for note in notes) is says
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)

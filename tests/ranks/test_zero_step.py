@@ -365,11 +365,7 @@ def test_another_deepspeed_trains_with_its_own_step(pools, small_data, form):
     assert ours[3] is zero_step.OneNormZero and theirs[3] is DeepSpeedZeroOptimizer
     assert theirs[0] == pytest.approx(ours[0], rel=1e-6) and theirs[1] == pytest.approx(ours[1], rel=1e-6)
     (note,) = set(theirs[2]) - set(ours[2])
-    assert re.match(
-        r"deepspeed 0\.\d+\.\d+: its DeepSpeedZeroOptimizer has different code in step, average_tensor; its own step "
-        "of ZeRO 1 and 2",
-        note,
-    )
+    assert re.match(r"deepspeed 0\.\d+\.\d+: .*DeepSpeedZeroOptimizer .* step, average_tensor.*ZeRO 1 and 2", note)
 
 
 def refused(case: Case) -> str:
@@ -382,7 +378,7 @@ def refused(case: Case) -> str:
 
 def test_another_deepspeed_with_fp32_sums_next_to_muon_is_refused(pools, small_data):
     case = Case(data=small_data, steps=2, stage=2, optimizer="muon", precision="bf16", extra=FP32_SUMS)
-    assert "norms and biases might not train. Install deepspeed==0.19.8" in pools(1).run(refused, case)[0]
+    assert "deepspeed==0.19.8" in pools(1).run(refused, case)[0]
 
 
 def test_a_missing_method_is_named(monkeypatch):

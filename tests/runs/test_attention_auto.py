@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -37,11 +38,11 @@ def test_a_start_says_what_attention_it_has_and_an_older_run_goes_on(tmp_path: P
         return output, json.loads((folder / "environment.json").read_text())["attention"], losses(folder)
 
     named, attention, first = run("run", "--model.attention", "sdpa", "--train.max_steps", "4", gpu=True)
-    assert attention == "sdpa" and "model.attention sdpa: with data.isolate_documents it computes all pairs" in named
+    assert attention == "sdpa" and re.search("model.attention sdpa: .*data.isolate_documents", named)
     resumed, attention, went_on = run("run", gpu=True)
-    assert "model.attention auto: varlen, which computes within documents" in resumed
+    assert "model.attention auto: varlen" in resumed
     assert attention == "varlen, documents one by one" and set(went_on) == {1, 2, 3, 4, 5, 6}
     plain, attention, whole = run("whole")
-    assert attention == "sdpa" and "model.attention auto: sdpa, as varlen is for GPUs" in plain
+    assert attention == "sdpa" and "model.attention auto: sdpa" in plain
     # The same function, but for bf16's rounding in another order: 2^-8 of scores of about 6 nats.
     assert all(abs(went_on[step] - whole[step]) < 0.02 for step in whole) and first.items() <= went_on.items()

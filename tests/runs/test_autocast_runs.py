@@ -5,6 +5,7 @@ More than 20 CPU s: a column, and three launches of two ranks.
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import equal
 from llmtrain import cli
 from tests.helpers import forked
 from tests.helpers.hf_folders import model_folder
-from tests.helpers.launching import TINY, losses, write_run
+from tests.helpers.launching import TINY, losses, resumed, write_run
 from tests.helpers.preference import prepared_preferences
 
 ARITHMETIC = "fp32 with products in bf16 (torch.autocast)"
@@ -47,11 +48,12 @@ def test_preferences_under_autocast(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.main(["reference", str(whole)]) == 0
     capsys.readouterr()
     code, output = forked.finish(recipe("bf16", {"bf16": {"enabled": True}}))
-    assert code == 2 and f"was computed in {ARITHMETIC}, and this run computes in bf16" in output, output
+    assert code == 2 and re.search(f"{re.escape(ARITHMETIC)}, .* bf16", output), output
 
     assert f", {ARITHMETIC}, ZeRO 2, " in forked.train(whole)
     forked.train(half, "--train.max_steps", "2")
-    assert "resumed from" in forked.train(half)
+    forked.train(half)
+    assert resumed(tmp_path / "half/run") == [2]
     runs = tmp_path / "whole/run", tmp_path / "half/run"
     assert losses(runs[0]) == losses(runs[1]) and len(losses(runs[0])) == STEPS
     exports = [load_file(run / "export/model.safetensors") for run in runs]

@@ -58,9 +58,8 @@ def test_the_page_runs_and_its_decisions_survive_a_kill(
     launch.kill()
     assert max(evaluations(run)) < END, "it was to be killed before"
     output = train(recipe, *words)
-    how = "has not become better by more than min_delta 0.01 in 5 evaluations (it is "
-    assert f"the run is complete at step {END}: eval/wiki/loss {how}" in output
-    assert f"complete at step {END}" in train(other, *words) and "validation loss" in output
+    assert re.search(rf"complete at step {END}: eval/wiki/loss .*\b0\.01 in 5 evaluations", output), output
+    assert f"complete at step {END}" in train(other, *words)
     for folder in (run, tmp_path / "undisturbed/run"):
         assert [step_of(each) for each in complete_checkpoints(folder / "checkpoints")] == [END, FIRST]
     found = evaluations(run)
@@ -77,7 +76,7 @@ def test_the_page_runs_and_its_decisions_survive_a_kill(
             newest, best = capsys.readouterr().out.splitlines()[1:]
             assert f"complete, best: eval/wiki/loss {found[FIRST]:.4f}" in best and "best:" not in newest
     assert (tmp_path / "out/model.safetensors").is_file()
-    assert main(["prune", str(run), "--keep", "1"]) == 0 and "2 checkpoints kept" in capsys.readouterr().out
+    assert main(["prune", str(run), "--keep", "1"]) == 0 and re.search(r"\b2 checkpoints", capsys.readouterr().out)
     again = train(recipe, *words)  # it is complete, and stays so
     stops = [event["complete"] for event in rows(run, "events.jsonl") if event["kind"] == "stop"]
     assert "step 28" not in again and len(stops) > 1 and stops[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_explosion_stops_with_a_message_and_the_samples(small_data, tmp_path):
         *("--optim.lr", "1", "--optim.weight_decay", "1e30", "--schedule.name", "constant", "--fault.max_skipped", "3"),
     )
     assert code == 3, output
-    assert "3 steps in a row were skipped" in output and "fault.max_skipped is 3" in output
+    assert "error: 3 steps " in output and "fault.max_skipped" in output
     assert "Traceback" not in output and output.count("error:") == 1
     skips = [event for event in rows(run, "events.jsonl") if event["kind"] == "skip"]
     assert len(skips) == 3 and all(event["samples"] for event in skips)
@@ -38,7 +39,7 @@ def test_a_wrong_configuration_ends_every_rank_with_one_message(small_data, tmp_
     recipe = write_recipe(tmp_path, small_data)
     code, output = finish(launch(recipe, "--train.global_batch", "9", warm=warm), 30)
     assert code == 2 and "Traceback" not in output
-    assert output.count("error:") == 1 and "world size 2" in output
+    assert output.count("error:") == 1 and "train.global_batch" in output and "world size 2" in output
 
 
 LATE = """
@@ -61,7 +62,8 @@ def test_a_mistake_that_one_rank_meets_first_is_no_fault_of_the_others(small_dat
     (tmp_path / "late.py").write_text(LATE)
     words = ("--plugin", str(tmp_path / "late.py"), "--model.freeze", '["lm_head.weight"]')
     code, output = finish(launch(write_recipe(tmp_path, small_data), *words, warm=warm), 60)
-    assert code == 2 and output.count("error:") == 1 and "which are one tied tensor" in output, output
+    assert code == 2 and output.count("error:") == 1, output
+    assert "model.freeze" in output and "lm_head.weight" in output, output
     assert "ended by a signal" not in output, output
 
 
@@ -79,12 +81,12 @@ def test_a_wrong_configuration_costs_less_than_three_cpu_seconds(small_data, tmp
 
 def test_a_time_limit_ends_a_run_well(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    output = forked.train(
+    forked.train(
         recipe,
         *("--train.max_steps", "null", "--train.max_minutes", "0.1", "--schedule.name", "constant"),
         *("--checkpoint.every_minutes", "0.02", "--checkpoint.every_steps", "null", "--train.export", "true"),
     )
-    assert "validation loss" in output
+    assert any("eval/loss" in row for row in rows(run))
     stop = next(event for event in rows(run, "events.jsonl") if event["kind"] == "stop")
     assert stop["complete"] and stop["step"] == max(losses(run))
     assert (run / "export" / "model.safetensors").is_file()
@@ -96,7 +98,7 @@ def test_fp16_is_refused_where_the_device_lacks_it(small_data, tmp_path):
     fp16 = str(Path(__file__).parents[2] / "ds_configs" / "fp16.json")
     code, output = forked.finish(recipe, "--deepspeed", fp16, before=functools.partial(set_fp16, False))
     assert code == 2 and "Traceback" not in output
-    assert "fp16.enabled is true, but the device (cpu) does not support fp16" in output and "use bf16" in output
+    assert re.search(r"fp16\.enabled .*\(cpu\).*bf16", output, re.S), output
     code, output = forked.finish(recipe, "--deepspeed", fp16, "--train.max_steps", "4", before=HAVE_FP16)
     assert code == 0, output
 
@@ -110,12 +112,11 @@ def test_a_static_loss_scale_that_overflows_is_a_fault(small_data, tmp_path, sta
     run = write_run(tmp_path, small_data, scale, train)
     code, output = forked.finish(run, "--fault.max_skipped", "3", world_size=stages, before=HAVE_FP16)
     assert code == 3 and "Traceback" not in output and not (tmp_path / "run/export").exists(), output
-    assert "warning: step 2 skipped: non-finite gradient" in output and "(2 in a row)" in output
-    assert "error: 3 steps in a row were skipped" in output
-    assert "set fp16.loss_scale from the static 16777216 to 0 (dynamic)" in output
+    assert re.search(r"warning: step 2 skipped: .*\b2 in a row", output), output
+    assert re.search(r"error: 3 steps .*fp16\.loss_scale\b.* 16777216", output), output
     code, output = forked.finish(run, "--fault.max_skipped", "99", world_size=stages, before=HAVE_FP16)
     assert code == 3 and not (tmp_path / "run/export").exists(), output
-    assert "error: none of the 6 steps has changed a parameter: all were skipped, the last because its" in output
+    assert re.search(r"error: .*\b6 steps\b.*skipped", output), output
 
 
 ZERO = """
@@ -138,7 +139,7 @@ def test_a_run_whose_rate_is_0_in_all_steps_is_not_complete(small_data, tmp_path
     words = [run, "--plugin", str(tmp_path / "zero.py"), "--schedule.name", "zero", "--train.export", "true"]
     code, output = forked.finish(*words, "--train.max_steps", "3", world_size=1)
     assert code == 3 and not (tmp_path / "run/export").exists(), output
-    assert "none of the 3 steps has changed a parameter: the learning rate was 0 in all (" in output
+    assert re.search(r"error: .*\b3 steps\b.*learning rate", output), output
     more = ["--train.run_dir", str(tmp_path / "other"), "--schedule.warmup_steps", "2"]
     code, output = forked.finish(*words, *more, "--train.max_steps", "3", world_size=1)
     assert code == 0 and (tmp_path / "other/export").exists(), output
@@ -150,9 +151,9 @@ def test_a_loss_scale_that_grows_into_each_overflow_is_said_once(small_data, tmp
     train = {"global_batch": 8, "micro_batch": 8, "max_steps": 30}
     run = write_run(tmp_path, small_data, {"zero_optimization": {"stage": 1}, **scale}, train)
     code, output = forked.finish(run, "--train.max_steps", "2", world_size=1, before=HAVE_FP16)
-    assert code == 3 and "none of the 2 steps has changed" in output and "fp16.initial_scale_power" in output, output
+    assert code == 3 and re.search(r"error: .*\b2 steps\b.*fp16\.initial_scale_power", output), output
     code, output = forked.finish(run, world_size=1, before=HAVE_FP16)
-    assert code == 0 and output.count("the loss scale grows every 1 steps until gradients overflow") == 1, output
+    assert code == 0 and output.count("the loss scale grows every 1 steps") == 1, output
 
 
 def test_without_validation_data_check_and_train_agree_and_without_evaluation_it_trains(tmp_path, capsys):
@@ -165,11 +166,11 @@ def test_without_validation_data_check_and_train_agree_and_without_evaluation_it
     code, output = forked.finish(recipe, world_size=1)
     assert code == 2 and "Traceback" not in output and not run.exists(), output
     for told in (capsys.readouterr().err, output):
-        assert "its validation split (0 tokens) does not fill one sequence of data.sequence_length 32" in told
-        assert "--validation-source FILE, or set train.eval to off" in told
+        assert "(0 tokens)" in told and "data.sequence_length 32" in told
+        assert "--validation-source FILE" in told and "train.eval" in told
     off = ("--train.eval", "off", "--train.max_steps", "6")
     assert main(["config", "check", str(recipe), *off]) == 0
-    assert "no validation loss: train.eval is off" in forked.train(recipe, *off, world_size=1)
+    assert "train.eval is off" in forked.train(recipe, *off, world_size=1)
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6] and not any("eval/loss" in row for row in rows(run))
     assert "baselines" not in [event["kind"] for event in rows(run, "events.jsonl")]
     assert main(["report", str(run)]) == 0

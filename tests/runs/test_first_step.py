@@ -109,8 +109,8 @@ def test_a_reference_column_that_is_one_row_off_ends_the_run_at_its_start(
     forked.train(again, "--train.seed", "7", world_size=1)
     assert math.isclose(first_loss(tmp_path / "b/run"), math.log(2), abs_tol=1e-6)
     late_by_one(data)
-    said = refused(file, "objective.name dpo: before the first step the model and its reference have the same weights")
-    assert "log-probabilities of an answer differ by" in said and "llmtrain reference RUN.yaml" in said
+    said = refused(file, "objective.name dpo: ")
+    assert " an answer " in said and "llmtrain reference RUN.yaml" in said
 
 
 def test_a_column_whose_prompts_with_other_answers_are_off_ends_a_run_of_kto(

@@ -33,7 +33,7 @@ def test_checkpoints_and_exports_are_those_of_a_run_without(small_data: str, tmp
             checkpoint={"every_steps": 3},
         )
         said = forked.train(recipes[kind], *more)
-        assert ("multiply in fp8, emulated: a CPU cannot multiply in fp8" in said) == bool(more), said
+        assert ("fp8, emulated" in said) == bool(more), said
     plain, fp8 = (load_file(tmp_path / kind / "export/model.safetensors") for kind in words)
     assert {name: (t.shape, t.dtype) for name, t in fp8.items()} == {n: (t.shape, t.dtype) for n, t in plain.items()}
     kinds = {

@@ -29,7 +29,7 @@ from tests.helpers.checkpoints import at
 from tests.helpers.families import FROZEN
 from tests.helpers.hf_folders import new_model
 from tests.helpers.hub_server import serving
-from tests.helpers.launching import losses, write_run
+from tests.helpers.launching import losses, resumed, write_run
 from tests.helpers.loaders import loader_of
 from tests.helpers.plain import PlainTraining, mean_cross_entropy
 
@@ -109,7 +109,8 @@ def test_what_does_not_train_is_kept_from_a_pretrained_folder_to_the_export(smal
     folder = pretrained(tmp_path / "hf", family, torch.bfloat16 if bf16 else torch.float32)
     path = recipe(tmp_path / "a", small_data, form, {"pretrained": str(folder)})
     forked.train(path, "--train.max_steps", "2")
-    assert "resumed from" in forked.train(path)
+    forked.train(path)
+    assert resumed(tmp_path / "a/run") == [2]
     export = tmp_path / "a" / "run" / "export"
     expected = {name: load_file(folder / "model.safetensors")[name] for name in raw(folder)}
     assert expected and all(value.abs().max() > 0.05 for value in expected.values())
@@ -153,7 +154,8 @@ def test_a_run_that_freezes_leaves_those_in_their_folder_and_exports_them_byte_b
     folder.rename(moved)
     folder.mkdir()  # as a mount leaves its point
     (tmp_path / "a" / "ds.json").write_text(json.dumps({**FORMS["zero3"], "optimizer": {"type": "Lion"}}))
-    assert "resumed from" in forked.train(path, "--model.pretrained", str(moved))
+    forked.train(path, "--model.pretrained", str(moved))
+    assert resumed(tmp_path / "a/run") == [2]
     before, after = folder_tensors(moved), folder_tensors(tmp_path / "a" / "run" / "export")
     same = {name for name, value in before.items() if after[name].dtype == value.dtype and after[name].equal(value)}
     assert after.keys() == before.keys() and same == frozen
@@ -190,9 +192,7 @@ def test_a_base_on_the_hub_is_fetched_once_a_host_and_stays_at_its_commit(small_
         shutil.rmtree(home)
         caches = [str(tmp_path / "one"), str(tmp_path / "two")]
         code, output = forked.finish(path, before=partial(on_own_hosts, hub.url, caches))
-        assert (
-            code == 0 and "resumed from" in output and f"commit {commit} (the one that the run began with)" in output
-        ), output
+        assert code == 0 and resumed(run) == [2] and f"commit {commit} " in output, output
         assert hub.count("GET /api/models/org/base") == 6, "the same on each host"
     before, after = folder_tensors(tmp_path / "hf"), folder_tensors(run / "export")
     frozen = {name for name, value in before.items() if after[name].dtype == value.dtype and after[name].equal(value)}
@@ -208,9 +208,9 @@ def test_a_folder_without_its_biases_is_refused_before_training(small_data, tmp_
     save_file({n: t for n, t in tensors.items() if not n.endswith("bias")}, folder / "model.safetensors")
     assert main(["checkpoint", "from-hf", str(folder), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "lacks 3 tensors that training does not change" in said and "save it again" in said, said
+    assert f"{folder}" in said and "3 tensors" in said, said
     code, said = forked.finish(recipe(tmp_path / "a", small_data, "zero2", {"pretrained": str(folder)}))
-    assert code == 2 and "model.pretrained" in said and "lacks 3 tensors" in said and "Traceback" not in said, said
+    assert code == 2 and "model.pretrained" in said and "3 tensors" in said and "Traceback" not in said, said
 
 
 def test_a_family_that_keeps_integers_with_its_weights_is_refused_before_training(small_data, tmp_path):

@@ -125,5 +125,5 @@ def test_too_many_skipped_steps_end_it_one_step_later(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, output, folder = run(tmp_path, small_data, late, "--fault.max_skipped", "2")
-    assert code == 3 and "error: 2 steps in a row were skipped for a non-finite gradient" in output, output
+    assert code == 3 and "error: 2 steps " in output and "non-finite" in output, output
     assert [event["step"] for event in rows(folder, "events.jsonl") if event["kind"] == "skip"] == [3, 4]

@@ -10,6 +10,7 @@ import functools
 import io
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -157,27 +158,26 @@ def test_another_function_of_the_same_shapes_is_refused_by_its_keys(played: Path
     }
     for told in keys.get(way, ["rms_norm_eps: 1e-06 -> 0.05", "rope_parameters.rope_theta: 10000.0 -> 50.0"]):
         assert told in text, text
-    whose = {"reference": "its column was computed with", "teacher": "teacher's "}
+    whose = {"reference": "column", "teacher": "teacher"}
     assert whose.get(way, "") in text
     assert not (played / "branch/checkpoints").exists() or not list((played / "branch/checkpoints").iterdir())
 
 
 def test_another_function_that_is_meant_is_told_in_one_line(played: Path) -> None:
-    assert (
-        said(played, "meant", 0).count("warning: resume_model new: the weights of whole/checkpoints/step-00000002") == 1
-    )
-    assert "name it: resume: PATH" in said(played, "unnamed")
+    [warning] = [line for line in said(played, "meant", 0).splitlines() if "resume_model new" in line]
+    assert warning.startswith("warning: ") and "whole/checkpoints/step-00000002" in warning
+    assert "resume: PATH" in said(played, "unnamed")
 
 
 def test_fields_that_decide_nothing_and_another_spelling_are_not_refused(played: Path) -> None:
     """The third step is that of the run that nobody has disturbed, to the last digit."""
-    assert "changed since: model_config.eos_token_id: 2 -> 5" in said(played, "harmless", 0)
+    assert "model_config.eos_token_id: 2 -> 5" in said(played, "harmless", 0)
     assert losses(played / "harmless")[3] == losses(played / "whole")[3]
 
 
 def test_an_adapter_whose_base_has_other_positions_is_exported_with_a_warning(played: Path) -> None:
     text = said(played, "peft", 0)
-    assert "warning: peft/export: its adapter was trained" in text and "to-hf RUN FOLDER --merge" in text
+    assert re.search("warning: peft/export: .*to-hf RUN FOLDER --merge", text), text
 
 
 def in_its_folder(here: str, rank: int) -> None:
@@ -190,7 +190,7 @@ def test_hosts_whose_folders_differ_do_not_train_together(played: Path, tmp_path
     edit(tmp_path / "host-1/hf", rms_norm_eps=0.05)
     words = ("--train.run_dir", str(tmp_path / "run"), "--train.micro_batch", "2")
     code, output = forked.finish(played / "recipe.yaml", *words, before=functools.partial(in_its_folder, str(tmp_path)))
-    assert code != 0 and "configuration of the model.rms_norm_eps" in output and "Traceback" not in output, output
+    assert code != 0 and "model.rms_norm_eps" in output and "Traceback" not in output, output
 
 
 def test_a_resume_makes_the_changes_of_rope_that_the_run_has_made(played: Path) -> None:

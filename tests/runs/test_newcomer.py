@@ -58,13 +58,14 @@ def test_the_newcomers_path(place: Workplace) -> None:
     finally:
         if process.poll() is None:
             kill_tree(process)
-    assert code == 0 and "the same command continues" in output, output
+    stop = rows(run, "events.jsonl")[-1]
+    assert (code, stop["kind"], stop["complete"]) == (0, "stop", False), output
     stopped = int(complete_checkpoints(run / "checkpoints")[0].name[5:])
     assert 20 <= stopped < 240
 
     output = place.run(train)
     assert f"at step {stopped}" in output and rows(run)[-1]["step"] == 240, output
-    assert "a bigram model" in output
+    assert "bigram" in output
     losses = [row["loss"] for row in rows(run) if "loss" in row]
     assert losses[-1] < losses[0]
     assert (run / "export" / "model.safetensors").is_file()
@@ -75,7 +76,7 @@ def test_the_newcomers_path(place: Workplace) -> None:
 
     prompt = shlex.split(generate)[-1]
     output = place.run(f"{generate} --max-tokens 20")
-    assert f"\n{prompt}" in output and "of step 240" in output, output
+    assert f"\n{prompt}" in output and "step 240" in output, output
     assert main(["report", str(run)]) == 0
     assert "training, smoothed" in Page(run / "report/index.html").text  # of at least ten points
 

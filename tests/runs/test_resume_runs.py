@@ -21,7 +21,7 @@ from llmtrain import cli
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from tests.helpers import forked
 from tests.helpers.checkpoints import flip
-from tests.helpers.launching import losses, rows, write_recipe
+from tests.helpers.launching import losses, resumed, rows, write_recipe
 from tests.helpers.stored import machine
 
 CONSTANT = ("--schedule.name", "constant")
@@ -53,7 +53,8 @@ def test_checkpoints_that_earlier_code_made_go_on_as_it_would_have(tmp_path, sav
     tree = yaml.safe_load((FORMAT_1 / saved / "recipe.yaml").read_text())
     tree["data"]["path"], tree["train"]["run_dir"] = str(FORMAT_1 / "data"), str(tmp_path / "run")
     recipe.write_text(yaml.safe_dump({**tree, "deepspeed": str(file)}))
-    assert "step-00000003 at step 3" in forked.train(recipe, "--train.max_steps", "5")
+    forked.train(recipe, "--train.max_steps", "5")
+    assert resumed(tmp_path / "run") == [3]
     want = json.loads((FORMAT_1 / "losses.json").read_text())
     got = losses(tmp_path / "run")
     if saved.startswith(form) and machine() == want["machine"]:
@@ -90,14 +91,11 @@ def test_auto_walks_back_past_every_kind_of_damage(trained, small_data, tmp_path
     output = forked.train(recipe, *CONSTANT, "--train.max_steps", "16", "--checkpoint.keep", "8")
     said = {line.split(":")[0][-2:]: line for line in output.splitlines() if line.startswith("skipped step-")}
     assert list(said) == ["16", "14", "12", "10", "08", "06", "04"]
-    assert "rank-00001.safetensors is damaged" in said["16"] and "differs from the manifest" in said["16"]
-    assert "rank-00000.safetensors" in said["14"]
-    assert "rank-00000.safetensors has 20000 bytes instead of" in said["12"]
-    assert "rank-00001.safetensors is missing" in said["10"]
-    assert "trainer.json" in said["08"]
-    assert "trainer.json is damaged" in said["06"]
-    assert "manifest.json" in said["04"]
-    assert f"resumed from {at[2]} at step 2" in output
+    files = {step: re.search(r"(rank-\d+|trainer|manifest)\.", line)[1] for step, line in said.items()}
+    tensors = {"16": "rank-00001", "14": "rank-00000", "12": "rank-00000", "10": "rank-00001"}
+    assert files == {**tensors, "08": "trainer", "06": "trainer", "04": "manifest"}, said
+    assert "20000 bytes" in said["12"] and "missing" in said["10"]
+    assert str(at[2]) in output and resumed(run) == [2]
     assert losses(run) == before
     names = {p.name for p in (run / "checkpoints").iterdir()}
     assert {f"{at[step].name}.damaged" for step in range(4, 18, 2)} <= names
@@ -110,7 +108,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(trained, tmp_path):
     to = ("--train.run_dir", str(tmp_path / "to"), "--resume", str(copied))
     code, output = forked.finish(recipe, *CONSTANT, *to, world_size=1)
     assert code == 2 and "Traceback" not in output and output.count("error:") == 1
-    assert "copied: rank-00000.safetensors is damaged" in output and "differs from the manifest" in output
+    assert "copied: rank-00000.safetensors" in output, output
     assert copied.is_dir() and not rows(tmp_path / "to")
 
 
@@ -203,9 +201,9 @@ def test_a_second_run_in_one_process_is_longer_and_says_so(small_data: str, tmp_
         before=functools.partial(train_first, words),
     )
     assert code == 0, output
-    assert output.count("max_steps 5 is reached, nothing to do: raise it to train on") == 1, output
-    assert 'parameters, fp32 (by the JSON\'s "auto"), ZeRO 1' in output, output
-    assert "changed since: run.train.max_steps: 5 -> 20" in output
+    assert output.count("max_steps 5 is reached") == 1, output
+    assert re.search(r'fp32 \(.*"auto"\), ZeRO 1', output), output
+    assert "train.max_steps: 5 -> 20" in output
     told = re.search(r"rate jumps to (\S+) at step 6, where \S+ was planned \(it was (\S+) at step 5\)", output)
     assert told, output
     second, first = told.groups()
@@ -225,5 +223,5 @@ def test_a_second_run_in_one_process_is_longer_and_says_so(small_data: str, tmp_
         str(tmp_path / "b"),
         world_size=1,
     )
-    assert code == 0 and "step-00000020 at step 20" in output, output
+    assert code == 0 and resumed(tmp_path / "b") == [20], output
     assert re.search(r"\d+ epochs of \S+, whose training split has \S+ tokens; beyond 4 epochs text", output)

@@ -188,7 +188,7 @@ def test_the_rate_of_a_saved_stage_is_compared(here: Path) -> None:
     enter = functools.partial(prepare_rank, here, "stages", 0, exports=False)
     folder = here / "runs/stages"
     code, said = forked.finish(folder / "config.yaml", "--deepspeed", "zero1.json", world_size=1, before=enter)
-    assert code == 0 and "the learning rate jumps" in said and "0.005 at step 4," in said, said
+    assert code == 0 and re.search(r"learning rate .*\b0\.005 at step 4,", said), said
 
 
 def said_by(*words: str) -> list[str]:

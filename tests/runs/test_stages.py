@@ -88,8 +88,8 @@ def test_other_data_goes_on_from_a_checkpoint(trained, small_data, other_data, c
     words = ("--resume", str(first), "--data.path", other_data, "--train.run_dir", str(branch))
     recipe = trained / "first.yaml"
     code, output = forked.finish(recipe, *CONSTANT, *words, world_size=1)
-    assert code == 2 and "Traceback" not in output and "data_fingerprint was" in output
-    assert "--resume_data new" in output and "from step 4 on or later" in output
+    assert code == 2 and "Traceback" not in output and "data_fingerprint" in output
+    assert "--resume_data new" in output and "from step 4" in output
     for steps in ("6", "8"):
         output = forked.finish(
             recipe, *CONSTANT, *words, "--resume_data", "new", "--train.max_steps", steps, world_size=1
@@ -139,7 +139,7 @@ def test_rotary_positions_change_at_a_border_and_are_exported(small_data, tmp_pa
     assert losses(again) == {4: want[4], 5: want[5]}
     flat = ("--data.stages", "[{from_step: 2, sequence_length: 64}]")
     code, output = forked.finish(path, *words[:-1], str(tmp_path / "flat"), *flat, world_size=1)
-    assert code == 2 and "rope_parameters.rope_theta: 50.0 -> 10000.0" in output and "the rope of data.stages" in output
+    assert code == 2 and "rope_parameters.rope_theta: 50.0 -> 10000.0" in output and "data.stages" in output
 
 
 def test_the_report_shows_where_a_stage_begins(trained):

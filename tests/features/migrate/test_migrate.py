@@ -144,12 +144,12 @@ def test_a_name_of_other_stacks_is_answered_from_the_page_and_no_unrelated_word_
         ("loss_type", ["sigmoid", "sft"], "`[sigmoid, sft]` is `rpo`"),
         ("loss_type", "kto", "`kto` is `kto`"),  # KTO's
         ("loss_type", "sppo_hard", "others: not here"),
-        ("use_peft", True, "did you mean adapter.r? (it turns the adapter on)"),
+        ("use_peft", True, "adapter.r?"),
         ("dataset_train_split", "train", "`llmtrain prepare --source`: `hf:ORG/NAME/data/train-*`"),
-        ("hub_strategy", "end", "nothing is pushed while a run trains; `llmtrain checkpoint to-hf --push`"),
+        ("hub_strategy", "end", "`llmtrain checkpoint to-hf --push`"),
         ("save_safetensors", True, "remove it: always"),
-        ("predict_with_generate", True, "did you mean samples.prompts?"),
-        ("plugin", "mine.py", "give it on the command line: --plugin mine.py"),
+        ("predict_with_generate", True, "samples.prompts?"),
+        ("plugin", "mine.py", "--plugin mine.py"),
         ("local_rank", 0, "the launcher gives it"),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_site_that_dies_between_the_two_meetings_counts_if_all_others_have_its
     ("wrong", "said"),
     [
         (Server.close, "refused|Errno"),
-        (sends_nothing, r"not sent all of it within [\d.]+ s"),
+        (sends_nothing, r"within [\d.]+ s"),
     ],
 )
 def test_a_site_whose_parameters_do_not_come_is_left_out(begun, wrong, said) -> None:
@@ -189,9 +189,9 @@ def test_most_sites_go_on(votes, going, used) -> None:
     ("names", "compress", "last", "claims", "says"),
     [
         ("abc", "none", float("nan"), None, "not finite"),
-        ("abc", "none", 1e9, None, "the limit is 100"),
-        ("ab", "int8", 1e9, None, "the limit is 100"),
-        ("abc", "none", 1e9, 1 << 40, "steps of 2 sequences have fewer"),  # small for each of so many samples
+        ("abc", "none", 1e9, None, " 100"),
+        ("ab", "int8", 1e9, None, " 100"),
+        ("abc", "none", 1e9, 1 << 40, "2 sequences"),  # small for each of so many samples
     ],
 )
 def test_an_update_that_cannot_be_is_left_out_named_and_mended(begun, names, compress, last, claims, says) -> None:
@@ -264,7 +264,7 @@ def test_a_weight_that_no_steps_have_is_refused_and_named(joined) -> None:
     at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 40))
     assert engine_a.values.tolist() == [1.0] * 6, "its own alone"
     [why] = events_of(events, "synchronise")[-1]["failed"].values()
-    assert f"4 sequences and {(1 << 60) + 16} tokens in its parameters; 6 steps of 2 sequences have fewer" in why
+    assert re.search(rf"\b4 sequences .*\b{(1 << 60) + 16} tokens.*\b6 steps of 2 sequences", why)
 
 
 def test_a_second_site_of_a_name_is_refused(joined, monkeypatch) -> None:

@@ -61,10 +61,10 @@ def test_a_rank_gets_the_elements_that_it_owns_however_the_other_site_cuts_the_m
 @pytest.mark.parametrize(
     ("run", "member", "kind", "round_", "said"),
     [
-        ("other", "a:1", "values", 3, "it belongs to another run"),
-        ("run", "a:2", "values", 3, "it is for a:2, and this is a:1"),
-        ("run", "a:1", "values", 4, "values of round 4 is not here"),
-        ("run", "a:1", "momentum", 3, "momentum of round 3 is not here"),
+        ("other", "a:1", "values", 3, "another run"),
+        ("run", "a:2", "values", 3, r"\ba:2\b.*\ba:1\b"),
+        ("run", "a:1", "values", 4, "values of round 4"),
+        ("run", "a:1", "momentum", 3, "momentum of round 3"),
     ],
 )
 def test_what_is_not_meant_for_it_a_server_refuses(server, run, member, kind, round_, said) -> None:
@@ -98,19 +98,19 @@ def dribble(connection: socket.socket) -> None:
     ("reply", "said"),
     [
         (lambda c: c.sendall(header(bytes=20) + b"\0" * 28), "checksum"),
-        (lambda c: c.sendall(header(bytes=20) + b"\0" * 7), "closed the connection after 7 of 20 bytes"),
-        (lambda c: c.sendall(header(bytes=24)), "announces 24 bytes instead of 20"),
-        (lambda c: c.sendall(b"\xff" * 40), "header of 4294967295 bytes is too long"),
+        (lambda c: c.sendall(header(bytes=20) + b"\0" * 7), "7 of 20 bytes"),
+        (lambda c: c.sendall(header(bytes=24)), r"\b24 bytes .*\b20"),
+        (lambda c: c.sendall(b"\xff" * 40), "4294967295 bytes"),
         (lambda c: c.sendall(struct.pack("<I", 4) + b"nope"), "Expecting value"),
-        (lambda c: c.sendall(struct.pack("<I", 2) + b"[]"), "not a JSON object"),
+        (lambda c: c.sendall(struct.pack("<I", 2) + b"[]"), "JSON"),
         (lambda c: c.close(), "closed"),
-        (dribble, r"not sent all of it within [\d.]+ s"),
-        (lambda c: time.sleep(60), r"not sent all of it within [\d.]+ s"),
+        (dribble, r"within [\d.]+ s"),
+        (lambda c: time.sleep(60), r"within [\d.]+ s"),
     ],
 )
 def test_a_bad_answer_is_named_and_holds_nobody_up(reply, said) -> None:
     peer = Peer(answering(reply), run="run", member="a:1")
-    wait_s = 0.5 if "not sent" in said else 60
+    wait_s = 0.5 if "within" in said else 60
     pairs = [((0, 0, 1, 5), (0, 0, 1, 5))]
     with pytest.raises(WireError, match=said):
         peer.fetch("values", 3, pairs, np.zeros(5, np.float32), soon(wait_s))

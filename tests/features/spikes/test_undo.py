@@ -149,8 +149,8 @@ def test_data_where_tells_which_steps_left_the_document_out(
         (("--without", "{row}"), "--out NEWRUN"),
         (("--out", "x"), "--out NEWRUN"),
         (("--skip", "3", "--out", "x"), "--skip 3"),
-        (("--without", "{row}", "--out", "{here}/run"), "exists, and a new run needs a folder of its own"),
-        (("--without", "{row}", "--out", "x", "--plugin", "{here}/own.py"), "the run had no plugin own so far"),
+        (("--without", "{row}", "--out", "{here}/run"), "/run: "),
+        (("--without", "{row}", "--out", "x", "--plugin", "{here}/own.py"), "plugin own"),
     ],
 )
 def test_a_wrong_request_is_refused_and_nothing_is_written(

@@ -276,12 +276,8 @@ def hang(**_) -> None:
 @pytest.mark.parametrize(
     ("where", "how", "said"),
     [
-        ("init", fail, "tracking.wandb is given up (RuntimeError: server said no to [redacted])"),
-        ("log", fail, "is given up"),
-        ("finish", fail, "is given up"),
-        ("init", hang, "did not finish"),
-        ("log", hang, "did not finish"),
-        ("finish", hang, "did not finish"),
+        *((where, fail, "RuntimeError: server said no to [redacted]") for where in ("init", "log", "finish")),
+        *((where, hang, "did not finish") for where in ("init", "log", "finish")),
     ],
 )
 def test_failing_and_hanging_wandb_is_said_once_and_never_waited_for(tmp_path, monkeypatch, capsys, where, how, said):
@@ -294,7 +290,7 @@ def test_failing_and_hanging_wandb_is_said_once_and_never_waited_for(tmp_path, m
     assert per_call_s < 1e-3
     assert close_s < 3
     error = capsys.readouterr().err
-    assert said in error
+    assert said in error and "tracking.wandb" in error
     assert error.count("warning:") == 1
     assert CANARY not in error
 
