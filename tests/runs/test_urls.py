@@ -61,10 +61,10 @@ def test_a_run_begins_from_a_checkpoint_by_url(
     shutil.copytree(tmp_path / "first/run/checkpoints", there)
     theirs = losses(tmp_path / "first/run")
     assert losses(tmp_path / "second/run") == {step: theirs[step] for step in (5, 6)}
-    output = forked.train(second, *often, "--train.max_steps", "8", "--resume", url)
-    assert resumed(tmp_path / "second/run") == [4, 6] and "step-00000008" not in output
+    forked.train(second, *often, "--train.max_steps", "8", "--resume", url)
+    assert resumed(tmp_path / "second/run") == [4, 6]
     third = write_recipe(tmp_path / "third", small_data)
-    output = forked.train(third, *often, "--train.max_steps", "9", "--resume", f"{url}/step-8")
+    forked.train(third, *often, "--train.max_steps", "9", "--resume", f"{url}/step-8")
     assert resumed(tmp_path / "third/run") == [8]
     code, output = forked.finish(third, *often, "--train.run_dir", str(tmp_path / "x"), "--resume", f"{url}/step-5")
     assert code == 2 and f"{url}/step-5: it holds no complete checkpoint" in output and "Traceback" not in output
