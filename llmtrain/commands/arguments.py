@@ -1,5 +1,5 @@
-"""The flags of a command: an unknown flag is answered with the flag that was probably meant. For commands that also
-take words of a run, `command_words` (config/load.py) does so."""
+"""Parsers of commands. An unknown flag is answered with the flag that was probably meant; for commands that also take a
+run's keys, `command_words` (config/load.py) does that."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ELSEWHERE = {"input": "source", "output": "out", "output-dir": "out", "max-new-
 
 class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raises ConfigError: a flag looks like a misspelt flag of this command."""
+        """Raises ConfigError if a flag looks like a misspelt flag of this command."""
         known = set(re.findall(r"--([a-z][\w-]*(?:\.[\w-]+)*)", self.format_help()))
         flags = [each.partition("=")[0] for each in takewhile("--".__ne__, args or ()) if each.startswith("--")]
-        for word in (each for each in flags if " " not in each):  # argparse takes others for values
+        for word in (each for each in flags if " " not in each):  # argparse takes words with spaces for values
             if (name := word.removeprefix("--")) not in known:
                 meant = _ELSEWHERE.get(name.replace("_", "-"))
                 if near := meant if meant in known else closest(name, known):
@@ -30,7 +30,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_options(parser: argparse.ArgumentParser, usual: Any) -> None:
-    """The flags of commands that generate text. `usual`: a Sampling (checkpoint/hf/inference.py), their defaults."""
+    """Add the flags of commands that generate text. `usual`: a Sampling (checkpoint/hf/inference.py) with the
+    defaults."""
     parser.add_argument(
         "folder",
         metavar="RUN_OR_FOLDER",
@@ -38,14 +39,14 @@ def add_options(parser: argparse.ArgumentParser, usual: Any) -> None:
     )
     for name, kind, rule, right, text in (
         ("max_tokens", int, "at least 1", lambda n: n >= 1, "tokens to generate at most"),
-        ("temperature", float, "at least 0", lambda t: 0 <= t < math.inf, "0: the likeliest token each time"),
-        ("top_k", int, "at least 0", lambda n: n >= 0, "number of likeliest tokens to choose from; 0: all"),
+        ("temperature", float, "at least 0", lambda t: 0 <= t < math.inf, "0: always the likeliest token"),
+        ("top_k", int, "at least 0", lambda n: n >= 0, "sample among this many likeliest tokens; 0: all"),
         (
             "top_p",
             float,
             "above 0 and at most 1",
             lambda p: 0 < p <= 1,
-            "among the likeliest tokens that have this probability together",
+            "sample among the likeliest tokens with this total probability; 1: all",
         ),
         ("seed", int, "from 0 to 2^63 - 1", lambda n: 0 <= n < 2**63, "seed of the sampling"),
     ):
@@ -54,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser, usual: Any) -> None:
 
 
 def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """An argparse type for numbers with `right`; `rule` is its condition in words."""
+    """Return an argparse type for numbers for which `right` holds. `rule`: this condition in words."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -62,5 +63,5 @@ def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool])
             raise argparse.ArgumentTypeError(f"{text}: must be {rule}")
         return value
 
-    read.__name__ = kind.__name__  # argparse names it when `text` is no number
+    read.__name__ = kind.__name__  # argparse's message for a text that is no number has this name
     return read

@@ -1,4 +1,4 @@
-"""`llmtrain checkpoint COMMAND`: look at checkpoints, convert them, delete them. No GPU, no torch.distributed."""
+"""`llmtrain checkpoint COMMAND`: lists, verifies, converts and deletes checkpoints. No GPU, no torch.distributed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _average(args: argparse.Namespace) -> int:
 
     found = [folder for path in args.sources for folder in checkpoints_at(path, args.last or 1)]
     if args.last is not None and len(found) != args.last * len(args.sources):
-        raise CheckpointError(f"--last {args.last}: only {len(found)} checkpoints are there (checkpoint.keep).")
+        raise CheckpointError(f"--last {args.last}: there are only {len(found)} checkpoints (checkpoint.keep).")
     log.put("\n".join(average(found, args.out)))
     return 0
 
@@ -145,7 +145,7 @@ def _from_hf(args: argparse.Namespace) -> int:
 
 
 def size_bytes(text: str) -> int:
-    """'2GB' -> 2 * 10**9, '512MiB' -> 512 * 2**20. Raises CheckpointError."""
+    """Return the bytes of '2GB' (2 * 10**9) or '512MiB' (512 * 2**20). Raises CheckpointError."""
     match = _SIZE.fullmatch(text.strip())
     power = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}[match[2].upper()] if match else 0
     value = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
@@ -155,46 +155,46 @@ def size_bytes(text: str) -> int:
 
 
 def local(text: str) -> Path:
-    """Refuse a URL: argparse's type of a path on this host."""
+    """The type of an argument that must be a path on this host: refuses a URL."""
     if is_url(text):
-        raise argparse.ArgumentTypeError(f"{text} is a URL, and this is a folder of this host")
+        raise argparse.ArgumentTypeError(f"{text} is a URL; give a folder on this host")
     return Path(text)
 
 
 def _lookers(add: Callable[..., argparse.ArgumentParser]) -> None:
-    ls = add("ls", _ls, "step, tokens, size, layout, age and state of each checkpoint")
+    ls = add("ls", _ls, "list step, tokens, size, layout, age and state of each checkpoint")
     ls.add_argument("path", **PATH)
-    ls.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+    ls.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     verify = add("verify", _verify, "read every byte; name the file, the rank and the tensors that are damaged")
     verify.add_argument("path", **PATH)
-    diff = add("diff", _diff, "configuration, layout, and the largest difference of each tensor; exit code 1 if any")
+    diff = add("diff", _diff, "compare configuration, layout and tensors; exit code 1 if anything differs")
     diff.add_argument("a", **PATH)
     diff.add_argument("b", **PATH)
     prune = add("prune", _prune, "delete all but the newest good checkpoints, and the leftovers of killed processes")
     prune.add_argument("run_folder", metavar="run", type=local, help="run folder")
-    prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest good ones stay")
+    prune.add_argument("--keep", type=int, required=True, metavar="N", help="number of newest good checkpoints to keep")
     prune.add_argument("--dry-run", action="store_true", help="show what would be deleted, delete nothing")
 
 
 def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
-    average = add("average", _average, "the mean of the parameters of checkpoints of one model")
+    average = add("average", _average, "average the parameters of several checkpoints of one model")
     average.add_argument("sources", nargs="+", **PATH)
     average.add_argument(
-        "--last", type=int, metavar="K", help="of each run the newest K checkpoints, not the newest one"
+        "--last", type=int, metavar="K", help="take the newest K checkpoints of each run, not only the newest"
     )
     average.add_argument("out", type=local, help="new folder for OUT/checkpoints/step-N")
     to_hf = add("to-hf", _to_hf, "write a checkpoint as a Hugging Face folder")
     to_hf.add_argument("path", **PATH)
     to_hf.add_argument("out", help="folder to write, or a URL such as s3://bucket/model")
-    to_hf.add_argument("--best", action="store_true", help="of a run folder: the best by checkpoint.keep_best")
-    to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained or imported")
-    to_hf.add_argument("--max-shard-size", metavar="SIZE", help="of a weight file, such as 2GB; default 5GB")
+    to_hf.add_argument("--best", action="store_true", help="the best by checkpoint.keep_best, not the newest")
+    to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as trained or imported")
+    to_hf.add_argument("--max-shard-size", metavar="SIZE", help="largest weight file, such as 2GB; default 5GB")
     to_hf.add_argument(
-        "--merge", action="store_true", help="of a run with an adapter: the complete model, not a PEFT folder"
+        "--merge", action="store_true", help="with an adapter: write the complete model, not a PEFT folder"
     )
-    to_hf.add_argument("--weights", metavar="NAME", help="the values that a part of the run kept, such as ema")
+    to_hf.add_argument("--weights", metavar="NAME", help="write other values that the run has kept, such as ema")
     features.options("checkpoint to-hf", to_hf.add_argument)
-    from_hf = add("from-hf", _from_hf, "make a checkpoint of parameters alone from a Hugging Face folder")
+    from_hf = add("from-hf", _from_hf, "make a checkpoint with only the parameters of a Hugging Face folder")
     from_hf.add_argument("folder", help="Hugging Face model folder, ORG/NAME on the Hub, or a URL of one")
     from_hf.add_argument("out", type=local, help="new folder for OUT/checkpoints/step-00000000")
     for command in (to_hf, from_hf):
@@ -202,13 +202,13 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
             "--check",
             choices=["auto", "logits", "none"],
             default="auto",
-            help="compare logits with the source's (auto: where they fit in memory); none reads nothing back",
+            help="compare logits with the source's (auto: if the models fit in memory); none: read nothing back",
         )
-        command.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model carries")
+        command.add_argument("--trust-remote-code", action="store_true", help="run Python code in the model's folder")
 
 
 def main(argv: list[str]) -> int:
-    """Returns 1 when `verify` finds damage or `diff` a difference. Raises CheckpointError."""
+    """Returns 1 if `verify` finds damage, `diff` a difference, or `prune` cannot delete. Raises CheckpointError."""
     parser = Parser(prog="llmtrain checkpoint", description="Look at checkpoints, convert them, delete them.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

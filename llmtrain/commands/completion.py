@@ -14,8 +14,8 @@ ASKED = "_ARGCOMPLETE"
 
 
 def command_of_line(commands: Iterable[str]) -> str | None:
-    """Take the command out of the line to complete and return it; the rest is for its parser. None: the command's own
-    name was completed."""
+    """Take the command out of the line to complete, and return it; its parser gets the rest. None: the cursor is in the
+    command's name, which has been completed."""
     line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
     program, _, rest = line.partition(" ")
     command, space, after = rest.lstrip().partition(" ")
@@ -31,7 +31,7 @@ def command_of_line(commands: Iterable[str]) -> str | None:
 
 
 def offer(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell from this parser and end the process; without a question from the shell return at once."""
+    """If the shell asks for completions, answer from this parser and end the process; else return at once."""
     if ASKED in os.environ:
         import argcomplete
 
@@ -39,8 +39,7 @@ def offer(parser: argparse.ArgumentParser) -> None:
 
 
 def offer_run(parser: argparse.ArgumentParser | None = None) -> None:
-    """Offer a flag for every field of a run, by an argparse parser: argcomplete 3.7 fails with the parser of
-    jsonargparse 4.53."""
+    """Complete a flag for every field of a run, by an argparse parser: argcomplete 3.7 fails with jsonargparse 4.53."""
     if ASKED not in os.environ:
         return
     from typing import Literal, get_args, get_origin

@@ -36,23 +36,23 @@ usage: llmtrain config check RUN.yaml ... [--SECTION.FIELD VALUE ...] [--world-s
        llmtrain config show  RUN.yaml ... [--SECTION.FIELD VALUE ...] [--world-size N]
        llmtrain config schema [--plugin FILE.py]
 
-check   does all that `llmtrain train` does before it needs a device: YAML, DeepSpeed JSON, paths, DeepSpeed's own
-        checks, the model without its weights, the data's shards; no GPU, some seconds, and no network unless
-        model.pretrained is a name on the Hub, which is fetched
-show    prints the resolved YAML, with where each value came from, and the exact dict that DeepSpeed will get, in a
+check   makes all checks of `llmtrain train` that need no device: YAML, DeepSpeed JSON, paths, DeepSpeed's own
+        checks, the model without its weights, the data's shards. Takes seconds, and needs no network unless
+        model.pretrained is a model on the Hub, which is downloaded
+show    prints the resolved YAML with the origin of each value, and the exact dict that DeepSpeed will get, in a
         fraction of a second
 schema  prints the JSON Schema of a run's YAML, for editors
 
-RUN.yaml ...     one file, or several, of which the later wins, value by value
+RUN.yaml ...     one file, or several: a later one overrides values of the earlier ones
 --world-size N   ranks to check for (default: WORLD_SIZE, or 1)
---data           check reads the prepared data, too, and compares it with its checksums
+--data           check also reads the prepared data and compares it with its checksums
 """
 
 _ACTIONS = ["check", "show", "schema"]
 _WIDEST = 60
-"""Longest line in characters that counts for the column of `show`'s comments."""
+"""Longest line (characters) that moves the column of `show`'s comments to the right."""
 _USUAL_RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-"""Numbers of ranks to try where none is given."""
+"""Numbers of ranks to try if none is given."""
 
 
 def main(argv: list[str]) -> int:
@@ -76,7 +76,10 @@ def main(argv: list[str]) -> int:
     if action == "schema":
         if words := plugins_of(rest):
             raise stop(
-                "llmtrain config schema", words[0], "takes no words but --plugin: there is one schema", "remove it"
+                "llmtrain config schema",
+                words[0],
+                "takes no argument but --plugin: the schema is of all runs",
+                "remove it",
             )
         print(json.dumps(json_schema(), indent=1))
         return 0
@@ -96,9 +99,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         if not others:
             raise
-        raise ConfigError(f"{error}\n  the check was for 1 rank; {_give(others)} passes it") from error
+        raise ConfigError(f"{error}\n  the check was for 1 rank; it passes with {_give(others)}") from error
     if others:
-        note = f"the figures are for 1 rank; {_give(others)} gives those for more"
+        note = f"the figures are for 1 rank; for more give {_give(others)}"
         run = replace(run, notes=(*run.notes, note))
     if action == "show":
         print(f"# {files}, resolved for {units.counted(world_size, 'rank')}")
@@ -118,8 +121,8 @@ def main(argv: list[str]) -> int:
 
 
 def _with_origins(run: Run) -> str:
-    """Return the resolved run as YAML with the origin of each value in a comment: its place, "default" or
-    "computed"."""
+    """Return the resolved run as YAML; a comment behind each value says where it was set (FILE:LINE or --KEY), or
+    "default" or "computed"."""
     text = strict_yaml.dump(run.config)
     lines, keys = text.splitlines(), strict_yaml.parse(text, "").lines
     defaults: dict[str, set[str]] = {}
@@ -131,7 +134,7 @@ def _with_origins(run: Run) -> str:
             continue
         named = key
         while not ({named} & (run.places.keys() | defaults) or "[" in named or "." not in named):
-            # a key in the user's map; the fields of a stage have no other places
+            # a key in a user's map, or a field of a stage, whose place is not known: take the parent's
             named = named.rpartition(".")[0]
         if place := run.places.get(named):
             origin = f"--{named}" if place == COMMAND_LINE else place.replace(", line ", ":")
@@ -147,7 +150,7 @@ def _give(ranks: list[int]) -> str:
 
 
 def _read_data(data: RunData) -> str:
-    """Compare all data with its checksums; return a line about it. Raises DataError."""
+    """Compare all data with its checksums. Returns a line about it. Raises DataError."""
     files = [file for each in (*data.stages, *data.sets.values()) for file in each.sums(origins=True)]
     files += [file for asked in data.choices.values() for file in asked.prepared.sums(origins=True)]
     files = list({file.path: file for file in files}.values())
@@ -156,7 +159,7 @@ def _read_data(data: RunData) -> str:
     size = units.size(sum(file.bytes for file in files))
     unverified = sum(not file.xxh3 for file in files)
     without = f", except {units.counted(unverified, 'file')} without a checksum" if unverified else ""
-    return f"data:    {units.counted(len(files), 'file')}, {size}: as the checksums of their manifests say{without}"
+    return f"data:    {units.counted(len(files), 'file')}, {size}: equal to the checksums in the manifests{without}"
 
 
 def summary(run: Run, facts: ModelFacts | None = None) -> str:
@@ -190,7 +193,7 @@ def summary(run: Run, facts: ModelFacts | None = None) -> str:
 
 
 def ways_of(run: Run) -> list[str]:
-    """Return words for precision, ZeRO, optimizer, offload and recomputation."""
+    """Return a word or two each for precision, ZeRO, optimizer, offload and recomputation."""
     mix = run.mix
     optimizer = "optimizer to a disk" if mix.swaps else "optimizer"
     parameters = "parameters to a disk" if mix.weights_on_disk else "parameters"
@@ -225,7 +228,7 @@ def _ranks(degrees: Degrees) -> str:
 
 
 def _world_size(words: list[str]) -> tuple[int, str, list[str]]:
-    """Take --world-size out of the words: (ranks, source of the number, the other words)."""
+    """Take --world-size out of the words. Returns (ranks, where the number comes from, the other words)."""
     rest: list[str] = []
     text, source = os.environ.get("WORLD_SIZE", "1"), "WORLD_SIZE"
     if "WORLD_SIZE" not in os.environ:

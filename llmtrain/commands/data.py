@@ -1,6 +1,6 @@
-"""`llmtrain data show|where DATA`: the content of a prepared folder.
+"""`llmtrain data show|where DATA`: shows the contents of a prepared folder.
 
-`show` prints rows of conversations with the counted tokens marked; of texts the documents. `where` prints the documents
+`show` prints rows of conversations with the counted tokens marked, or documents of texts. `where` prints the documents
 that a step of a run has read, or the steps that have read a document.
 """
 
@@ -31,29 +31,29 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     actions: Any = parser.add_subparsers(dest="action", required=True)
     show: Any = actions.add_parser(
         "show",
-        description="Print rows of prepared conversations, and what of them is counted; of texts, documents.",
+        description="Print rows of prepared conversations with the counted tokens marked, or documents of texts.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     show.add_argument("data", metavar="DATA", help="the prepared folder, or its URL")
-    show.add_argument("--split", choices=SPLITS, default="train", help="which rows")
-    show.add_argument("--index", type=int, default=0, metavar="N", help="the first row, from 0")
-    show.add_argument("--rows", type=int, default=1, metavar="N", help="how many rows")
+    show.add_argument("--split", choices=SPLITS, default="train", help="split of the rows")
+    show.add_argument("--index", type=int, default=0, metavar="N", help="first row to print (0 is the first)")
+    show.add_argument("--rows", type=int, default=1, metavar="N", help="number of rows")
     where: Any = actions.add_parser(
         "where",
         description="Say which documents a step of a run has read, or which steps have read a document.",
     )
-    where.add_argument("data", metavar="DATA", help="the prepared folder, as the run named it, or its path")
-    where.add_argument("--run", type=Path, required=True, metavar="RUN", help="folder of a run that was trained on it")
+    where.add_argument("data", metavar="DATA", help="the prepared folder, by its path or as the run names it")
+    where.add_argument("--run", type=Path, required=True, metavar="RUN", help="folder of a run that has read it")
     for action in (show, where):
-        action.add_argument("--plugin", action="append", default=[], metavar="FILE.py", help="brings the rows' format")
+        action.add_argument("--plugin", action="append", default=[], metavar="FILE.py", help="defines the rows' format")
     asked = where.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", type=int, metavar="N", help="the documents that optimizer step N has read")
     asked.add_argument("--source", metavar="FILE:LINE", help="the steps that have read this line, row or document")
-    where.add_argument("--rank", type=int, metavar="R", help="with --step: what rank R has read")
+    where.add_argument("--rank", type=int, metavar="R", help="with --step: only what rank R has read")
     completion.offer(parser)
     args = parser.parse_args(argv)
     if args.action == "where" and args.rank is not None and args.step is None:
-        parser.error("--rank goes with --step")
+        parser.error("--rank needs --step")
     return args
 
 
@@ -65,7 +65,7 @@ def _where(args: argparse.Namespace) -> int:
     else:
         file, _, record = args.source.rpartition(":")
         if not record.isdecimal() or not file:
-            raise DataError(f"--source {args.source}: write FILE:LINE, as `data where --step` does")
+            raise DataError(f"--source {args.source}: write FILE:LINE, as `data where --step` prints it")
         lines = known.of_source(file, int(record))
     for line in lines:
         print(line)
@@ -93,14 +93,14 @@ def main(argv: list[str]) -> int:
 
 
 def _print(row: Shown, *, marks: bool) -> None:
-    """Print a row; `marks`: mark counted lines in text, for output without colours."""
+    """Print a row. `marks`: mark counted lines with text, too, for output without colours."""
     from rich.console import Console
     from rich.text import Text
 
     lines: list[Text] = []
     before = None
     for run in row.runs:
-        if marks and run.counted is not before and lines and len(lines[-1]) == _PREFIX:  # a line break came last
+        if marks and run.counted is not before and lines and len(lines[-1]) == _PREFIX:  # after a line break
             lines.pop()
         for number, part in enumerate(untrusted.shown(run.text, lines=True).split("\n")):
             if number or run.counted is not before:

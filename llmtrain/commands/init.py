@@ -13,12 +13,12 @@ from llmtrain.base.errors import UserError
 from llmtrain.commands import completion
 
 _SHIPPED = Path(__file__).parent / "shipped"
-"""Folder that `init` copies: files in a wheel; in a clone, links to folders at its top."""
+"""Folder that `init` copies. A wheel has its files, a clone links to folders at its top."""
 _LEFT_OUT = (".png", ".jsonl")
-"""Suffixes of a clone's files that a wheel lacks: figures and raw results."""
+"""Suffixes of figures and raw results, which a clone has and a wheel does not."""
 _NEXT = """\
 launch/recipes/   a YAML for each run: copy one and change it
-ds_configs/       DeepSpeed JSON; its README.md says which to take
+ds_configs/       DeepSpeed JSON; README.md there says which to take
 launch/           train.py (for `deepspeed` by hand), examples of hostfile and environment; Slurm, Kubernetes, SkyPilot
 examples/         objectives, callbacks, trackers of your own (docs/extend.md)
 docs/             the pages: README.md lists them, quickstart.md comes first, configuration.md has every key
@@ -28,7 +28,7 @@ to begin:         cd {folder}
 
 
 def main(argv: list[str]) -> int:
-    """Raises UserError, and then nothing was written."""
+    """Raises UserError, before anything is written; also for an error of the disk."""
     parser = argparse.ArgumentParser(prog="llmtrain init", description="Write recipes and DeepSpeed files to a folder.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there; no file of it is changed")
     completion.offer(parser)
@@ -37,11 +37,9 @@ def main(argv: list[str]) -> int:
     try:
         for parent in {parent for _, new in pairs for parent in new.parents}:
             if parent.exists() and not parent.is_dir():
-                raise UserError(f"{parent}: it is a file, and init writes a folder of that name. Give an empty folder.")
+                raise UserError(f"{parent} is a file, but init needs a folder of that name. Give an empty folder.")
         if other := [new for old, new in pairs if new.exists() and not filecmp.cmp(old, new, shallow=False)]:
-            raise UserError(
-                f"{other[0]}: there is another file of that name, which init does not replace. Give an empty folder."
-            )
+            raise UserError(f"{other[0]} exists with other contents, and init replaces no file. Give an empty folder.")
         for old, new in pairs:
             new.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(old, new)

@@ -1,4 +1,5 @@
-"""`llmtrain launch`: the command line. Start a job on several hosts, watch it, start it again after a fault."""
+"""The command line of `llmtrain launch`, which starts a job on several hosts, watches it, and restarts it after a
+fault."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ MAX_RESTARTS = 3
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code (docs/cluster.md lists them); raises UserError."""
+    """Returns the exit code (see docs/cluster.md). Raises UserError."""
     options = _options(argv)
     run = load(
         list(options.words), sum(host.slots for host in options.hosts), "the hosts' slots", epoch=sequences_of_epoch
@@ -79,13 +80,13 @@ def _options(argv: list[str]) -> Options:
         help="a line `NAME slots=COUNT` for each host; the first one holds rank 0 "
         "(default: all GPUs of this machine, or 2 ranks on its CPU)",
     )
-    parser.add_argument("--include", default=None, help="NAME[:DEVICE,...], joined by @: these and no others")
-    parser.add_argument("--exclude", default=None, help="the same form: all but these")
+    parser.add_argument("--include", default=None, help="only these hosts and devices: NAME[:DEVICE,...], joined by @")
+    parser.add_argument("--exclude", default=None, help="all hosts and devices except these, in the same form")
     parser.add_argument("--launcher", choices=("pdsh", "slurm"), default="pdsh", help="slurm: hosts from SLURM_*, srun")
     parser.add_argument("--max-restarts", type=int, default=MAX_RESTARTS, help="after faults (default: %(default)s)")
-    parser.add_argument("--min-hosts", type=int, default=None, help="continue with this number (default: all of them)")
-    parser.add_argument("--preempt-file", default=None, help="when it appears on any host, the job saves and leaves")
-    parser.add_argument("--env-file", default=None, help="lines NAME=VALUE for the ranks; secrets travel unseen")
+    parser.add_argument("--min-hosts", type=int, default=None, help="fewest hosts to restart with (default: all)")
+    parser.add_argument("--preempt-file", default=None, help="if it appears on any host, the job saves and ends")
+    parser.add_argument("--env-file", default=None, help="lines NAME=VALUE for the ranks, off any command line")
     parser.add_argument(
         "--dry-run", action="store_true", help="print hosts, ranks, command, environment; start nothing"
     )

@@ -1,4 +1,5 @@
-"""`llmtrain parity RUN.yaml`: a small copy of the run under its own DeepSpeed JSON against plain PyTorch."""
+"""`llmtrain parity RUN.yaml`: trains a small copy of the run under its DeepSpeed JSON, and compares it with plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
     from llmtrain.parity.worlds import Asked
 
 DESCRIPTION = """\
-Train a small copy of the run's model under the run's own DeepSpeed JSON, on a few ranks of this machine, and compare
-each step with plain PyTorch in one process. Needs no data, no weights and no GPU. Exit code 0: the same training;
-1: it parts, and where is said; 2: a mistake in the run, or a form or model that is refused; 3: no answer, for a rank
-died or a program failed."""
+Train a small copy of the run's model under the run's own DeepSpeed JSON, on a few ranks of this host, and compare
+each step with plain PyTorch in one process. Needs no data, no weights and no GPU. Exit code 0: the trainings are equal;
+1: they differ, and the output says where; 2: the run has a mistake, or its model or parallelism is not supported; 3: no
+answer, because a rank died or a program failed."""
 
 WORKER = "llmtrain.parity.trainer"
 
@@ -33,7 +34,7 @@ def main(argv: list[str], worker: str = WORKER) -> int:
 
 
 def make_parser(more: str = "") -> argparse.ArgumentParser:
-    """`more`: the usage of other arguments."""
+    """Return the parser. `more`: usage of further arguments."""
     parser = argparse.ArgumentParser(
         prog="llmtrain parity",
         usage="llmtrain parity RUN.yaml [--SECTION.FIELD VALUE ...] [--ranks N,N] [--steps N] "
@@ -47,14 +48,14 @@ def make_parser(more: str = "") -> argparse.ArgumentParser:
         "--ranks",
         type=_whole_numbers,
         metavar="N,N",
-        help="world sizes; default: the smallest that the JSON's degrees allow, and twice that",
+        help="world sizes to try (default: the smallest that the JSON's degrees allow, and twice that)",
     )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",
-        help="auto: cuda with a GPU for each rank, else cpu",
+        help="auto: cuda if there is a GPU for each rank, else cpu",
     )
     return parser
 
@@ -62,7 +63,8 @@ def make_parser(more: str = "") -> argparse.ArgumentParser:
 def ask(
     parser: argparse.ArgumentParser, argv: list[str], worker: str
 ) -> tuple[argparse.Namespace, str, Asked, list[int]]:
-    """Return the command's own arguments, the run's YAML, the comparison, and the world sizes. Raises UserError."""
+    """Return (the command's own arguments, the names of the run's YAML files, the comparison, the world sizes). Raises
+    UserError."""
     completion.offer_run(parser)
     args, words = command_words(parser, argv)
     words = run_words(words)
@@ -93,6 +95,6 @@ def _on_cpu(wish: str, ranks: int) -> bool:
 
     there = torch.cuda.device_count()
     if wish == "cuda" and there < ranks:
-        rule = f"{ranks} ranks need a GPU each, and this machine has {there}"
+        rule = f"{ranks} ranks need a GPU each, and this host has {there}"
         raise stop("--device", wish, rule, "use --device cpu, or fewer --ranks", COMMAND_LINE)
     return there < ranks

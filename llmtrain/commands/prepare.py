@@ -1,4 +1,4 @@
-"""`llmtrain prepare`: token shards from text, conversations, preferences and multiple choice."""
+"""`llmtrain prepare`: makes token shards from texts, conversations, preferences and multiple-choice questions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prepare(
     fields: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> Manifest:
-    """Prepare a folder like `llmtrain prepare`: new, finished after a kill, or found complete.
+    """Prepare a folder as `llmtrain prepare` does: make it, finish it after a kill, or find it complete.
 
     Args:
         source: what `--source` takes, one or several.
@@ -40,10 +40,9 @@ def prepare(
         plugin: files that define sources, one or several.
         validation_source: what `--validation-source` takes.
         fields: values of the fields of a plugin's source: {"csv": {"column": "text"}}.
-        options: the command's other options, with _ for -: format="chat", special_tokens=False.
+        options: the command's other options, with _ in place of -: format="chat", special_tokens=False.
 
-    Returns: the folder's manifest, with `tokens` and `documents` of each split.
-    Raises: UserError.
+    Returns the folder's manifest, with `tokens` and `documents` of each split. Raises UserError.
     """
     if "stop_token" in options:
         options["stop_tokens"] = _texts(options.pop("stop_token"))
@@ -55,14 +54,14 @@ def prepare(
 
 
 def _of_features(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of the settings, by the options of features. Raises DataError."""
+    """Return the fields of the settings for options that features have added. Raises DataError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     features.options("prepare", parser.add_argument)
     found = dict[str, Any]()
     for name, value in given.items():
         values, unknown = parser.parse_known_args([f"--{name.replace('_', '-')}={value}"])
         if unknown:
-            raise DataError(f"llmtrain.prepare: it has no option {name}; `llmtrain prepare --help` lists them")
+            raise DataError(f"llmtrain.prepare: there is no option {name}; `llmtrain prepare --help` lists them")
         found |= {} if value is None else vars(values)
     return found
 
@@ -72,7 +71,7 @@ def _texts(given: Path | str | Sequence[Path | str]) -> tuple[str, ...]:
 
 
 def _options() -> argparse.ArgumentParser:
-    """The plugins are imported already."""
+    """Return the parser, when the plugins have been imported."""
     parser = Parser(
         prog="llmtrain prepare",
         description="Tokenize a corpus into memory-mapped shards with a train and a validation split.",
@@ -84,31 +83,31 @@ def _options() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--source", nargs="+", required=True, metavar="SOURCE",
         help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
-             "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, the URL of any of these in an object store "
+             "hf:ORG/NAME[@REVISION][/FILES] for a dataset on the Hub, the URL of any of these in an object store "
              "(s3://BUCKET/corpus/*.jsonl.zst, gs://, az://), or stdlib: the running Python's own standard library")
     add("--out", required=True, metavar="FOLDER", help="the prepared folder, or its URL in an object store")
     add("--tokenizer", metavar="FOLDER",
         help="Hugging Face folder with a tokenizer.json, or ORG/NAME[@REVISION] on the Hub")
     add("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the source instead")
     add("--field", default="text",
-        help="the field (jsonl) or column (parquet, csv, datasets) that holds the text, the question, or token ids "
-             "(then input_ids, if it is not given)")
+        help="the field (jsonl) or column (parquet, csv, datasets) with the text, the question, or token ids "
+             "(for these the default is input_ids)")
     add("--format", default="auto",
         choices=[name for format, kind in kinds.items() for name in (*kind.also, format)],
         help="; ".join(f"{format}: {kind.title}" for format, kind in kinds.items()))
     add("--validation-fraction", type=float, metavar="F",
         help="share of --source held out for validation (default: 0.05); 0: none, for runs with train.eval off")
     add("--validation-source", nargs="+", metavar="SOURCE",
-        help="take validation from these instead (as --source; a file or document in both is for validation alone)")
+        help="take validation from these instead (as --source); a file or document in both is only for validation")
     add("--exclude", metavar="LIST",
         help="a file of lines FILE:RECORD, as `data where` prints them: these documents are left out")
     add("--no-special-tokens", dest="special_tokens", action="store_false", default=argparse.SUPPRESS,
-        help="leave out the tokens that the tokenizer's own encoding puts around a text, such as <bos>")
-    add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="a longer document is rejected")
+        help="leave out tokens that the tokenizer puts around each text, such as <bos>")
+    add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="reject longer documents")
     add("--shard-bytes", type=int, metavar="N", help="input bytes per shard (default: a 64th, 1 to 256 MiB)")
     add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
     add("--plugin", action="append", metavar="FILE.py",
-        help="a Python file with sources or formats of your own (extend.md), or a module; may be repeated")
+        help="a Python file or module with your own sources or formats (extend.md); may be repeated")
     add("--processes", type=int, metavar="N", help="worker processes (default: all cores)")
     features.options("prepare", add)
     # fmt: on
@@ -127,27 +126,27 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     ).add_argument
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's own")
     add("--chat-template-kwargs", metavar="JSON",
-        help="what every record says to its template, an object of JSON; a record's own chat_template_kwargs come "
-             "first")
+        help="variables for the template, a JSON object; a record's own chat_template_kwargs override "
+             "them")
     add("--count", default="assistant", choices=["assistant", "last", "all"],
-        help="what the loss counts: all answers, the last one, or every token")
+        help="tokens that the loss counts: of all answers, of the last one, or all")
     add("--max-tokens", type=int, metavar="N",
-        help="tokens of a row, or of a record's rows that stay together (default: any; training needs "
+        help="most tokens of a row, or of a record's rows that stay together (default: no limit; training needs "
              "data.sequence_length of at least the longest)")
     add("--too-long", default="reject", choices=["reject", "cut", "split"],
-        help="a row of more than --max-tokens: reject its record, keep its beginning, or make several rows of it")
+        help="with a row of more than --max-tokens: reject its record, keep its beginning, or split it into rows")
     add("--stop-token", nargs="+", metavar="TOKEN",
-        help="tokens where generation stops, with the tokenizer's eos_token and the model's eos_token_id")
+        help="tokens at which generation stops, besides the tokenizer's eos_token and the model's eos_token_id")
     # fmt: on
 
 
 @ending_on_sigterm()
 def main(argv: list[str]) -> int:
-    """Return the exit code; a user's mistake is one message on standard error."""
+    """Return the exit code. A UserError is printed on standard error."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", action="append", default=[])
     try:
-        use(early.parse_known_args(argv)[0].plugin)  # they bring options
+        use(early.parse_known_args(argv)[0].plugin)  # plugins add options
         parser = _options()
         completion.offer(parser)
         if argv and not argv[0].startswith("-"):
@@ -157,7 +156,7 @@ def main(argv: list[str]) -> int:
                 "" if "--out" in given else " --out FOLDER"
             )
             raise UserError(
-                f"prepare {argv[0]}: write --source before what is to be read: `llmtrain prepare --source {words}{out}`"
+                f"prepare {argv[0]}: write --source before the files to read: `llmtrain prepare --source {words}{out}`"
             )
         values = vars(parser.parse_args(argv))
         out, fields = values["out"], {name: dict[str, Any]() for name in plugin_source.classes()}

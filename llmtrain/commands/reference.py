@@ -1,4 +1,5 @@
-"""`llmtrain reference RUN.yaml`: write the objective's reference into the run's data. No torch before the work."""
+"""`llmtrain reference RUN.yaml`: writes the column that the objective compares with into the run's data. Imports no
+torch before that."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from llmtrain.storage.addresses import is_url
 USAGE = """\
 usage: llmtrain reference RUN.yaml [--SECTION.FIELD VALUE ...]
 
-Write what the run's objective compares with into its data folders: of preferences the log-probability of every answer
-under the model that the run starts from, of objective.name distill with objective.top_k the teacher's likeliest words.
+Write the outputs that the run's objective needs into its data folders: for preferences the log-probability of each
+answer under the initial model, for objective.name distill with objective.top_k the teacher's likeliest tokens.
 
-It starts as many ranks on this machine as the DeepSpeed JSON needs, on GPUs as many as there are. For several hosts a
+It starts the ranks on this host: one for each GPU, or as few as the DeepSpeed JSON allows. For several hosts a
 launcher starts the ranks: deepspeed --hostfile HOSTS --no_local_rank --module llmtrain reference RUN.yaml"""
 _MOST_RANKS = 64
-"""Limit of the search for the fewest ranks on which the run resolves."""
+"""Largest number of ranks to try in the search for the fewest with which the run resolves."""
 
 
 def main(argv: list[str]) -> int:
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     parsed = parse(words)
     _refuse(parsed.config)
     fewest = next((count for count in range(1, _MOST_RANKS + 1) if _goes(parsed, count)), None)
-    if fewest is None:  # the error of one rank says why
+    if fewest is None:  # the error with one rank says why
         resolve(parsed.config, 1, places=parsed.places, epoch=sequences_of_epoch)
         raise AssertionError
     import torch
@@ -71,18 +72,18 @@ def _refuse(config: RunConfig) -> None:
     objective = config.objective
     if url := next(filter(is_url, [*config.data.folders, *config.eval.sets.values()]), None):
         raise ConfigError(
-            f"{redact_text(url)}: is in an object store, and a column is written next to the data; name "
+            f"{redact_text(url)}: is in an object store, but a column is written next to the data; name "
             "a folder of this host with the same data, and upload that with its column"
         )
     if isinstance(objective, Distill):
         if objective.top_k is None:
             raise ConfigError(
-                "objective.top_k null: the run asks the full teacher at each step; to write the "
-                "teacher's likeliest words set top_k, or leave this command out"
+                "objective.top_k null: the run computes the teacher itself at each step; to write the "
+                "teacher's likeliest tokens set top_k, or leave this command out"
             )
         if objective.teacher is None:
-            raise ConfigError("objective.teacher null: names no model whose words are to be written; name one")
+            raise ConfigError("objective.teacher null: names no model to take likeliest tokens from; name one")
     elif objective.reference is None:
-        raise ConfigError(f"objective.name {objective.name}: compares with no reference; leave this command out")
+        raise ConfigError(f"objective.name {objective.name}: needs no reference; leave this command out")
     if objective.reference == "online":
-        raise ConfigError("objective.reference online: is computed at each step; leave this command out")
+        raise ConfigError("objective.reference online: the run computes it at each step; leave this command out")

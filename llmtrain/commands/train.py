@@ -1,4 +1,4 @@
-"""`llmtrain train`, the program of every rank of a launch, and `llmtrain.train` for Python."""
+"""`llmtrain train`, which every rank of a launch runs, and `llmtrain.train` for Python."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Train as the command line says. Returns the exit code; raises UserError."""
+    """Train by the command line. Returns the exit code. Raises UserError."""
     completion.offer_run()
     return _train(argv)[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Outcome of `llmtrain.train`."""
+    """What `llmtrain.train` returns."""
 
     run_dir: Path
     """The run's folder."""
     checkpoint: Path | None
-    """Its newest complete checkpoint."""
+    """The run's newest complete checkpoint; None: there is none."""
     export: Path | None
-    """The run's Hugging Face folder, if it has written one."""
+    """The run's Hugging Face folder; None: it has written none."""
     metrics: dict[str, Any]
-    """Last value of each figure of metrics.jsonl (docs/tracking.md has names and units)."""
+    """Last value of each figure in metrics.jsonl (docs/tracking.md has names and units)."""
     history: list[dict[str, Any]]
-    """Rows of metrics.jsonl in their order, with those of earlier launches."""
+    """Rows of metrics.jsonl in order, also those of earlier launches."""
 
 
 def train(
@@ -60,15 +60,15 @@ def train(
 ) -> Result:
     """Train in this process: alone, or as one rank of a script that `deepspeed` or `torchrun` has started.
 
-    Several trainings may follow each other; environment variables and torch's random numbers are restored afterwards.
+    It may be called several times; environment variables and torch's random numbers are restored afterwards.
 
     Args:
-        config: path of a run's YAML, or its content (`train.run_dir` is then required).
-        overrides: dotted key to value, such as {"train.max_steps": 100}.
+        config: path of a run's YAML, or its content as a dict (`train.run_dir` is then required).
+        overrides: dotted key -> value, such as {"train.max_steps": 100}.
         plugin: what `--plugin` takes, once or several times.
         parts: further parts of the run, equal on all ranks.
 
-    Raises: UserError, for a mistake; TrainingStopped, when the run has ended itself.
+    Raises UserError for a mistake; TrainingStopped if the run has ended itself.
     """
     plugins = [plugin] if isinstance(plugin, str | os.PathLike) else plugin
     words = [word for path in plugins for word in ("--plugin", os.fspath(path))]
@@ -87,13 +87,13 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[Run, int]:
     with watch.outcome_reported():
         if messages.SECRETS in os.environ:
             messages.load_secrets()
-        if "LOCAL_RANK" in os.environ and messages.SUPERVISED not in os.environ:  # `llmtrain launch` has read it
+        if "LOCAL_RANK" in os.environ and messages.SUPERVISED not in os.environ:  # launch has read it
             _refuse_missing_hostfile()
         run = load(argv, world_size, source, epoch=sequences_of_epoch)
         if not messages.supervised():
             refuse_if_preempted(run.config, run.places)
-        refuse_if_in_use(run.run_dir)  # rank 0 takes the folder when all ranks have met: later
-        with messages.waiting():  # before the watch begins: a large model takes longer than any stall
+        refuse_if_in_use(run.run_dir)  # rank 0 locks it later, when all ranks have met
+        with messages.waiting():  # before the watch, which would take a long download for a stall
             run = _with_remote_files(run)
         if parts:
             from llmtrain.config.plugin_import import check_methods
@@ -109,21 +109,21 @@ def _train(argv: list[str], parts: Sequence[Part] = ()) -> tuple[Run, int]:
             agent=features.agent(),
         )
         let_segments_grow()
-        if run.config.train.deterministic:  # without it cuBLAS may add in any order, and torch refuses its products
+        if run.config.train.deterministic:  # else cuBLAS may sum in any order, and torch refuses its products
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Only now torch and DeepSpeed: earlier errors are reported in a fraction of a second.
         with none_while_importing():
             from llmtrain.training.examine import examine
         with none_while_importing():
             run, spec, data = examine(run)
-            gc.collect()  # frozen, the small copies of the model that it has tried would stay for the whole run
+            gc.collect()  # before a freeze, which would keep the small copies of the model for the whole run
             from llmtrain.training.run import run_rank
 
         return run, run_rank(run, spec, data)
 
 
 def _with_remote_files(run: Run) -> Run:
-    """Fetch what the run names on the Hub or in a store; most runs name files of this host alone."""
+    """Download the model, teacher or checkpoint that the run names on the Hub or in a store; most runs name none."""
     names = (run.config.model.pretrained, run.config.objective.teacher)
     if any(name is not None and is_remote(name) for name in names):
         from llmtrain.config.pinned import with_base
@@ -137,10 +137,8 @@ def _with_remote_files(run: Run) -> Run:
 
 
 def _refuse_missing_hostfile() -> None:
-    """Refuse a run that `deepspeed --hostfile FILE` has started on this host alone because FILE does not exist.
-
-    DeepSpeed only warns. Raises ConfigError.
-    """
+    """Raise ConfigError if `deepspeed --hostfile FILE` has started this host alone because FILE does not exist, of
+    which DeepSpeed only warns."""
     import psutil
 
     parent = psutil.Process().parent()
@@ -149,7 +147,7 @@ def _refuse_missing_hostfile() -> None:
             if parent is None:
                 return
             words, folder, parent = parent.cmdline(), parent.cwd(), parent.parent()
-        except (psutil.Error, OSError):  # another user's, or gone
+        except (psutil.Error, OSError):  # another user's process, or it has ended
             return
         if not any(os.path.basename(word) in ("deepspeed", "ds", "deepspeed.launcher.runner") for word in words[:4]):
             continue
@@ -165,7 +163,7 @@ def _refuse_missing_hostfile() -> None:
 
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
-    """Restore environment, warnings and torch's settings."""
+    """A context after which environment, warnings and torch's settings are as before."""
     import torch
 
     environment, exact = dict(os.environ), torch.are_deterministic_algorithms_enabled()
@@ -180,7 +178,7 @@ def _as_before() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _file_of(config: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str]:
-    """Yield the path of a run's YAML, a temporary file for a map."""
+    """Yield the path of the run's YAML; a dict is first written to a temporary file."""
     if not isinstance(config, Mapping):
         yield os.fspath(config)
         return
@@ -196,7 +194,7 @@ def _result(run: Run) -> Result:
     from llmtrain.tracking.local import read_rows
 
     folder = RunDirectory(run.run_dir, run.config.checkpoint.dir)
-    history, _ = read_rows(folder.path / "metrics.jsonl")  # from rank 0's host
+    history, _ = read_rows(folder.path / "metrics.jsonl")  # only rank 0's host has rows
     return Result(
         run_dir=folder.path,
         checkpoint=next(iter(complete_checkpoints(folder.checkpoints)), None),

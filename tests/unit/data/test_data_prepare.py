@@ -295,7 +295,7 @@ def test_bad_records_stop_the_run_until_they_are_allowed(
     assert error.count("'text'") == 1 and "talks.jsonl, line 1 and 299" in error and "--format chat" in error
     assert main([str(talks), "--vocab-size", "270"]) == 2
     words = f"`llmtrain prepare --source {talks} --vocab-size 270 --out FOLDER`"
-    assert f"prepare {talks}: write --source before what is to be read: {words}" in capsys.readouterr().err
+    assert f"prepare {talks}: write --source before the files to read: {words}" in capsys.readouterr().err
     assert (
         main([str(talks), "--out=x"]) == 2 and f"--source {talks} --out=x --vocab-size 8192`" in capsys.readouterr().err
     )
