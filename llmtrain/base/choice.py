@@ -1,13 +1,13 @@
-"""Sections of a run in which names select classes, bounds on the classes' fields, and rules between settings.
+"""Sections of a run in which names select classes, limits of the classes' fields, and rules between settings.
 
-    class Schedule(Choice, section="schedule"): ...    a section of one choice: fields that every choice has
-    class Wsd(Schedule, choice="wsd"): ...             a choice: its own fields, and the function that does it
+    class Schedule(Choice, section="schedule"): ...    a section of one choice: the fields that every choice has
+    class Wsd(Schedule, choice="wsd"): ...             a choice: its own fields, and what it computes
 
-    class Part(Entry, section="parts"): ...            a section of entries: a run names any number
-    class Count(Part, entry="count"): ...              an entry: its fields are below `parts.count`
+    class Part(Entry, section="parts"): ...            a section of entries, of which a run names any number
+    class Count(Part, entry="count"): ...              an entry, whose fields are below `parts.count`
 
-Each choice is a frozen keyword-only dataclass, each entry a keyword-only one. The YAML of a choice is one flat map: its
-`name` selects the class.
+Each choice is a frozen keyword-only dataclass, each entry a keyword-only one. In the YAML a choice is one flat map,
+whose `name` selects the class.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Annotated, Any, ClassVar, Self
 
 HOST_PATH = "~ and $NAME are expanded"
 HostPath = Annotated[str, HOST_PATH]
-"""The type of a field that holds a path of a host."""
+"""The type of a field that holds a path on a host."""
 _Text = str | Callable[[Any, str], str]
-"""A sentence, or a function that makes it for a subject and the key that breaks the rule."""
+"""A text, or a function that makes it from (subject, key that breaks the rule)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Bound:
 
     @property
     def words(self) -> str:
-        """The limits as they follow "must be"."""
+        """The limits in words, to follow "must be"."""
         most = None if self.at_most is None else f"at most {_number(self.at_most)}"
         if self.above is not None:
             return " and ".join(filter(None, (f"greater than {_number(self.above)}", most)))
@@ -77,11 +77,11 @@ SEED = Bound(at_least=0, at_most=2**63 - 1)
 
 
 def bounded(default: Any, bound: Bound | None = None, remedy: str = "", **limits: float) -> Any:
-    """A dataclass field with limits: above, at_least, at_most, below.
+    """Return a dataclass field with limits.
 
     Args:
         bound: the limits; or give them as `limits`, such as `bounded(0.5, at_least=0, at_most=1)`.
-        remedy: an example or a reminder for a value outside them.
+        remedy: an example or a reminder for messages about a value outside the limits.
     """
     if limits:
         bound, remedy = Bound(**limits), remedy or f"{default} is the default"
@@ -89,12 +89,12 @@ def bounded(default: Any, bound: Bound | None = None, remedy: str = "", **limits
 
 
 def mapped(line: str, bound: Bound | None = None, remedy: str = "", default: Any = MISSING) -> Any:
-    """A dataclass field that is a map whose keys are the user's own.
+    """Return a dataclass field for a map whose keys the user chooses.
 
     Args:
         line: the form of an entry, such as `FOLDER: WEIGHT`.
         bound: limits of each value.
-        remedy: an example or a reminder for a value outside them.
+        remedy: an example or a reminder for messages about a value outside the limits.
     """
     metadata = {"line": line, "bound": bound, "remedy": remedy}
     if default is MISSING:
@@ -103,22 +103,23 @@ def mapped(line: str, bound: Bound | None = None, remedy: str = "", default: Any
 
 
 def joined(default: Any, json_key: str, bound: Bound, remedy: str) -> Any:
-    """A dataclass field that the DeepSpeed JSON may give instead, under `json_key`.
+    """Return a dataclass field that the DeepSpeed JSON may give instead, under `json_key`.
 
-    Its value is None until YAML and JSON are joined; if neither gives it, `default`.
+    Its value is None until YAML and JSON are joined; then it is `default` if neither gives one.
     """
     return field(default=None, metadata={"bound": bound, "remedy": remedy, "json": json_key, "default": default})
 
 
 def default_of(item: Field[Any]) -> Any:
-    """The value of a field that nobody gives."""
+    """Return the value that a field has if neither YAML nor JSON gives one."""
     return item.metadata.get("default", item.default)
 
 
 class Classes(UserDict[str, Any]):
-    """Classes of a section by their names, in order.
+    """Name -> class of a section, in order.
 
-    The name of a module may stand for the class that it defines: the module is imported when the class is asked for.
+    The name of a module may stand in place of the class that the module defines: it is imported when the class is asked
+    for.
     """
 
     def __getitem__(self, name: str) -> Any:
@@ -127,7 +128,7 @@ class Classes(UserDict[str, Any]):
         return self.data[name]
 
     def __setitem__(self, name: str, cls: type) -> None:
-        """Raise ValueError if another module's class has this name."""
+        """Raise ValueError if a class of another module has this name."""
         taken = self.data.get(name, cls)
         if cls.__module__ != (taken if isinstance(taken, str) else taken.__module__):
             raise ValueError(f"the name {name!r} of class {cls.__name__} is taken by {self[name].__qualname__}")
@@ -142,9 +143,9 @@ class Choice:
     SELECTOR: ClassVar[str]
     """The field that selects the class; a section's base class declares it, with init=False."""
     CHOICES: ClassVar[Classes]
-    """The section's own, shared by its classes."""
+    """Name -> class of this section."""
     KEYWORD: ClassVar[str] = "choice"
-    """Word that names a class in its definition."""
+    """Keyword that gives a class its name in its definition."""
 
     def __init_subclass__(
         cls, *, section: str | None = None, selector: str = "name", choice: str | None = None, **others: Any
@@ -152,7 +153,7 @@ class Choice:
         super().__init_subclass__(**others)
         if section is not None:
             cls.SECTION, cls.SELECTOR, cls.CHOICES = section, selector, Classes()
-        if choice is not None:  # a field of each class with one value: so it is in every dump
+        if choice is not None:  # the selector is a field, so that every dump has it
             cls.CHOICES[choice] = cls
             cls.__annotations__ = {**inspect.get_annotations(cls), cls.SELECTOR: "str"}
             setattr(cls, cls.SELECTOR, field(default=choice, init=False))
@@ -168,7 +169,7 @@ class Choice:
 
     @classmethod
     def own(cls) -> set[str]:
-        """The fields of this choice and of its section, without the selector."""
+        """Return the names of this choice's fields, with those of its section and without the selector."""
         return {item.name for item in fields(cls) if item.init}
 
     @classmethod
@@ -177,12 +178,12 @@ class Choice:
 
     @classmethod
     def refusal(cls, name: str) -> tuple[str, str]:
-        """(rule, remedy) for a field that only other choices have, the same for YAML, command line and JSON."""
+        """Return (rule, remedy) for a field that only other choices have; the same for YAML, command line and JSON."""
         return cls.refusal_of(cls.owners(name))
 
     @classmethod
     def refusal_of(cls, owners: list[str]) -> tuple[str, str]:
-        """(rule, remedy) for a field that only these choices have."""
+        """Return (rule, remedy) for a field that only the choices `owners` have."""
         selector = f"{cls.SECTION}.{cls.SELECTOR}"
         one_of = "one of " if len(owners) > 1 else ""
         return (
@@ -197,12 +198,12 @@ class Entry:
 
     SECTION: ClassVar[str]
     NAME: ClassVar[str]
-    """Key of the class in its section."""
+    """The class's key in its section."""
     KEYWORD: ClassVar[str] = "entry"
     SECTIONS: ClassVar[dict[str, Classes]] = {}
-    """Section -> its classes, for all sections of entries."""
+    """Section of entries -> its classes."""
     OF_SECRETS: ClassVar[str] = "an environment variable"
-    """Where a secret of it belongs, for the message that refuses one in the YAML."""
+    """Where a secret for the entry belongs, for the message that refuses a secret in the YAML."""
 
     def __init_subclass__(cls, *, section: str | None = None, entry: str | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)
@@ -215,27 +216,28 @@ class Entry:
 
 
 def either(names: list[str]) -> str:
-    """`a, b or c`."""
+    """Return the names as `a, b or c`."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A combination of settings that is refused: the check, the documentation, `--help` and the tests read this row."""
+    """A combination of settings that is refused. The check, the documentation, `--help` and the tests read this row."""
 
     keys: tuple[str, ...]
-    """Dotted keys of a run or of its DeepSpeed JSON whose values the message shows."""
+    """Dotted keys of the run or its DeepSpeed JSON whose values the message shows."""
     broken: Callable[[Any], Any]
-    """True (or a list of keys, with `each`) for a subject that breaks the rule."""
+    """Takes the subject; returns whether it breaks the rule, or with `each` a list of mistakes."""
     reason: _Text
     remedy: _Text
     example: Mapping[str, Any]
-    """Dotted key -> value: settings that break the rule in an otherwise valid run."""
+    """Dotted key -> value: settings that, in an otherwise valid run, break the rule."""
     each: bool = False
-    """`broken` returns a list of mistakes: a key that replaces the first of `keys`, or a tuple that replaces `keys`."""
+    """If True, `broken` returns a list of mistakes: each a key in place of the first of `keys`, or a tuple in place of
+    `keys`."""
 
     def breaks(self, subject: Any) -> Iterator[tuple[tuple[str, ...], str, str]]:
-        """(keys, reason, remedy) of each mistake."""
+        """Yield (keys, reason, remedy) for each mistake of the subject."""
         mistakes = self.broken(subject)
         for broken in mistakes if self.each else [self.keys] if mistakes else []:
             keys = (broken, *self.keys[1:]) if isinstance(broken, str) else broken
@@ -247,7 +249,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Rules by what they need to know; `parse` (config/load.py) and `resolve` ask them."""
+    """Rules, grouped by what they need to know of a run; `parse` (config/load.py) and `resolve` check them."""
 
     of_values: tuple[Rule, ...] = ()
     of_forms: tuple[Rule, ...] = ()

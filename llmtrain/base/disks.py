@@ -1,5 +1,5 @@
-"""Disks of a host, for files that its ranks write and read in each step. Python 3.8 on, standard library only: doctor
-sends this file to hosts."""
+"""Tests disks for files that ranks write and read at each step. Python 3.8 on, standard library only: doctor sends this
+file to hosts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LIMIT_S = 2.0
 
 
 def why_no_disk(folder: str) -> str:
-    """Return why a folder is no place for such files; empty: it is one."""
+    """Return why a folder is no place for such files; empty if it is one."""
     if not os.path.isdir(folder):
-        return "it is no folder" if os.path.exists(folder) else "there is no such folder"
+        return "it is not a folder" if os.path.exists(folder) else "there is no such folder"
     kind = file_system(folder)
     if kind in _OF_MEMORY:
-        return f"it lies in memory ({kind}), which an offload is to spare"
+        return f"it is in memory ({kind}), which an offload should save"
     if kind in _OF_NETWORKS:
-        return f"it lies on a network file system ({kind})"
+        return f"it is on a network file system ({kind})"
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
@@ -35,7 +35,7 @@ def why_no_disk(folder: str) -> str:
 
 
 def file_system(folder: str) -> str:
-    """Return the type of a folder's file system; empty: unknown."""
+    """Return the type of a folder's file system; empty if unknown."""
     device = os.stat(folder).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo") as file:
@@ -47,8 +47,8 @@ def file_system(folder: str) -> str:
 
 
 def disk_speed(folder: str) -> dict[str, float]:
-    """Measure a writer and a reader past the page cache, for 2 s each at most: {"write" or "read": bytes a second}.
-    Raises OSError: the file system has no direct I/O, or the disk is full."""
+    """Measure one writer and one reader with direct I/O, each for at most 2 s. Returns {"write" or "read": bytes per
+    second}. Raises OSError if the file system has no direct I/O, or the disk is full."""
     handle = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
     try:
         with mmap.mmap(-1, _BLOCK) as block:

@@ -1,4 +1,4 @@
-"""Errors that a user can fix. Everything else is a bug and keeps its traceback."""
+"""Errors that a user can fix. Any other exception is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class UserError(ValueError):
 
     exit_code = 2
     everywhere = False
-    """All ranks of the run raise the same error, so rank 0 alone prints it."""
+    """True if all ranks of the run raise the same error, so that only rank 0 prints it."""
     passing = False
-    """A fault of the hosts, not of the user: the same command may succeed on another start."""
+    """True for a fault of the hosts, not of the user: the same command may succeed at another start."""
     keys: frozenset[str] = frozenset()
-    """Dotted keys of the settings that are wrong, where the message is of settings."""
+    """Dotted keys of the wrong settings, if the message is about settings."""
 
 
 class ConfigError(UserError):
@@ -25,7 +25,7 @@ class ConfigError(UserError):
 
 
 def number_in(variable: str, default: int | None = None) -> int:
-    """The natural number in an environment variable, or the default where it is not set. Raises ConfigError."""
+    """Return the natural number in an environment variable, or `default` if it is not set. Raises ConfigError."""
     word = os.environ.get(variable)
     if word is None and default is not None:
         return default
@@ -51,6 +51,6 @@ class CheckpointError(UserError):
 
 
 class TrainingStopped(UserError):
-    """Training ended itself, to waste no time (for example after too many skipped steps in a row)."""
+    """Training has ended itself to save time, for example after too many skipped steps in a row."""
 
     exit_code = 3

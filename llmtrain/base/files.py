@@ -19,18 +19,20 @@ from llmtrain.base.errors import ConfigError
 
 
 def lock_folder(folder: Path, *, wait: bool = False, shared: bool = False) -> int:
-    """Hold a folder until the returned descriptor is closed or this process ends: flock, so no lock can go stale.
+    """Lock a folder until the returned descriptor is closed or this process ends (flock, so that no lock becomes
+    stale).
 
-    `shared`: other shared locks are allowed. Raises BlockingIOError while another process holds the folder, unless
-    `wait`, and any other OSError.
+    `shared`: other shared locks are allowed. Raises BlockingIOError if another process has the lock, unless `wait`, and
+    any other OSError.
     """
     return _locked(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), wait, shared)
 
 
 def lock_file(path: Path) -> int:
-    """Wait until this process holds a file, which is created if missing. Raises OSError.
+    """Wait until this process has the lock of a file, which is created if missing. Returns a descriptor as
+    `lock_folder` does. Raises OSError.
 
-    Linux passes file locks on to an NFS server, but not folder locks: all hosts that share the file wait for each
+    Linux passes locks of files, but not of folders, on to an NFS server: so all hosts that share the file wait for each
     other.
     """
     return _locked(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), wait=True)
@@ -51,8 +53,8 @@ _LOCKED_WITHIN_S = 60.0
 
 @contextlib.contextmanager
 def scratch_folder(what: str) -> Iterator[Path]:
-    """Yield a temporary folder, locked while this process lives, and named after `what` uses it. Those of killed
-    processes of this user are removed."""
+    """Yield a temporary folder, with `what` in its name, that is locked while this process lives. Removes folders that
+    killed processes of this user left."""
     base = Path(tempfile.gettempdir())
     for old in (*base.glob(f"{_SCRATCH}*"), *base.glob(f"{_UNLOCKED}*")):
         with contextlib.suppress(OSError):
@@ -72,17 +74,17 @@ def scratch_folder(what: str) -> Iterator[Path]:
 
 
 def cache_folder() -> Path:
-    """This user's folder for copies of remote files."""
+    """Return this user's folder for copies of remote files."""
     folder = os.environ.get("LLMTRAIN_CACHE")
     return Path(folder or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llmtrain").expanduser().absolute()
 
 
 def open_regular(path: Path, more: int = 0) -> int:
-    """Open a regular file for reading; a pipe in its place holds nobody up. `more`: further flags. Raises OSError."""
+    """Open a regular file for reading, without waiting if it is a pipe. `more`: further flags. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | more)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return handle
 
 
@@ -93,8 +95,8 @@ def content_of(path: Path, size: int = -1) -> bytes:
 
 
 def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Write, fsync, rename: after a crash there is the old file or the new one. Raises OSError."""
-    # A name that nobody else has or can foresee: another process may replace the file now, too.
+    """Replace a file by write, fsync and rename: after a crash there is the old file or the new one. Raises OSError."""
+    # A random name: another process may be replacing the file, too.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -108,7 +110,7 @@ def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; files that are deleted in the meantime count as 0."""
+    """Return the bytes of all files below a folder; files that are deleted meanwhile count as 0."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -119,7 +121,7 @@ def folder_bytes(folder: Path) -> int:
 
 def refuse_if_in_use(run_dir: str, key: str = "train.run_dir") -> None:
     """Raise ConfigError if a launch holds the run's folder. `key`: the option that names the folder."""
-    with contextlib.suppress(OSError):  # it is not there, or has no locks: the launch that takes it reports the error
+    with contextlib.suppress(OSError):  # missing, or without locks: the launch reports it when it takes the folder
         try:
             os.close(lock_folder(Path(run_dir), shared=True))
         except BlockingIOError:
@@ -127,7 +129,7 @@ def refuse_if_in_use(run_dir: str, key: str = "train.run_dir") -> None:
 
 
 def in_use(folder: Path, key: str) -> str:
-    """The message for a second launch; `key`: the option that names the folder."""
+    """Return the message for a second launch. `key`: the option that names the folder."""
     holder = ""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         environment = untrusted.loads((folder / "environment.json").read_bytes())

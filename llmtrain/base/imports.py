@@ -1,5 +1,5 @@
-"""For the import of torch, DeepSpeed and transformers: environment variables about devices, packages that they must not
-find, and what they would compute again in each process."""
+"""Prepares the import of torch, DeepSpeed and transformers: sets environment variables about devices, hides packages,
+and caches what each process would compute again."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _ACCELERATORS = (
     "/dev/hl*",
     "/dev/hpu*",
 )
-"""Device files of NVIDIA, AMD, Windows' Linux, Intel and others."""
+"""Device files of NVIDIA, AMD, WSL, Intel and others."""
 _KNOWN = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")  # by DeepSpeed 0.19.8
 
 
 def name_cpu() -> None:
-    """Name the CPU as DeepSpeed's accelerator on a host without accelerators, which DeepSpeed would guess with a
-    warning. Raises ConfigError: the variable names none.
+    """Name the CPU as DeepSpeed's accelerator on a host without accelerators; DeepSpeed would guess it, with a warning.
+    Raises ConfigError if DS_ACCELERATOR has an unknown name.
 
     With an empty CUDA_VISIBLE_DEVICES, DeepSpeed's launcher would show all GPUs to the ranks again.
     """
@@ -50,7 +50,7 @@ def name_cpu() -> None:
 def let_segments_grow() -> None:
     """Let torch's allocator on NVIDIA GPUs extend its segments, unless the user has set its options.
 
-    Training, evaluation and rows differ in length, and would leave gaps between fixed segments.
+    Training, evaluation and sequences differ in length, and would leave gaps between fixed segments.
     """
     if glob.glob("/dev/nvidia[0-9]*") and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -58,9 +58,9 @@ def let_segments_grow() -> None:
 
 @contextmanager
 def without(package: str) -> Iterator[None]:
-    """Context in which Python does not find a package, unless it is already imported.
+    """A context in which Python does not find a package, unless it is already imported.
 
-    DeepSpeed's autotuner imports mlflow wherever it is installed: one CPU second in each process.
+    DeepSpeed's autotuner imports mlflow if it is installed, which costs one CPU-second in each process.
     """
     if hidden := package not in sys.modules:
         sys.modules[package] = None  # type: ignore[assignment]
@@ -72,7 +72,7 @@ def without(package: str) -> Iterator[None]:
 
 
 class _Around:
-    """A finder that calls a function with one module, and with what executes it, in place of executing it."""
+    """A finder that calls `execute(load, module)` in place of executing the module `name`; `load()` executes it."""
 
     def __init__(self, name: str, execute: Callable[[Callable[[], None], Any], None]) -> None:
         self._name, self._execute = name, execute
@@ -89,8 +89,8 @@ class _Around:
 
 @cache
 def hide_torchao() -> None:
-    """Keep transformers, if it is not yet imported, from importing torchao for its quantizers: a run trains no
-    quantized model, and its own fp8 imports torchao by itself. Saves 0.5 CPU-s a process."""
+    """Keep transformers, if not yet imported, from importing torchao for its quantizers: no run trains a quantized
+    model, and our fp8 imports torchao itself. Saves 0.5 CPU-s a process."""
 
     def execute(load: Callable[[], None], module: Any) -> None:
         utils: Any = sys.modules["transformers.utils"]
@@ -109,8 +109,8 @@ def hide_torchao() -> None:
 
 @cache
 def keep_listing() -> None:
-    """Let transformers, if it is not yet imported, take the listing of its models from the cache folder: it reads
-    3,287 files for it, 0.5 CPU-s a process."""
+    """Let transformers, if not yet imported, take the list of its models from the cache folder. Else it reads 3,287
+    files to make the list, 0.5 CPU-s a process."""
 
     def execute(load: Callable[[], None], module: Any) -> None:
         load()
@@ -123,12 +123,12 @@ def keep_listing() -> None:
 
 
 def _structure(define: Callable[..., Any], models: Path, module_path: Any, prefix: str | None = None) -> Any:
-    """Return what `define` returns: packages that names need -> module -> names."""
+    """Return what `define` returns, packages that names need -> module -> names, from the cache if possible."""
     if Path(module_path) not in (models, models / "__init__.py"):
         return define(module_path, prefix)
     try:
         file = _listing_of(models)
-    except (OSError, RuntimeError, PackageNotFoundError):  # without a home folder, or without an installation
+    except (OSError, RuntimeError, PackageNotFoundError):  # no home folder, or transformers is not installed
         return define(module_path, prefix)
     structure = _listed(file)
     if structure is None:
@@ -146,17 +146,17 @@ def _structure(define: Callable[..., Any], models: Path, module_path: Any, prefi
 
 
 def _listing_of(models: Path) -> Path:
-    """The cache's file for this version in this place. Raises OSError; RuntimeError: no home folder;
+    """Return the cache's file for this installation. Raises OSError; RuntimeError without a home;
     PackageNotFoundError."""
     number = version("transformers")
-    if "dev" in number:  # its files change, and the folder's time does not
+    if "dev" in number:  # its files change without a change of the folder's time
         raise PackageNotFoundError(number)
     key = f"{number} {models} {models.stat().st_mtime_ns}"
     return cache_folder() / "transformers" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _listed(file: Path) -> dict[frozenset[str], dict[str, set[str]]] | None:
-    """Read a listing; None: there is none, or it is damaged."""
+    """Return the list in a file; None if there is none, or if it is damaged."""
     try:
         rows = untrusted.loads(content_of(file))
         listing = {frozenset(needs): {module: {*names} for module, names in modules.items()} for needs, modules in rows}

@@ -1,4 +1,4 @@
-"""Plain log lines: standard output on rank 0, warnings on standard error. A live line on a terminal."""
+"""Plain log lines on rank 0 (warnings on standard error), and a live line on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _warned_of: set[str] = set()
 
 
 def rank() -> int:
-    """The global rank that the launcher gave this process; 0 outside a launch."""
+    """Return the global rank that the launcher gave this process; 0 without a launcher."""
     word = os.environ.get("RANK", "")
     return int(word) if word.isdecimal() else 0  # `number_in` refuses others
 
@@ -29,7 +29,7 @@ def info(message: str) -> None:
 
 
 def put(message: str) -> None:
-    """Print a line on standard output. A closed pipe or a full disk raises nothing."""
+    """Print a line on standard output. A closed pipe or a full disk raises no error."""
     try:
         reopen()
         print(shown(message, lines=True), flush=True)
@@ -40,11 +40,11 @@ def put(message: str) -> None:
 
 
 _kept: int | None = None
-"""Another descriptor of standard output."""
+"""A second descriptor of standard output."""
 
 
 def keep_output() -> None:
-    """Keep standard output for `reopen`, in place of what the last call has kept."""
+    """Keep standard output as it is now, for `reopen`."""
     global _kept
     if _kept is not None:
         os.close(_kept)
@@ -68,7 +68,7 @@ def reopen() -> bool:
 
 
 def warn(message: str) -> None:
-    """Print a line on standard error, on rank 0 only. A closed descriptor or a full disk raises nothing."""
+    """Print a warning on standard error, on rank 0 only. A closed descriptor or a full disk raises no error."""
     if rank() == 0:
         with contextlib.suppress(OSError, ValueError):
             print(f"warning: {shown(message, lines=True)}", file=sys.stderr, flush=True)
@@ -81,19 +81,19 @@ def warn_once(message: str) -> None:
 
 
 _SCREEN = threading.Lock()
-"""Held while standard output is written: while rich shows a live line, it replaces sys.stdout for a time. Text that
-another thread writes then is erased with the line, or goes to a closed stream."""
+"""Held while standard output is written. While rich shows a live line it replaces sys.stdout for a time, and text of
+another thread would be erased with the line or go to a closed stream."""
 
 
 def pass_on(text: str) -> None:
-    """Write another process's lines above the live line, from any thread. Raises OSError, ValueError."""
+    """Write another process's lines above the live line. Any thread may call it. Raises OSError, ValueError."""
     with _SCREEN:
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 class LiveLine:
-    """A bar and a text at the bottom of the terminal, below the lines of `pass_on` and this thread."""
+    """A bar and a text at the bottom of the terminal, below the lines that `pass_on` and this thread print."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -108,7 +108,7 @@ class LiveLine:
         self._task = self._bar.add_task("", total=1.0, visible=False)
 
     def show(self, text: str, share: float | None) -> None:
-        """`share`: completed part of the work, 0 to 1; None if unknown. An empty text hides the line."""
+        """Show a text. `share`: completed share of the work, 0 to 1; None if unknown. An empty text hides the line."""
         with _SCREEN:
             if not text:
                 self._bar.stop()
@@ -123,13 +123,13 @@ _LINE_EVERY_S = 10.0
 
 
 class Progress:
-    """Progress of a long job: a bar on a terminal, a plain line every 10 s elsewhere.
+    """Shows the progress of a long job: as a bar on a terminal, else as a line every 10 s.
 
-    Safe to advance from several threads.
+    `advance` may be called from several threads.
     """
 
     def __init__(self, what: str, total: int, done: int = 0, *, unit: str = "byte") -> None:
-        """`total`, `done`: counted in `unit`, whose plural the text shows."""
+        """`total`, `done`: numbers of `unit`s."""
         self._what = what
         self._total = total
         self._done = done

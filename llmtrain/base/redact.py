@@ -1,4 +1,4 @@
-"""Keep keys, tokens and passwords out of files, trackers and error texts."""
+"""Keeps keys, tokens and passwords out of files, trackers and error texts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _URL_USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _URL_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&\s\"'<>]+)")
 _SIGNATURES = (["sig"], ["signature"])
-"""Last words of the parameters that sign a URL, as S3, Google and Azure do."""
+"""Last words in the names of parameters that sign a URL, as S3, Google and Azure have them."""
 _KNOWN_FORMS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|wandb_v\d_\w{20,}|dapi[0-9a-f]{32}|AKIA[0-9A-Z]{16})\b"
 )
 
 
 def is_secret(key: str) -> bool:
-    """True if a value under this name (config key, environment variable, flag) must be hidden."""
+    """Return True if a value with this name (config key, environment variable, flag) must be hidden."""
     words = [word.lower() for word in _WORD.findall(key)]
     if not words:
         return False
@@ -41,7 +41,7 @@ def is_secret(key: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """`text` without credentials and signatures in URLs, keys of known form, and the environment's secrets."""
+    """Return `text` without credentials and signatures in URLs, keys of known forms, and the environment's secrets."""
     for name, value in os.environ.items():
         if len(value) >= 6 and value in text and is_secret(name):
             text = text.replace(value, REDACTED)
@@ -50,7 +50,7 @@ def redact_text(text: str) -> str:
 
 
 def holds_secret(text: str) -> bool:
-    """True for a URL with a password or a secret parameter, and for a key of known form."""
+    """Return True if the text has a URL with a password or secret parameter, or a key of a known form."""
     return bool(_URL_PASSWORD.search(text) or _KNOWN_FORMS.search(text) or _URL_QUERY.sub(_parameter, text) != text)
 
 
@@ -60,7 +60,7 @@ def _parameter(match: re.Match[str]) -> str:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of nested dicts and lists whose secret values read `[redacted]`."""
+    """Return a copy of nested dicts and lists in which secret values read `[redacted]`."""
     if isinstance(value, Mapping):
         return {str(name): redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -71,7 +71,7 @@ def redact(value: Any, key: str = "") -> Any:
 
 
 def redact_argv(argv: Iterable[str]) -> list[str]:
-    """A command line without secrets: `--api_key=X` and `--api_key X` both lose X."""
+    """Return a command line without secrets: `--api_key=X` and `--api_key X` both lose X."""
     safe: list[str] = []
     hide_next = False
     for word in argv:

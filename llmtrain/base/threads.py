@@ -1,4 +1,4 @@
-"""Calls in separate threads, and the cores for a process's threads."""
+"""Calls in separate threads, and the number of cores that a process may use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Result = TypeVar("Result")
 
 
 def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
-    """Begin a call. Unlike an executor's thread, this one never keeps the process from ending."""
+    """Start a call in a thread, and return its future. Unlike an executor's, this thread never keeps the process
+    alive."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -28,7 +29,8 @@ def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: the smaller of its affinity (taskset, Slurm) and its container's limit."""
+    """Return the number of cores that this process may use: the smaller of its affinity (taskset, Slurm) and its
+    container's limit."""
     cores = len(os.sched_getaffinity(0))
     for version in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # microseconds for each period
         with contextlib.suppress(OSError, ValueError):  # another version's files, or "max": no limit

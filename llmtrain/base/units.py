@@ -22,7 +22,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """Bytes in binary units: 1536 -> '1.5 KiB'."""
+    """Return bytes in binary units: 1536 -> '1.5 KiB'."""
     value = float(n_bytes)
     for suffix in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -32,7 +32,7 @@ def size(n_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as '1h02m', '3m05s' or '4.2s'."""
+    """Return seconds as '1h02m', '3m05s' or '4.2s'."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 def spans(numbers: Iterable[int], most: int = sys.maxsize) -> str:
-    """Ascending numbers as '0-3, 7'; after `most` spans, the count of the remaining numbers."""
+    """Return ascending numbers as '0-3, 7'; after `most` spans, the count of the remaining numbers."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -55,17 +55,17 @@ def spans(numbers: Iterable[int], most: int = sys.maxsize) -> str:
 
 
 def some(numbers: Sequence[int]) -> str:
-    """'1, 2, 3'; of more than eight numbers the first eight and the count."""
+    """Return '1, 2, 3'; for more than eight numbers the first eight and the count."""
     shown = ", ".join(map(str, numbers[:8]))
     return shown if len(numbers) <= 8 else f"{shown}, ... ({len(numbers)} in all)"
 
 
 def divisors(number: int, least: int = 1) -> str:
-    """The degrees that divide `number`, from `least` on: '1, 2, 4'."""
+    """Return the divisors of `number` from `least` on: '1, 2, 4'."""
     return ", ".join(str(degree) for degree in range(least, number + 1) if number % degree == 0)
 
 
 def lines_of(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns, two blanks apart."""
+    """Return the rows as lines with aligned columns, two blanks apart."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]

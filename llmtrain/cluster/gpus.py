@@ -1,6 +1,7 @@
 """NVIDIA's reports on a host's GPUs: the driver's lines in the kernel log, nvidia-smi's report, NVLinks.
 
-Imported by the watch; doctor pipes it into a host's Python, before probe.py: standard library only, Python 3.8 on.
+The watch imports this file; doctor pipes it into a host's Python, before probe.py: standard library only, Python 3.8
+on.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _MOST_BYTES = 4 << 20
 _DAY_S = 86400.0
 _REPORT = ("nvidia-smi", "-q")
 MEMORY_REPORT = (*_REPORT, "-d", "ECC,PAGE_RETIREMENT,ROW_REMAPPER")
-"""Part of the report with the errors of a GPU's memory."""
+"""Command for the part of the report about a GPU's memory."""
 _SECTIONS = ("MIG Mode", "ECC Errors", "Retired Pages", "Remapped Rows", "Fabric", "FB Memory Usage", "Processes")
 """Sections of the report that doctor reads."""
 
 
 @dataclass(frozen=True)
 class Xid:
-    """One fault that the driver has written to the kernel log."""
+    """A fault that the driver has written to the kernel log."""
 
     bus: str
     """PCI address of the GPU."""
@@ -40,7 +41,7 @@ class Xid:
 
     @property
     def unfit(self) -> bool:
-        """True if the GPU or its link is broken, or unusable until a reset, which no user's program causes."""
+        """True if the GPU or its link is broken, or unusable until a reset: nothing that a user's program causes."""
         return _XIDS.get(self.number, ("", False))[1]
 
     def __str__(self) -> str:
@@ -72,18 +73,18 @@ _XIDS: Mapping[int, tuple[str, bool]] = {
     143: ("it could not be started", True),
     **dict.fromkeys(range(144, 151), ("an error of an NVLink", True)),
 }
-"""Number -> (meaning, True if the host is unfit for work), after NVIDIA's document "XID Errors"."""
+"""Xid number -> (meaning, True if the host is unfit for work), after NVIDIA's document "XID Errors"."""
 
 
 def read_xids(lines: Iterable[str]) -> list[Xid]:
-    """Return the faults in a kernel log's lines, in order; a repeated fault of a GPU counts once."""
+    """Return the faults in a kernel log's lines, in order; a fault that a GPU repeats is returned once."""
     matches = (_XID.search(line) for line in lines)
     return list(dict.fromkeys(Xid(match["bus"], int(match["number"])) for match in matches if match))
 
 
 def read_report(text: str) -> dict[str, dict[str, Any]]:
-    """Parse `nvidia-smi -q`: PCI address -> sections as nested dicts; "N/A" stays a text. A repeated key (processes)
-    has a list: {"Processes": {"Type": ["C", "C"]}}."""
+    """Parse `nvidia-smi -q`. Returns PCI address -> sections as nested dicts; "N/A" stays a text. A key that is
+    repeated (as for processes) has a list: {"Processes": {"Type": ["C", "C"]}}."""
     gpus: dict[str, dict[str, Any]] = {}
     gpu: dict[str, Any]
     open_: list[tuple[int, dict[str, Any]]] = []  # the sections that enclose this line, with their indents
@@ -122,7 +123,7 @@ def section(gpu: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def memory_fault(gpu: Mapping[str, Any]) -> str:
-    """Return the faults of a GPU's memory in its report, or ""."""
+    """Return the memory faults in a GPU's report as text; empty: none."""
     words = []
     volatile = section(gpu, "ECC Errors", "Volatile")
     broken = sum(int(v) for k, v in volatile.items() if "Uncorrectable" in k and str(v).isdigit())
@@ -137,7 +138,7 @@ def memory_fault(gpu: Mapping[str, Any]) -> str:
 
 
 def read_links(text: str) -> list[tuple[int, int]]:
-    """Parse `nvidia-smi nvlink -s`: (NVLinks that are up, all NVLinks) of each GPU in order."""
+    """Parse `nvidia-smi nvlink -s`. Returns (NVLinks that are up, all NVLinks) of each GPU in order."""
     links: list[tuple[int, int]] = []
     for line in text.splitlines():
         if line.startswith("GPU "):
@@ -149,7 +150,8 @@ def read_links(text: str) -> list[tuple[int, int]]:
 
 
 class Command:
-    """A command, started now and read later: nvidia-smi takes a second, and never ends after the loss of a GPU."""
+    """A command that is started at once and read later: nvidia-smi takes a second, and never ends after a GPU was
+    lost."""
 
     def __init__(self, argv: tuple[str, ...], within_s: float) -> None:
         self._until_s = time.monotonic() + within_s
@@ -164,7 +166,7 @@ class Command:
             )
 
     def answer(self) -> str:
-        """Return the output if it ends in time, else ""; a process that hangs in the kernel is abandoned."""
+        """Return the output if the command ends in time, else "". A process that hangs in the kernel is abandoned."""
         if self._process is None or self._process.stdout is None:
             return ""
         handle, output = self._process.stdout.fileno(), bytearray()
@@ -184,18 +186,18 @@ class Command:
 
 
 class KernelLog:
-    """The driver's fault reports in the kernel log of the last `seconds`."""
+    """Reads the driver's fault reports of the last `seconds` from the kernel log."""
 
     def __init__(self, seconds: float, within_s: float) -> None:
         self._lines: list[str] | None = None
         try:
             self._lines = _kernel_log(seconds)
-        except OSError:  # root only on many machines; the groups adm and systemd-journal may read the journal
+        except OSError:  # often only for root; the groups adm and systemd-journal may read the journal
             words = ("journalctl", "-k", "-q", "--no-pager", "-o", "cat", f"--since=-{seconds:.0f}s")
             self._journal = Command(words, within_s)
 
     def xid_lines(self) -> list[str]:
-        """Return the newest 50, oldest first; none if this user may not read them."""
+        """Return the newest 50 lines with faults, oldest first; none if this user may not read the log."""
         lines = self._lines if self._lines is not None else self._journal.answer().splitlines()
         return [line for line in lines if _XID.search(line)][-50:]
 
@@ -211,7 +213,7 @@ def _kernel_log(seconds: float) -> list[str]:
                 raw = os.read(handle, 8192)
             except BlockingIOError:  # no more
                 return texts
-            except BrokenPipeError:  # overwritten while it was read: the next one is there
+            except BrokenPipeError:  # overwritten while it was read: go on with the next
                 continue
             if not raw:
                 return texts

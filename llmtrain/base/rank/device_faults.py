@@ -1,7 +1,7 @@
-"""Table of device faults: a text of CUDA, cuBLAS or NCCL -> its meaning, a remedy.
+"""Table of device faults: a text of CUDA, cuBLAS or NCCL -> its meaning and a remedy.
 
-A text is the message of an exception or a line of standard error: NCCL's watchdog ends a rank from a thread without
-Python, and gives its reason nowhere else.
+The text is an exception's message or a line of standard error: NCCL's watchdog ends a rank from a thread without
+Python, and prints its reason nowhere else.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class DeviceFault:
     name: str
     """Name of the cause."""
     pattern: str
-    """Regular expression that is found in the text."""
+    """Regular expression to search for in the text."""
     means: str
-    """Half a sentence, after "that is"."""
+    """What has happened, to follow "that is"."""
     remedy: str
     unfit: bool = False
-    """The host is at fault: a restart should leave it out."""
+    """True if the host is at fault, so that a restart should leave it out."""
     again: bool = True
-    """Another start may succeed."""
+    """True if another start may succeed."""
 
     def matches(self, text: str) -> bool:
         return re.search(self.pattern, text) is not None
@@ -137,7 +137,7 @@ FAULTS = (
         remedy=_LOOK,
     ),
 )
-"""The first match counts: special texts come before general ones."""
+"""The first match counts, so special patterns come before general ones."""
 
 
 def device_fault(text: str) -> DeviceFault | None:
@@ -145,7 +145,7 @@ def device_fault(text: str) -> DeviceFault | None:
 
 
 def with_reason(message: str) -> str:
-    """The first line of an exception's message, and for NCCL the line after "Last error:", the reason."""
+    """Return the first line of an exception's message, and for NCCL also the reason in the line after "Last error:"."""
     first, *more = message.strip().splitlines() or [""]
     return " ".join([first, *(line for before, line in pairwise([first, *more]) if before.startswith("Last error"))])
 
@@ -154,9 +154,9 @@ _SECONDARY = re.compile(
     r"Connection (closed|reset)|Broken pipe|Connection refused|remote peer|[Tt]imed? ?out|NCCL|remote process exited|"
     r"Application timeout|Socket Timeout|recvValue failed|failed to recv|EOFError|DistNetworkError|DistBackendError"
 )
-"""Errors of a rank whose peer has gone: the peer is the cause."""
+"""Errors of a rank whose peer has ended, which is then the cause."""
 
 
 def is_echo(error: str) -> bool:
-    """True if an exception echoes another rank's end; a CUDA error within NCCL is this rank's own."""
+    """Return True if an exception only echoes another rank's end. A CUDA error within NCCL is this rank's own."""
     return bool(_SECONDARY.search(error)) and device_fault(error) is None

@@ -1,4 +1,4 @@
-"""The folder that the ranks of a host share with their agent: heartbeats, stacks, the hosts of the job."""
+"""The folder that a host's ranks share with their agent: heartbeats, stacks, the hosts of the job."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from llmtrain.base.rank import messages, processes
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 """Files: the agent's address; the hosts of the job; facts about the run."""
 RECORD_WANTED = "record.wanted"
-"""Made when the agent wants every rank's excerpt of NCCL's flight recorder."""
+"""The agent makes this file when it wants every rank's excerpt of NCCL's flight recorder."""
 STACK_SIGNAL = signal.SIGUSR2
-"""Makes a rank write its Python stacks into its file."""
+"""Makes a rank write its Python stack into its file."""
 LEAST_FREE = 1 << 20
-"""Free bytes in /dev/shm below which another folder is taken. A rank takes 20 KiB, 16 of them for a stack."""
+"""If /dev/shm has fewer free bytes, another folder is used. A rank takes 20 KiB, 16 of them for a stack."""
 NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
-"""The name that `make_folder` gives: id and start time of the launcher."""
+"""The form of a name from `make_folder`, with the launcher's id and start time."""
 
 
 def make_folder() -> Path:
-    """Create the folder for this launcher and port, shared by a host's ranks. Its name ends with the launch's mark, for
-    launch/job.py. Raises OSError."""
+    """Create the folder that a host's ranks share, for this launcher and port. Its name ends with the launch's mark, by
+    which launch/job.py finds it. Raises OSError."""
     parent = processes.stat(os.getppid())
     started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
     mark = os.environ.get(messages.LAUNCH, "")
@@ -42,9 +42,9 @@ def make_folder() -> Path:
     elif not (base / name).exists() and (free := shutil.disk_usage(base).free) < LEAST_FREE:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             log.warn(
-                f"{base} of {socket.gethostname()} is full ({units.size(free)} free): the watch keeps its files in "
-                f"{tempfile.gettempdir()}, and others that need it will fail (NCCL between the GPUs of a host). Look "
-                f"with `ls -la {base}` and delete unused files, or mount -o remount,size=50% {base}"
+                f"{base} on {socket.gethostname()} is full ({units.size(free)} free). The watch uses "
+                f"{tempfile.gettempdir()} instead, but NCCL between the GPUs of a host will fail. List {base} with "
+                f"`ls -la {base}`, then delete unused files or enlarge it: mount -o remount,size=50% {base}"
             )
         base = Path(tempfile.gettempdir())
     folder = base / name
@@ -53,16 +53,16 @@ def make_folder() -> Path:
 
 
 def of_rank(folder: Path, rank: int, what: str) -> Path:
-    """A rank's file: `what` is beat, stack, ask, error, refusal, record or stderr."""
+    """Return a rank's file. `what`: beat, stack, ask, error, refusal, record or stderr."""
     return folder / f"rank-{rank:05d}.{what}"
 
 
 def own(folder: Path) -> None:
-    """Create the folder if missing. Raises OSError, also if other users can use the folder."""
+    """Create the folder if it is missing. Raises OSError, also if other users can use the folder."""
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or folder.is_symlink() or status.st_mode & 0o077:
-        raise PermissionError(13, "another user's folder is in the way of the watch", str(folder))
+        raise PermissionError(13, "the watch cannot use a folder that is another user's or open to others", str(folder))
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None without a valid one."""
+    """Return the object in a JSON file; None if the file is missing or not valid."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):

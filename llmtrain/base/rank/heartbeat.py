@@ -1,7 +1,7 @@
 """The heartbeat of a rank: a page of memory that the rank shares with its host's agent.
 
-A rank writes words of 8 bytes and never waits: entering and leaving a collective costs 0.65 microseconds
-(tools/bench/watch.py). The agent reads the page at any time, also when the rank hangs or is dead.
+The rank writes words of 8 bytes and never waits: entering and leaving a collective costs 0.65 microseconds
+(tools/bench/watch.py). The agent can read the page at any time, also when the rank hangs or is dead.
 """
 
 from __future__ import annotations
@@ -43,62 +43,61 @@ _BEAT_S, _WAITED_S, _OWN_S = _AT["beat_s"], _AT["waited_s"], _AT["own_s"]
 _GIVEN, _DONE, _AWAITS, _ASKED_S = _AT["given"], _AT["done"], _AT["awaits"], _AT["asked_s"]
 _RUNNING = -1
 OTHERS = -1
-"""In place of a process id: a rank waits for what other ranks wait for."""
+"""Stands for a process id: the rank waits for what other ranks wait for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """One reading of a rank's page."""
+    """The contents of a rank's page at one time."""
 
     pid: int
     started: int
-    """Clock ticks after the boot, see `processes.Stat.started`."""
+    """Start time of the process, see `processes.Stat.started`."""
     rank: int
     local_rank: int
     beats: int
-    """Counts everything that the rank does."""
+    """Grows with everything that the rank does."""
     step: int
     """Optimizer steps done."""
     phase: str
     left: int | None
-    """The exit code with which the rank is about to end by itself; None while it works."""
+    """Exit code with which the rank is about to end by itself; None while it works."""
     stopping: bool
-    """It was asked to stop, and will at the next step boundary."""
+    """True if the rank was asked to stop, which it will do at the next step boundary."""
     collectives: int
     """Collectives entered so far."""
     inside: bool
-    """True while the rank is in the last one."""
+    """True while the rank is inside the last collective."""
     collective: str
-    """Name of the last one."""
+    """Name of the last collective."""
     timed_steps: int
     """Steps since the launch that `own_s` covers."""
     beat_s: float
     """time.monotonic() of the last beat."""
     own_s: float
-    """Seconds of those steps outside of collectives."""
+    """Seconds of the timed steps outside of collectives."""
     on_device: bool
-    """The rank computes on a device: a busy processor may only poll it."""
+    """True if the rank computes on a device; a busy processor may then only be polling it."""
     given: int
     """Marks put into the device's queue: after each micro-batch and each update."""
     done: int
     """Marks that the device has reached."""
     plugin: str
-    """The method of a plugin that runs, as "parts.count: after_step"; empty: none does."""
+    """The plugin's method that is running, as "parts.count: after_step"; empty: none."""
     awaits: int
-    """The process whose work counts as this rank's progress, or OTHERS (see `Heartbeat.awaits`); 0: only its own beats
-    count."""
+    """Id of a process whose work counts as this rank's progress, or OTHERS (see `Heartbeat.awaits`); 0: none."""
     asked_s: float
-    """Processor time of this rank in collectives that it enters while `awaits` is set."""
+    """Processor time (s) of this rank in collectives while `awaits` is set."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Heartbeat:
-    """The writing side. Before `connect` it writes to private memory, so callers need no check."""
+    """The writing side. Before `connect` it writes to private memory, so that callers need not check for a watch."""
 
     def __init__(self) -> None:
-        # Private: ranks that are forked from one process would count each other's collectives.
+        # Private: else ranks forked from one process would count each other's collectives.
         self._use(mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), rank=0, local_rank=0)
 
     def connect(self, path: Path, *, rank: int, local_rank: int) -> None:
@@ -134,7 +133,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Be in this phase while the block runs, then in the previous one again, unless the block raises."""
+        """Set this phase while the block runs, and then the previous one again, unless the block raises."""
         before = self._words[_PHASE]
         self.phase(name)
         yield
@@ -143,7 +142,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def calling(self, plugin: str, method: str) -> Iterator[None]:
-        """Record that a plugin's method runs, such as `parts.count` and `after_step`."""
+        """Record a plugin's method while it runs, such as `parts.count` and `after_step`."""
         self._memory[_CALL_AT : _CALL_AT + _CALL_BYTES] = _call(plugin, method)
         try:
             yield
@@ -151,9 +150,9 @@ class Heartbeat:
             self._memory[_CALL_AT] = 0
 
     def awaits(self, pid: int) -> None:
-        """Begin a wait in which the work of process `pid`, a child or this rank itself, counts as progress. Collectives
-        do not count: in them the ranks only ask each other whether the wait has ended. OTHERS: the wait is for work of
-        other ranks. 0: the wait is over."""
+        """Begin a wait during which the work of process `pid`, a child or this rank itself, counts as progress.
+        Collectives do not, since in them the ranks only ask each other whether the wait has ended. OTHERS: wait for
+        work of other ranks. 0: the wait is over."""
         self._awaits = self._words[_AWAITS] = pid
         self._words[_BEATS] += not pid
 
@@ -167,7 +166,8 @@ class Heartbeat:
         self.phase("data")
 
     def end_step(self, step: int) -> tuple[float, float]:
-        """Stop timing the step. Returns its seconds without evaluation and saves, and those inside collectives."""
+        """Stop timing the step. Returns (its seconds without evaluation and saves, the part of them inside
+        collectives)."""
         waited_s = self._times[_WAITED_S] - self._waited_before_s
         step_s = time.monotonic() - self._step_began_s
         self._times[_OWN_S] += step_s - waited_s
@@ -177,7 +177,7 @@ class Heartbeat:
         return step_s, waited_s
 
     def enter(self, name: bytes) -> None:
-        """Enter a collective; a nested one does not count. `name`: `named(...)`."""
+        """Enter a collective; a nested one is not counted. `name`: from `named`."""
         words = self._words
         words[_INSIDE] += 1
         if words[_INSIDE] > 1:
@@ -186,7 +186,7 @@ class Heartbeat:
         words[_COLLECTIVES] += 1
         now = self._entered_s = time.monotonic()
         if self._awaits:
-            self._computed_s = time.process_time()  # of all threads: gloo has its own
+            self._computed_s = time.process_time()  # of all threads, also gloo's
         else:
             words[_BEATS] += 1
             self._times[_BEAT_S] = now
@@ -205,7 +205,7 @@ class Heartbeat:
             times[_BEAT_S] = now
 
     def waited_s(self) -> float:
-        """Seconds inside collectives since the launch."""
+        """Return the seconds inside collectives since the launch."""
         waited_s: float = self._times[_WAITED_S]
         return waited_s
 
@@ -213,7 +213,7 @@ class Heartbeat:
         return time.monotonic() - float(self._times[_BEAT_S])
 
     def on_device(self) -> None:
-        """Record that the rank computes on a device; `gave` and `device_did` count the device's progress."""
+        """Record that the rank computes on a device, whose progress `gave` and `device_did` count."""
         self._words[_AT["on_device"]] = 1
 
     def gave(self) -> None:
@@ -229,7 +229,7 @@ class Heartbeat:
         self._words[_AT["stopping"]] = 1
 
     def left(self, code: int) -> None:
-        """Record that the rank exits by itself, with this code."""
+        """Record that the rank exits by itself with this code."""
         self._words[_PHASE] = _PHASE_AT["end"]
         self._words[_AT["left"]] = code
         self.beat()
@@ -259,7 +259,7 @@ def _shared(path: Path) -> mmap.mmap:
     new = path.with_suffix(".new")
     handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.posix_fallocate(handle, 0, _SIZE)  # else a full /dev/shm is a SIGBUS at the first beat
+        os.posix_fallocate(handle, 0, _SIZE)  # else with a full /dev/shm the first beat would be a SIGBUS
         return mmap.mmap(handle, _SIZE)
     except OSError as error:
         new.unlink(missing_ok=True)
@@ -269,7 +269,7 @@ def _shared(path: Path) -> mmap.mmap:
 
 
 def read(page: Path | int) -> Beat | None:
-    """The state of a rank; None: the page is not valid. `page`: its path, or a descriptor, which still works
+    """Return the state of a rank; None: the page is not valid. `page`: its path, or a descriptor, which still works
     after the file is deleted."""
     try:
         raw = os.pread(page, _SIZE, 0) if isinstance(page, int) else page.read_bytes()
@@ -315,9 +315,9 @@ _FUNCTIONS = (
 
 
 def count_collectives(torch: Any) -> None:
-    """Count torch.distributed's collectives, in which DeepSpeed's end, in this heartbeat. Once a process, before
-    DeepSpeed starts. Ranks that wait in one line at different rounds differ only in the count. The watch does not
-    import torch."""
+    """Count torch.distributed's collectives, which DeepSpeed's calls end in, in this heartbeat. Call it once a process,
+    before DeepSpeed starts. `torch`: the module, which the watch does not import itself. The count tells apart ranks
+    that wait in the same line in different rounds."""
     dist = torch.distributed
     if getattr(dist.all_reduce, "counted", False):
         return
@@ -335,7 +335,7 @@ def _counted(name: str, plain: Callable[..., Any], compiling: Callable[[], bool]
 
     @functools.wraps(plain)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        if compiling():  # torch.compile knows the plain function by name, and must see nothing else
+        if compiling():  # torch.compile must see the plain function, which it knows by name
             return plain(*args, **kwargs)
         enter(entry)
         try:

@@ -1,4 +1,4 @@
-"""Chooses the network interface of the collectives if the user has not."""
+"""Chooses the network interface for collectives, if the user has not chosen one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the route to it leads ou
 
 
 def choose_interfaces(backend: str) -> str | None:
-    """Set unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards MASTER_ADDR, NCCL's also to equal
-    cards (`_alike`): NCCL would take bridges and tunnels and hang. Loopback only if MASTER_ADDR or all ranks are local.
-    Returns gloo's interface or None. Raises ConfigError: the user's value, or MASTER_ADDR, is unknown."""
+    """If unset, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that reaches MASTER_ADDR, and NCCL's
+    also to equal cards (`_alike`): by itself NCCL would take bridges and tunnels, and hang. Loopback only if
+    MASTER_ADDR or all ranks are local. Returns gloo's interface or None. Raises ConfigError if the user's interface or
+    MASTER_ADDR is unknown."""
     interfaces = _addresses()
     _check(GLOO, interfaces)
     if backend == "nccl":
@@ -33,13 +34,14 @@ def choose_interfaces(backend: str) -> str | None:
             os.environ[GLOO] = chosen
         if not os.environ.get(NCCL):
             names = ",".join([chosen, *_alike(chosen, interfaces)])
-            os.environ[NCCL] = f"={names}"  # NCCL takes a plain name for the beginning of one
+            os.environ[NCCL] = f"={names}"  # without = NCCL takes a name as a prefix
     return os.environ.get(GLOO)
 
 
 def _alike(chosen: str, interfaces: Iterable[str]) -> list[str]:
-    """Further interfaces for NCCL's data: cards of equal speed, up, with an address. None with InfiniBand or RoCE,
-    which carries the data, or without a known speed (a virtual machine's cards may lead elsewhere)."""
+    """Return further interfaces for NCCL's data: cards of equal speed that are up and have an address. None with
+    InfiniBand or RoCE, which carries the data, or if the speed is unknown (a virtual machine's cards may lead
+    elsewhere)."""
     speed = _speed(chosen)
     if speed <= 0 or any(_INFINIBAND.glob("*")):
         return []
@@ -48,7 +50,7 @@ def _alike(chosen: str, interfaces: Iterable[str]) -> list[str]:
 
 
 def _speed(name: str) -> int:
-    """Mbit/s of a card that is up; -1 if unknown."""
+    """Return the Mbit/s of a card that is up; -1 if unknown."""
     try:
         up = (_NET / name / "operstate").read_text().strip() == "up"
         return int((_NET / name / "speed").read_text()) if up else -1
@@ -57,7 +59,7 @@ def _speed(name: str) -> int:
 
 
 def interface_towards(master: str, interfaces: dict[str, list[str]]) -> str | None:
-    """The interface with this host's address towards `master`. `interfaces`: addresses by name. Raises ConfigError."""
+    """Return the interface that reaches `master`, or None. `interfaces`: name -> addresses. Raises ConfigError."""
     address = _own_address(master)
     if address is None:
         return None
@@ -82,7 +84,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _own_address(target: str) -> str | None:
-    """The address that this host would send from. None without a route. Raises ConfigError."""
+    """Return the address from which this host would send to `target`; None without a route. Raises ConfigError."""
     try:
         family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
@@ -119,14 +121,14 @@ def _check(variable: str, interfaces: dict[str, list[str]]) -> None:
     if value and named_interfaces(variable, value, interfaces) is None:
         raise ConfigError(
             f"{variable} is {value!r}, but {socket.gethostname()} has no interface of that name with an address. "
-            f"It has {', '.join(interfaces)}. Unset the variable (to take the one towards MASTER_ADDR), or name one."
+            f"It has {', '.join(interfaces)}. Unset the variable (to use the one that reaches MASTER_ADDR), or name one."
         )
 
 
 def named_interfaces(variable: str, value: str, interfaces: Collection[str]) -> list[str] | None:
-    """Those of `interfaces` (kernel's order) that the variable names; None when the backend would fail. gloo needs
-    every name to exist (torch/csrc/distributed/c10d/init.cpp). NCCL takes prefixes, `=` before complete names, `^`
-    before excluded ones, NAME:PORT as NAME (src/misc/socket.cc, ncclFindInterfaces)."""
+    """Return those of `interfaces` (in the kernel's order) that the variable names; None if the backend would fail.
+    gloo needs every name to exist (torch/csrc/distributed/c10d/init.cpp). NCCL takes prefixes, `=` before complete
+    names, `^` before excluded ones, NAME:PORT as NAME (src/misc/socket.cc, ncclFindInterfaces)."""
     if variable == GLOO:
         words = [word for word in value.split(",") if word]
         return words if words and all(word in interfaces for word in words) else None

@@ -1,18 +1,19 @@
-"""Between a job and its supervisor: the file with a launch's secrets for its ranks, and messages to the supervisor.
+"""What a job and its supervisor exchange: the file with a launch's secrets for its ranks, and messages to the
+supervisor.
 
-A message is one line of JSON on standard output, behind a mark with the launch's random id: a text that a model or a
-file brings into the output cannot hold it. Nothing is printed unless LLMTRAIN_SUPERVISED is 1.
+A message is a line of JSON on standard output, after a mark with the launch's random id, which no text of a model or a
+file can contain. Nothing is printed unless LLMTRAIN_SUPERVISED is 1.
 
     kind        fields
-    wait        the ranks cannot meet yet: files are being fetched; sent repeatedly
-    place       ranks: list of {rank, host, local_rank, device, pid}; once, when the ranks have met
-    progress    text ("": ended), share (0 to 1, or None): instead of lines on standard output, where TERMINAL is 1
-    checkpoint  step: of a checkpoint that is complete
+    wait        the ranks cannot meet yet, since files are being downloaded; sent repeatedly
+    place       ranks: list of {rank, host, local_rank, device, pid}; sent once, when the ranks have met
+    progress    text ("": ended), share (0 to 1, or None): sent in place of lines on standard output if TERMINAL is 1
+    checkpoint  step of a complete checkpoint
     fault       text: for the user, cause: its name, ranks: that differ, step: steps done, signature: equal for two
-                faults of one kind at one step, unfit: the hosts of these ranks are to be left out, again: False if
-                another start would meet the same fault. An agent sends it (watched.py).
-    end         status: complete | stopped (from outside) | ended (by a part of the run) | refused | failed (the hosts'
-                fault, not the user's), code: of the process, reason: or None
+                faults of one kind at one step, unfit: leave out the hosts of these ranks, again: False if another
+                start would meet the same fault. Sent by an agent (watched.py).
+    end         status: complete | stopped (from outside) | ended (by a part of the run) | refused | failed (a fault
+                of the hosts, not of the user), code: the exit code, reason: or None
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from llmtrain.base.errors import ConfigError
 
 SUPERVISED = "LLMTRAIN_SUPERVISED"
 LAUNCH = "LLMTRAIN_LAUNCH"
-"""Environment variable of every process of a launch, on every host: the mark that no other launch has."""
+"""Environment variable of every process of a launch, on every host: the launch's mark, which no other launch has."""
 SECRETS = "LLMTRAIN_SECRETS"
-"""Path of the file with the variables that no command line may show, where the launch has some."""
+"""Path of the file with the variables that no command line may show; not set if the launch has none."""
 TERMINAL = "LLMTRAIN_TERMINAL"
-"""1 where the supervisor has a terminal, on which it shows the progress itself."""
+"""1 if the supervisor has a terminal, on which it shows the progress itself."""
 VERBOSE = "LLMTRAIN_VERBOSE"
 """1: ranks that fail because a peer is gone show their tracebacks, too."""
 _ADDRESS = {"rank": int, "host": str, "local_rank": int, "device": str, "pid": int}
@@ -47,18 +48,18 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "fault": {},
     "end": {"status": str, "code": int},
 }
-"""Fields, and their types, without which a message of a kind is none."""
+"""Kind -> the fields that a message must have, with their types."""
 _OPTIONAL = {"share": (int, float), "reason": str, "text": str, "cause": str, "signature": str, "step": int,
              "ranks": list, "unfit": bool, "again": bool}  # fmt: skip
 
 
 def mark_of(launch: str) -> str:
-    """The mark of a launch's messages. `launch`: the value of LAUNCH in its processes."""
+    """Return the mark of a launch's messages. `launch`: the value of LAUNCH in its processes."""
     return f"llmtrain:{launch}: "
 
 
 def emit(kind: str, **fields: Any) -> None:
-    """Send a message to the supervisor, if there is one. One write: lines of several ranks must not mix."""
+    """Send a message to the supervisor, if any, in one write, so that lines of several ranks do not mix."""
     assert kind in _NEEDED, kind
     if not supervised():
         return
@@ -92,15 +93,15 @@ def supervised() -> bool:
 
 
 def show_progress() -> Callable[[str, float | None], None] | None:
-    """The function that shows progress on the supervisor's terminal."""
+    """Return a function (text, share done) that shows progress on the supervisor's terminal; None without one."""
     if not supervised() or os.environ.get(TERMINAL) != "1":
         return None
     return lambda text, share: emit("progress", text=text, share=share)
 
 
 def parse(line: str, launch: str = "") -> dict[str, Any] | None:
-    """The message in a line of a job's output, with fields of the types that its readers need. pdsh puts "host: "
-    before a line. `launch`: see `mark_of`."""
+    """Return the message in a line of a job's output, with its fields' types checked; None: the line has no message.
+    pdsh puts "host: " before a line. `launch`: see `mark_of`."""
     _, mark, rest = line.partition(mark_of(launch))
     if not mark:
         return None
@@ -118,15 +119,15 @@ def parse(line: str, launch: str = "") -> dict[str, Any] | None:
 
 
 def _is(value: Any, wanted: Any) -> bool:
-    """Check a value's type, or those of an object's fields."""
+    """Return True if the value, or each wanted field of it, has the wanted type."""
     if isinstance(wanted, dict):
         return isinstance(value, dict) and all(_is(value.get(key), type_) for key, type_ in wanted.items())
     return isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
 
 
 def load_secrets() -> list[str]:
-    """Put the secrets of `deliver` into this process's environment, before they are read; returns their names. Raises
-    ConfigError: the file of LLMTRAIN_SECRETS is missing, or open to other users."""
+    """Put the secrets that `deliver` has sent into this process's environment. Returns their names. Raises ConfigError
+    if the file of LLMTRAIN_SECRETS is missing, or open to other users."""
     shown = os.environ.get(SECRETS)
     if shown is None:
         return []
@@ -135,7 +136,7 @@ def load_secrets() -> list[str]:
     except OSError as error:
         raise ConfigError(
             f"{SECRETS}={shown}: cannot be read on host {os.uname().nodename} ({error.strerror}). "
-            "`llmtrain launch` writes it and removes it at its end: start the run with it again, or unset the variable"
+            "`llmtrain launch` writes it and later removes it: start the run with launch again, or unset the variable"
         ) from None
     try:
         status = os.fstat(handle)

@@ -1,6 +1,6 @@
-"""The lock of a build of DeepSpeed's ops, and who holds a file.
+"""The lock for builds of DeepSpeed's ops, and the processes that have a file open.
 
-Also piped into a host's Python by doctor, before probe.py. So: standard library only, Python 3.8 on.
+Doctor pipes this file into a host's Python, before probe.py: standard library only, Python 3.8 on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BUILD_LOCK = "llmtrain-build.lock"
 
 
 def users_of(path: str) -> list[int]:
-    """Ids of the processes that have a file open, as a running build has its lock."""
+    """Return the ids of the processes that have a file open, as a running build has its lock."""
     wanted = os.stat(path)
     users = []
     for folder in glob.glob("/proc/[0-9]*/fd"):
@@ -29,7 +29,8 @@ def users_of(path: str) -> list[int]:
 
 
 def is_held(folder: str) -> bool:
-    """True if llmtrain builds an op in the folder, also in a container or on a host with other processes."""
+    """Return True if llmtrain is building an op in the folder, even in a container or on another host that shares
+    it."""
     try:
         handle = os.open(os.path.join(folder, BUILD_LOCK), os.O_RDWR)
     except OSError:

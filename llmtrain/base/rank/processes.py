@@ -1,6 +1,6 @@
-"""Linux processes: facts from /proc, read without psutil because the agent reads them twice a second for every rank.
+"""Linux processes: facts from /proc, read without psutil since the agent reads them twice a second for every rank.
 
-A process is identified by its id and start time, so that a reused id is never hit.
+A process is identified by its id and start time, so that a reused id is not taken for it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class Stat:
     """The fields of /proc/PID/stat that the watch uses."""
 
     state: str
-    """R running, S sleeping, D waiting for a disk or a file server, T stopped, t traced, Z ended, X going."""
+    """R running, S sleeping, D waiting for a disk or a file server, T stopped, t traced, Z zombie, X dead."""
     parent: int
     cpu_s: float
     """Processor time of all its threads."""
     started: int
-    """Clock ticks after the boot: together with the process id, the identity of a process."""
+    """Start time in clock ticks since the boot; with the process id it identifies the process."""
     resident: int
-    """Bytes of memory that it holds."""
+    """Bytes of resident memory."""
     exit_status: int
-    """As waitpid gives it, of a process that has ended and was not waited for yet."""
+    """Exit status as waitpid gives it, of a zombie."""
 
 
 def stat(pid: int) -> Stat | None:
@@ -51,7 +51,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def bytes_moved(pid: int) -> int:
-    """Bytes that a process has read and written, caches included; 0 if unreadable."""
+    """Return the bytes that a process has read and written, caches included; 0 if unreadable."""
     try:
         with open(f"/proc/{pid}/io", "rb") as file:
             lines = file.read().split(b"\n")
@@ -65,7 +65,7 @@ def pids() -> list[int]:
 
 
 def words(pid: int) -> list[str]:
-    """The command line; empty if the process has ended or is another user's."""
+    """Return the command line; empty if the process has ended or is another user's."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().decode(errors="replace").split("\0")[:-1]
@@ -85,7 +85,7 @@ class Process:
     started: int
 
     def alive(self) -> bool:
-        """True if it runs; a zombie does not."""
+        """Return True if the process runs; a zombie does not."""
         current = stat(self.pid)
         return current is not None and current.started == self.started and current.state not in "ZX"
 

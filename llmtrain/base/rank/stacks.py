@@ -1,4 +1,4 @@
-"""A rank's position: frames of its Python stack, and NCCL's flight recorder."""
+"""Where a rank is: frames of its Python stack, and NCCL's flight recorder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Frame:
 
 
 _WRAPS = ("llmtrain/base/rank/heartbeat.py", "llmtrain/engine/ranks/ranks.py")
-"""The files whose functions are around every collective: the line that called them says more."""
+"""Files whose functions wrap every collective: the line that calls them says more."""
 
 
 def place(frame: Frame) -> str:
@@ -25,7 +25,7 @@ def place(frame: Frame) -> str:
 
 
 def short(file: str) -> str:
-    """The path from the package's folder on; for other files the last two parts."""
+    """Return the path from the package's folder on; for other files the last two parts."""
     for package in ("llmtrain/", "deepspeed/", "torch/", "transformers/"):
         _, mark, tail = file.rpartition(f"/{package}")
         if mark:
@@ -34,7 +34,7 @@ def short(file: str) -> str:
 
 
 def own_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost line outside of libraries."""
+    """Return the innermost frame outside of libraries, or None."""
     own_frames = [f for f in stack if "/llmtrain/" in f.file or not re.search(r"/lib(64)?/python[\d.]+/", f.file)]
     around = [f for f in own_frames if not f.file.endswith(_WRAPS)]
     return next(iter(around or own_frames or stack), None)
@@ -42,16 +42,16 @@ def own_line(stack: Sequence[Frame]) -> Frame | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """NCCL's flight recorder on one rank, for one process group."""
+    """What NCCL's flight recorder has on one rank for one process group."""
 
     group: str
-    """Its name, the same on all its ranks."""
+    """The group's name, the same on all of its ranks."""
     ranks: tuple[int, ...]
-    """Global ranks of its members."""
+    """Global ranks of the group's members."""
     begun: int
-    """Number of the newest collective that this rank has handed to its device; 0: none is recorded."""
+    """Number of the newest collective that this rank has queued on its device; 0: none is recorded."""
     pending: int = 0
-    """Number of the oldest collective that has not ended on the device; 0: all have."""
+    """Number of the oldest collective that has not ended on the device; 0: all have ended."""
     name: str = ""
     """Name of the pending collective."""
 
@@ -63,7 +63,8 @@ class Recorded:
 
 
 def excerpt(trace: Mapping[str, Any]) -> list[Recorded]:
-    """A `Recorded` for each group of `_dump_nccl_trace_json`, without point-to-point, whose numbers differ by rank."""
+    """Return a `Recorded` for each group in `_dump_nccl_trace_json`, without point-to-point calls, whose numbers differ
+    by rank."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in trace.get("entries", ()):
         if not entry["is_p2p"]:

@@ -1,7 +1,7 @@
 """Keeps the end of a rank's standard error for the watch.
 
-NCCL's watchdog ends a rank from a thread without Python, and prints its reason only here. A separate process passes
-everything on as it comes: a thread would die with the rank, and lose the end.
+NCCL's watchdog ends a rank from a thread without Python, and prints its reason only to standard error. A separate
+process passes everything on as it comes: a thread would die with the rank and lose the end.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _own: int | None = None
 
 
 def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
-    """Pass standard error through a process that keeps its last 64 KiB in `path`. `start`: starts a process that is no
-    child of this one, from words and a descriptor for its standard input. Raises OSError, without a change."""
+    """Pass standard error through a process that keeps its last 64 KiB in `path`. `start`: starts a process that is not
+    a child of this one, from its words and a descriptor for its standard input. Raises OSError, and then changes
+    nothing."""
     global _own
     reading, writing = os.pipe()
     try:
         start([sys.executable, "-m", __name__, str(path)], reading)
         deadline = time.monotonic() + _STARTS_S
-        while not path.exists():  # else nobody would read the pipe
+        while not path.exists():  # until then nobody reads the pipe
             if time.monotonic() > deadline:
                 raise TimeoutError(110, "the process that keeps the end of standard error does not start", str(path))
             time.sleep(0.01)
@@ -43,7 +44,7 @@ def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
 
 
 def mend() -> None:
-    """Print directly again if that process is gone: output without a reader must not end a rank."""
+    """Print directly again if that process has ended: output without a reader would end the rank."""
     global _own
     if _own is None:
         return
@@ -64,12 +65,12 @@ def main(path: Path) -> int:
     while data := os.read(0, 1 << 16):
         end += data
         del end[:-_KEPT_BYTES]
-        with contextlib.suppress(OSError):  # before printing: the writer may be about to die
+        with contextlib.suppress(OSError):  # before printing: this is for a rank that may be about to die
             path.write_bytes(end)
         while data and is_open:
             try:
                 data = data[os.write(2, data) :]
-            except OSError:  # its reader is gone: the run is not
+            except OSError:  # nobody reads it, but the run goes on
                 is_open = False
     return 0
 

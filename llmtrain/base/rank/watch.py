@@ -1,8 +1,8 @@
 """The rank's side of the watch: its heartbeat, its exceptions, and the start of the host's agent.
 
-`begin` before torch is imported, `met` when the ranks know each other, `describe` when the run is known, then `left` or
-`failed` at the end. Without an agent, or DeepSpeed's launcher (LOCAL_SIZE), there is no watch, and none of these does
-anything. No failure of the watch ends a run.
+Call `begin` before torch is imported, `met` when the ranks know each other, `describe` when the run is known, and
+`left` or `failed` at the end. Without an agent or DeepSpeed's launcher (LOCAL_SIZE) there is no watch, and these
+functions do nothing. No failure of the watch ends a run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _watched: Watched | None = None
 _launchers: tuple[Process, ...] = ()
 alone_s: float | None = None
-"""`FaultConfig.longest_s` of a rank that no agent watches."""
+"""`FaultConfig.longest_s` if no agent watches this rank, else None."""
 
 
 def launchers() -> tuple[Process, ...]:
-    """DeepSpeed's launcher and its parent at the rank's start."""
+    """Return DeepSpeed's launcher and its parent, as they were at the rank's start."""
     return _launchers
 
 
@@ -42,7 +42,8 @@ def _parents() -> tuple[Process, ...]:
 
 
 def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent: str) -> None:
-    """Start the heartbeat and, on local rank 0, the agent, before anything slow. `agent`: its module; empty: none."""
+    """Start the heartbeat and, on local rank 0, the agent, before anything slow. `agent`: its module; empty: no
+    agent."""
     global _watched, alone_s
     os.environ.pop(MARK, None)
     if _watched is not None:
@@ -68,14 +69,14 @@ def _first_of_host() -> Watched | None:
 
 
 def agent_address() -> dict[str, Any] | None:
-    """The address of this host's agent, on local rank 0; None elsewhere, or without an agent."""
+    """Return the address of this host's agent on local rank 0; None elsewhere, or without an agent."""
     first = _first_of_host()
     return None if first is None else first.agent_address()
 
 
 def met(everyone: list[dict[str, Any]]) -> None:
-    """Give the agent the job's hosts, and the supervisor the ranks: rank, host, local_rank, device, pid,
-    `agent_address`."""
+    """Give the agent the job's hosts, and the supervisor its ranks. `everyone`: for each rank rank, host, local_rank,
+    device, pid, agent."""
     if log.rank() == 0:
         keys = ("rank", "host", "local_rank", "device", "pid")
         messages.emit("place", ranks=[{key: rank.get(key) for key in keys} for rank in everyone])
@@ -90,13 +91,13 @@ def describe(**about_run: Any) -> None:
 
 
 def tend(flight_recorder: Callable[[], Mapping[str, Any]]) -> None:
-    """Answer the agent's request for NCCL's flight recorder (`_dump_nccl_trace_json`); call it often, on a GPU."""
+    """If the agent asks for NCCL's flight recorder (`_dump_nccl_trace_json`), write it; call this often, on a GPU."""
     if _watched is not None:
         _watched.tend(flight_recorder)
 
 
 def left(code: int) -> None:
-    """Record that the rank exits with this code. After a 0 nothing counts as a fault."""
+    """Record that the rank exits with this code. After code 0 nothing counts as a fault."""
     heart.left(code)
     if _watched is not None:
         _watched.left()
@@ -104,19 +105,19 @@ def left(code: int) -> None:
 
 @contextlib.contextmanager
 def outcome_reported() -> Iterator[None]:
-    """Report a rank's end to agent and supervisor."""
+    """A context that reports the rank's end to agent and supervisor."""
     global _launchers
-    _launchers = _parents()  # now: after seconds of imports a launcher that has been killed is no parent any more
+    _launchers = _parents()  # now: after the imports, a killed launcher would no longer be the parent
     log.keep_output()
     try:
         yield
         left(0)
     except UserError as error:
-        if _watched is not None and not error.everywhere:  # the others may not have met it
+        if _watched is not None and not error.everywhere:  # other ranks may not have it
             _watched.refused(str(error))
         left(error.exit_code)
         if log.rank() == 0 or (not error.everywhere and os.environ.get("LOCAL_RANK") == "0"):
-            cause = error.__cause__  # of an error that the ranks have agreed on
+            cause = error.__cause__  # the error that an AgreedError carries
             passing = error.passing or (isinstance(cause, UserError) and cause.passing)
             status = "failed" if passing else "refused"
             messages.emit("end", status=status, code=error.exit_code, reason=str(error))
@@ -138,7 +139,7 @@ def outcome_reported() -> Iterator[None]:
 
 
 def failed(error: BaseException) -> bool:
-    """Report a bug that ends this rank. True if the agent has received it."""
+    """Report a bug that ends this rank. Returns True if the host has an agent to read it."""
     if _watched is None or heart.is_leaving() or isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
         return False
     return _watched.failed(error)

@@ -1,4 +1,4 @@
-"""A rank under the watch: its files for the host's agent, which local rank 0 starts, and its answers to the agent."""
+"""A rank under the watch: writes files for the host's agent, which local rank 0 starts, and answers the agent."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _STACK_BYTES = 16 << 10
 
 
 def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent: str) -> Watched:
-    """Start the heartbeat and, on local rank 0, the agent. `agent`: its module. Raises OSError."""
+    """Start the heartbeat and, on local rank 0, the agent. `agent`: the agent's module. Raises OSError."""
     rank, local_rank = log.rank(), number_in("LOCAL_RANK", 0)
     folder = make_folder()
     stack_file = open(of_rank(folder, rank, "stack"), "a")  # noqa: SIM115  # faulthandler writes to it for ever
-    # The stack of a crash has room in a full /dev/shm (FALLOC_FL_KEEP_SIZE).
+    # Reserve room for the stack of a crash, in case /dev/shm is full later (FALLOC_FL_KEEP_SIZE).
     ctypes.CDLL(None).fallocate(stack_file.fileno(), 1, ctypes.c_long(0), ctypes.c_long(_STACK_BYTES))
     faulthandler.enable(stack_file)
-    # faulthandler restores this handler at the latest while Python shuts down, when the agent may still signal.
+    # faulthandler restores this handler when Python shuts down, and the agent may still signal then.
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACK_SIGNAL, stack_file, all_threads=False)
     os.mkfifo(of_rank(folder, rank, "ask"), 0o600)
@@ -63,21 +63,21 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, agent
     heart.connect(of_rank(folder, rank, "beat"), rank=rank, local_rank=local_rank)
     if local_rank == 0:
         _start_agent(agent, folder, stall_timeout_s, start_timeout_s, os.path.abspath(run_dir))
-    if on_gpu() and not os.isatty(2):  # after the agent's start: it prints where the rank did
+    if on_gpu() and not os.isatty(2):  # after the agent's start, so that the agent prints directly
         try:
             stderr.keep_end(of_rank(folder, rank, "stderr"), start)
         except OSError as error:
             log.warn(
                 f"the watch will miss NCCL's last lines before it ends a rank: {error.strerror} ({error.filename})"
             )
-    _thread.start_new_thread(_answer, (asked, stack_file.fileno(), threading.get_ident()))  # forks come before threads
+    _thread.start_new_thread(_answer, (asked, stack_file.fileno(), threading.get_ident()))  # after all forks
     os.environ[MARK] = str(folder)  # marks every process that this rank starts
     return Watched(folder, stack_file)
 
 
 @dataclass
 class Watched:
-    """The rank's side, once it has begun."""
+    """The rank's side of the watch, after `begin`."""
 
     folder: Path
     stack_file: TextIO | None = None
@@ -126,12 +126,12 @@ class Watched:
         faulthandler.unregister(STACK_SIGNAL)
 
     def refused(self, reason: str) -> None:
-        """Report the user's mistake that ends this rank."""
+        """Record the user's mistake that ends this rank."""
         with contextlib.suppress(OSError):
             write_refusal(self.folder, log.rank(), reason[:_MOST_OF_REASON])
 
     def failed(self, error: BaseException) -> bool:
-        """Report a bug that ends this rank, once. True if the agent has received it."""
+        """Record the bug that ends this rank, once. Returns True if the host has an agent to read it."""
         if self.has_failed:
             return True
         self.has_failed = True  # the first call knows the phase
@@ -145,17 +145,18 @@ class Watched:
 
 
 def is_echo_of_peer(error: Exception) -> bool:
-    """True for an echo of a peer's end: the agent explains which peer it is, and more tracebacks would bury that."""
+    """Return True for an error that echoes a peer's end. The agent names that peer, which more tracebacks would
+    hide."""
     return isinstance(error, (RuntimeError, ConnectionError)) and is_echo(_words(error))
 
 
 def _words(error: BaseException) -> str:
-    """The last line of the traceback; NCCL's errors with the reason that follows "Last error:"."""
+    """Return the traceback's last line, for NCCL with the reason after "Last error:"."""
     return f"{type(error).__name__}: {with_reason(str(error))}".removesuffix(": ")[:500]
 
 
 def _answer(asked: int, file: int, thread: int) -> None:
-    """Write a thread's stack whenever the agent asks, with Python's lock: without it faulthandler ended ranks by
+    """Write a thread's stack whenever the agent asks. Holds Python's lock: without it, faulthandler ended ranks by
     SIGSEGV."""
     while os.read(asked, 64):
         lines, frame = ["Stack (most recent call first):"], sys._current_frames().get(thread)
@@ -166,7 +167,7 @@ def _answer(asked: int, file: int, thread: int) -> None:
 
 
 def on_gpu() -> bool:
-    """True if this rank will compute on a GPU, as far as is known before torch is imported."""
+    """Return True if this rank will compute on a GPU, as far as that is known before torch is imported."""
     return os.path.exists("/dev/nvidiactl") and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 
 
@@ -190,7 +191,7 @@ def _start_agent(agent: str, folder: Path, stall_s: float, start_s: float, run_d
 
 
 def start(words: list[str], standard_input: int) -> None:
-    """Start a process that is no child of this one, so that killing this rank's tree spares it. Raises OSError."""
+    """Start a process that is not a child of this one, so that killing this rank's tree spares it. Raises OSError."""
     environment = child_environment()
     sys.stdout.flush()
     child = os.fork()
@@ -200,7 +201,7 @@ def start(words: list[str], standard_input: int) -> None:
             if os.fork():
                 os._exit(0)
             os.dup2(standard_input, 0)
-            os.closerange(3, 1024)  # a pipe of the user's would otherwise stay open as long as the process
+            os.closerange(3, 1024)  # else the process would keep the user's pipes open
             os.chdir("/")
             os.execve(sys.executable, words, environment)
         finally:

@@ -1,8 +1,8 @@
-"""The hosts of a job, their ranks, and the names of this machine.
+"""The hosts of a job, their ranks, and the names of this host.
 
 DeepSpeed's own reader (deepspeed/launcher/runner.py `_parse_hostfile`) searches for a pattern and ignores the rest of a
-line, so it takes `slots=4x`, `-oProxyCommand=...` (ssh runs it) and `node[0-3]` (pdsh expands it, DeepSpeed does not).
-This grammar is a strict part of DeepSpeed's.
+line, so it accepts `slots=4x`, `-oProxyCommand=...` (ssh runs it) and `node[0-3]` (pdsh expands it, DeepSpeed does
+not). The grammar here is a strict part of DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
 
 MAX_SLOTS = 1024
-"""Most ranks of a host: a larger number is a typing error, as no host has 1,024 devices or cores."""
+"""Most ranks of a host. A larger number is a typing error: no host has 1,024 devices or cores."""
 MAX_BYTES = 4 << 20
-"""A hostfile of 10,000 hosts has 0.3 MB; more is another file."""
+"""Largest hostfile: with 10,000 hosts it has 0.3 MB, so a larger file is something else."""
 _SHOWN = 100
 
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?")
@@ -39,7 +39,7 @@ FORM = "NAME slots=COUNT"
 
 
 class HostfileError(ConfigError):
-    """The hostfile, --include or --exclude is wrong. `problems`: a line for each problem."""
+    """The hostfile, --include or --exclude is wrong. `problems`: one line for each problem."""
 
     def __init__(self, where: str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -54,21 +54,20 @@ class HostfileError(ConfigError):
 class Host:
     name: str
     slots: int
-    """Ranks to start; always len(devices)."""
+    """Number of ranks to start; always len(devices)."""
     devices: tuple[int, ...]
-    """Numbers of their devices, ascending: 0 to slots - 1 unless --include or --exclude chose others."""
+    """Device numbers of the ranks, ascending: 0 to slots - 1 unless --include or --exclude chose others."""
     line: int
     """Line number in the hostfile, from 1."""
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Return the hosts, in the order of the file: the first one holds rank 0. Raises HostfileError with all
-    problems."""
+    """Return the hosts in the order of the file; the first one has rank 0. Raises HostfileError with all problems."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        # DeepSpeed takes a missing hostfile as "train on this host alone" and says so in a warning only.
+        # DeepSpeed takes a missing hostfile for "train on this host alone", with only a warning.
         remedy = f"give --hostfile the path of a file with a line `{FORM}` for each host"
         raise HostfileError(str(path), [f"cannot be read ({error.strerror}): {remedy}"]) from None
     if len(raw) > MAX_BYTES:
@@ -151,8 +150,8 @@ def _slots(word: str) -> tuple[int, str | None]:
 
 
 def name_problem(name: str) -> str | None:
-    """Return why ssh, pdsh and DeepSpeed cannot take the host `name`, or None. pdsh and --include give `:`, `,`, `@`,
-    `[` and `^` other meanings: a name is no IPv6 address and no user@host."""
+    """Return why ssh, pdsh and DeepSpeed cannot take the host `name`, or None. For pdsh and --include `:`, `,`, `@`,
+    `[` and `^` have other meanings, so a name is no IPv6 address and no user@host."""
     if len(name) > 253:
         return f"host {_shown(name)} has {len(name)} characters: at most 253"
     if with_port := re.fullmatch(r"([^:@]+):(\d{1,5})", name):
@@ -165,7 +164,7 @@ def name_problem(name: str) -> str | None:
             f"host {_shown(name)}: pdsh cannot take an IPv6 address: give it a name in /etc/hosts, and write the name"
         )
     if "@" in name:
-        return f"host {_shown(name)}: pdsh and --include read @ as their own: put `User` for this host in ~/.ssh/config"
+        return f"host {_shown(name)}: pdsh and --include read @ otherwise: put `User` for this host in ~/.ssh/config"
     labels = name.split(".")
     if _NUMBER.fullmatch(labels[-1]):
         try:
@@ -185,10 +184,10 @@ def _shown(text: str) -> str:
 
 
 def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """Return the chosen hosts and devices, by DeepSpeed's grammar: `NAME[:DEVICE[,DEVICE ...]]`, joined by @; without
-    devices all of the host's. Raises HostfileError with all problems."""
+    """Return the chosen hosts and devices by DeepSpeed's grammar: `NAME[:DEVICE[,DEVICE ...]]`, joined by @; a name
+    alone chooses all devices of the host. Raises HostfileError with all problems."""
     if include and exclude:
-        raise HostfileError("--include and --exclude", ["both are given: give one of them"])
+        raise HostfileError("--include and --exclude", ["both are given: give only one"])
     flag, text = ("--include", include) if include else ("--exclude", exclude)
     if not text:
         return tuple(hosts)
@@ -207,7 +206,7 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
 
 
 def _filter(hosts: Sequence[Host], text: str) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the devices in `text` by host, and the problems."""
+    """Return (host -> its devices in `text`, the problems)."""
     by_name = {host.name: host for host in hosts}
     named: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
@@ -236,7 +235,7 @@ def _filter(hosts: Sequence[Host], text: str) -> tuple[dict[str, tuple[int, ...]
 
 
 def this_machine() -> Host:
-    """Return this machine with all of its NVIDIA GPUs, or two ranks on its CPU if it has none or they are hidden."""
+    """Return this host with all of its NVIDIA GPUs, or two ranks on its CPU if it has none or they are hidden."""
     slots = 0
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and os.environ.get("DS_ACCELERATOR") != "cpu":
         with contextlib.suppress(
@@ -248,13 +247,13 @@ def this_machine() -> Host:
 
 
 def is_alone(hosts: Sequence[Host]) -> bool:
-    """True if this machine is the only host; a launch reaches it by ssh, too, if there are others."""
+    """Return True if this host is the only one. If there are others, a launch reaches this one by ssh, too."""
     return len(hosts) == 1 and is_here(hosts[0].name)
 
 
 def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
-    """Return this machine with the devices of CUDA_VISIBLE_DEVICES, which a launch overwrites. Raises
-    ConfigError for values that no launcher can keep."""
+    """Return this host with the devices in CUDA_VISIBLE_DEVICES, which a launch overwrites. Raises ConfigError for
+    values that no launcher can keep."""
     shown = environ.get("CUDA_VISIBLE_DEVICES", "")
     if not shown.strip() or environ.get("DS_ACCELERATOR") == "cpu":
         return host
@@ -270,7 +269,7 @@ def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
 
 
 def is_here(name: str) -> bool:
-    """True for this machine's host name, or a name whose addresses are all this machine's."""
+    """Return True for this host's name, or a name all of whose addresses are this host's."""
     if name.lower().removesuffix(".") in ("localhost", socket.gethostname().lower()):
         return True
     addresses = _addresses(name)
@@ -279,7 +278,7 @@ def is_here(name: str) -> bool:
 
 
 def _addresses(name: str) -> set[str]:
-    """Return IPv4 addresses, or else IPv6 ones: the ranks meet by the first."""
+    """Return the IPv4 addresses, or if there are none the IPv6 ones: the ranks meet by the first."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             return {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(name, None, family)}

@@ -1,8 +1,8 @@
-"""Runs one command on many hosts at once through ssh: bounded in time, output and processes, with the reason of each
-failure.
+"""Runs one command on many hosts at once through ssh, with limits for time, output and processes, and with the reason
+of each failure.
 
-DeepSpeed's own check asks one host, hides ssh's messages and reports each failure as "not reachable".
-ssh's messages are always English: it never loads LC_MESSAGES.
+DeepSpeed's own check asks one host, hides ssh's messages and reports each failure as "not reachable". ssh's messages
+are always English, since it never loads LC_MESSAGES.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from llmtrain.base.errors import ConfigError
 Kind = Literal["resolve", "refused", "unreachable", "timeout", "host_key", "key", "prompt", "noise", "died"]
 
 SSH_FAILED = 255
-"""ssh's own exit code for everything that is not the command's."""
+"""Exit code of ssh for its own failures."""
 
 NO_PDSH = ("no program `pdsh` on PATH, with which DeepSpeed starts other hosts", "apt-get install pdsh")
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A reason why a host cannot be used."""
+    """Why a host cannot be used."""
 
     kind: Kind
-    """resolve: the name has no address. refused: nothing listens. unreachable: no route, or no reply to connecting.
-    timeout: connected, and not ready within the limit. host_key: unknown or changed. key: ours is refused. prompt: ssh
-    would have to ask for a password or a passphrase. noise: start files print. died: the connection broke."""
+    """resolve: the name has no address. refused: nothing listens. unreachable: no route, or no answer to connecting.
+    timeout: connected, but not ready within the limit. host_key: unknown or changed. key: our key is refused. prompt:
+    ssh would ask for a password or a passphrase. noise: start files print text. died: the connection broke."""
     text: str
     """One sentence, with ssh's message."""
     remedy: str
@@ -116,7 +116,7 @@ def _host_key(host: str, stderr: str, port: int | None) -> Trouble:
 
 
 def _denied(host: str, stderr: str, port: int | None) -> Trouble:
-    """Explain "Permission denied": the host takes no keys, or the keys here are at fault."""
+    """Explain "Permission denied": the host accepts no keys, or our keys are at fault."""
     message = _last_line(stderr)
     offered = re.search(r"Permission denied \(([\w,-]+)\)", stderr)
     if offered and "publickey" not in offered[1] and re.search("password|keyboard", offered[1]):
@@ -153,19 +153,19 @@ def _quick(argv: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def timed_out(host: str, timeout_s: float, noise: str, *, reached: bool) -> Trouble:
-    """Explain why a host took too long: the command still ran (`reached`), or it had not begun."""
+    """Explain why a host took too long. `reached`: the command had begun."""
     if reached:
         why = f"{host} ran the command and was not done after {timeout_s:g} s"
         return Trouble("timeout", why, f"see what it is busy with: ssh {host} uptime")
     why = f"{host} was not ready to run a command after {timeout_s:g} s"
     if noise:
-        # It got as far as the login shell, which asks something or waits for it.
+        # The login shell began, and asks or waits for something.
         return Trouble("noise", f"{why}; its start files print: {_last_line(noise)}", _QUIET_SHELL.format(host=host))
     return Trouble("timeout", why, f"see where it waits: ssh -v {host} true")
 
 
 def noisy(host: str, noise: str, dropped: bool) -> Trouble:
-    """Explain other text before the command's output."""
+    """Explain text before the command's output, or output that was dropped."""
     if dropped and not noise:
         return Trouble("noise", f"{host} printed more than 1 MiB", f"see what it prints: ssh {host} true")
     why = f"start files on {host} print on standard output: {_last_line(noise)}"
@@ -178,9 +178,9 @@ def _last_line(text: str) -> str:
 
 
 FAN_OUT = 64
-"""Hosts asked at the same time, each by a thread and an ssh process."""
+"""Hosts asked at the same time, each with a thread and an ssh process."""
 MAX_BYTES = 1 << 20
-"""Bytes kept of each stream of each host; the rest is read and dropped."""
+"""Bytes to keep of each stream of each host; the rest is read and dropped."""
 CONNECT_TIMEOUT_S = 10
 _GRACE_S = 0.5
 
@@ -191,26 +191,26 @@ __all__ = ["Answer", "Trouble", "on_hosts"]
 class Answer:
     host: str
     code: int | None
-    """The command's exit code; None when it did not run to its end, for the reason in `trouble`."""
+    """The command's exit code; None if it did not run to its end, for the reason in `trouble`."""
     stdout: str
-    """The command's own output, without output of start files. Bytes that are not UTF-8 are kept as surrogates."""
+    """The command's output, without that of start files. Bytes that are not UTF-8 are surrogates."""
     stderr: str
     """Standard error of ssh and the command together."""
     elapsed_s: float
     trouble: Trouble | None
-    """None, or why the command did not run or end. Only `noise` comes with a code: the command ran, but start files of
-    the host print on standard output, which breaks programs that read ssh's output (DeepSpeed does)."""
+    """Why the command did not run or end, or None. Only `noise` comes with a code: the command ran, but start files on
+    the host print to standard output, which breaks programs that read ssh's output (as DeepSpeed does)."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What every host is asked."""
+    """The request to every host."""
 
     program: str
-    """Path of ssh; empty: the command runs on this machine."""
+    """Path of ssh; empty: the command runs on this host."""
     command: Sequence[str]
     text: str
-    """Its standard input."""
+    """The command's standard input."""
     timeout_s: float
     port: int | None
 
@@ -219,14 +219,14 @@ def on_hosts(
     hosts: Sequence[str],
     command: Sequence[str],
     *,
-    input: str = "",  # the word that subprocess uses
+    input: str = "",  # as subprocess names it
     timeout_s: float,
     port: int | None = None,
     here: bool = False,
 ) -> dict[str, Answer]:
-    """Run `command` on each host, or without ssh on this machine (`here`: hostfile.is_alone), with `input` as standard
-    input. No shell expands a word. A host is stopped after `timeout_s`; the total is ceil(hosts / FAN_OUT) * (timeout_s
-    + 1). Raises ConfigError: there is no ssh program."""
+    """Run `command` on each host, with `input` as its standard input; no shell expands a word. `here`: run it on this
+    host without ssh (see hostfile.is_alone). Each host is stopped after `timeout_s`; all together take at most
+    ceil(hosts / FAN_OUT) * (timeout_s + 1). Raises ConfigError if there is no ssh program."""
     program = "" if here else shutil.which("ssh")
     if program is None:
         raise ConfigError("no program `ssh` on PATH: install it (Debian: apt-get install openssh-client)")
@@ -253,7 +253,7 @@ def on_hosts(
 
 
 def _ask(request: _Request, host: str, wake: int) -> Answer:
-    """Ask one host; never raises for a fault of the host or network."""
+    """Run the command on one host. A fault of the host or network is in the answer, not raised."""
     timeout_s, port = request.timeout_s, request.port
     mark = f"llmtrain-{secrets.token_hex(8)}"
     started = time.monotonic()
@@ -299,7 +299,7 @@ def options(timeout_s: float, port: int | None = None) -> list[str]:
 
 
 def remote_line(command: Sequence[str], mark: str, timeout_s: float) -> str:
-    """Return the command line for any login shell: `command` between two marks, with a time limit on the host."""
+    """Return a command line for any login shell: `command` between two marks, with a time limit on the host."""
     limit_s = math.ceil(timeout_s) + 1
     words = " ".join(shlex.quote(word) for word in command)
     script = f"echo {mark}; timeout -k 2 {limit_s} {words}; code=$?; echo; echo {mark} $code"
@@ -308,7 +308,7 @@ def remote_line(command: Sequence[str], mark: str, timeout_s: float) -> str:
 
 @contextlib.contextmanager
 def _standard_input(text: str) -> Iterator[int]:
-    """Yield a file in memory with `text`, which may be secret."""
+    """Yield the descriptor of a file in memory with `text`, which may be secret."""
     handle = os.memfd_create("input")
     try:
         with open(handle, "wb", closefd=False) as file:
@@ -321,7 +321,7 @@ def _standard_input(text: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _process(argv: list[str], source: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ssh in its own session: no terminal to ask on, and one signal ends its ProxyCommand, too."""
+    """Start ssh in its own session, so that it has no terminal to ask on and one signal also ends its ProxyCommand."""
     process = subprocess.Popen(
         argv, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -342,19 +342,19 @@ def _process(argv: list[str], source: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class _Talk:
-    """Output of one ssh, with the command's own part."""
+    """Collects the output of one ssh, and finds the command's part in it."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark.encode()
         self._end = re.compile(rb"\n" + self._mark + rb" (\d+)\r?\n")
         self.out = bytearray()
         self.err = bytearray()
-        self.tail = bytearray()  # end of standard output, if it exceeds the kept bytes
+        self.tail = bytearray()  # end of standard output, if more came than is kept
         self.overrun = False
         self.dropped = False
 
     def listen(self, process: subprocess.Popen[bytes], until: float, wake: int) -> None:
-        """Read until the closing mark, the end of ssh, the time `until`, or the signal to stop."""
+        """Read until the closing mark, the end of ssh, the time `until`, or the signal to stop (`wake`)."""
         assert process.stdout is not None and process.stderr is not None
         gone = os.pidfd_open(process.pid)
         for pipe in (process.stdout, process.stderr):
@@ -384,7 +384,7 @@ class _Talk:
             os.close(gone)
 
     def _read_pipe(self, file: int, stream: bytearray, to_end: bool = False) -> bool:
-        """Read the content of a pipe; False at its end."""
+        """Read what is in a pipe. Returns False at its end."""
         while True:
             try:
                 chunk = os.read(file, 1 << 16)
@@ -409,7 +409,7 @@ class _Talk:
         return self._end.search(self.tail or self.out, 0 if self.tail else max(0, len(self.out) - (1 << 17)))
 
     def payload(self) -> tuple[str, int | None]:
-        """Return the command's output, and its exit code if it has ended."""
+        """Return (the command's output, its exit code; None if it has not ended)."""
         _, mark, rest = bytes(self.out).partition(self._mark + b"\n")
         if not mark:
             return "", None
@@ -418,7 +418,7 @@ class _Talk:
         return self.text(inside), int(ended[1]) if ended else None
 
     def noise(self) -> str:
-        """Return output before our command, or all output if it never began."""
+        """Return the output before our command, or all output if the command never began."""
         return self.text(bytes(self.out).partition(self._mark + b"\n")[0]).strip()
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Environment variables: the user's --env-file, variables for the ranks of other hosts, secrets.
+"""Environment variables: the user's --env-file, variables for ranks on other hosts, secrets.
 
-`deepspeed` passes on four prefixes and `.deepspeed_env`, unescaped, in the argv of pdsh and ssh: Hugging Face's and
-trackers' are left out, a token is in `ps` on every host, and `$(...)` runs. Here an allow-list travels, quoted, and
-secrets travel in a file of mode 0600 through ssh's standard input.
+`deepspeed` passes on four prefixes and `.deepspeed_env`, unescaped, in the command lines of pdsh and ssh: variables of
+Hugging Face and trackers are left out, a token shows in `ps` on every host, and `$(...)` runs. Here an allow-list is
+sent, quoted; secrets are sent through ssh's standard input to a file of mode 0600.
 
-An --env-file is a strict part of a POSIX shell's grammar: `. FILE` gives the same values. Text that a shell would
-expand is refused.
+An --env-file is a strict part of a POSIX shell's grammar, so that `. FILE` gives the same values. Text that a shell
+would expand is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llmtrain.base.rank.messages import SECRETS
 from llmtrain.base.redact import is_secret, redact_text
 from llmtrain.cluster.hosts.ssh import on_hosts
 
-# Variables that decide how a rank computes, logs and communicates; with all that DeepSpeed itself passes on.
+# Variables that decide how a rank computes, logs and communicates, including all that DeepSpeed passes on.
 PREFIXES = (
     *("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WANDB_", "HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_"),
     *("TOKENIZERS_", "GLOO_", "FI_", "TORCH_", "PYTORCH_", "TP_", "CUDA_", "TRITON_", "CUBLAS_"),
@@ -32,24 +32,26 @@ PREFIXES = (
 )
 _PROXIES = tuple(f"{what}_proxy" for what in ("http", "https", "no", "all"))
 _NAMES = frozenset((*_PROXIES, *(name.upper() for name in _PROXIES)))
-# Valid on this host or in this process only.
+# Valid only on this host or in this process.
 _STAY = frozenset(("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "WANDB_SERVICE", SECRETS))
 # Read before `load_secrets` can set them: by Python itself and by the dynamic linker.
 _EARLY = ("PYTHON", "LD_", "PATH")
 _MAX_OPEN_BYTES = 8 << 10
-"""Longer values travel privately: the kernel takes 128 KiB for one command line, and the hosts' names share it."""
+"""Longer values are sent in the private file: the kernel limits a command line to 128 KiB, which the hosts' names
+share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Travel:
     open: dict[str, str]
-    """On the command line of a host: all users of the host can read them."""
+    """Variables on a host's command line, which all users of the host can read."""
     private: dict[str, str]
-    """Through `deliver`: secrets, and values that no command line can carry."""
+    """Variables for `deliver`: secrets, and values that a command line cannot carry."""
 
 
 def travelling(environ: Mapping[str, str], extra: Mapping[str, str] | None = None) -> Travel:
-    """Choose the variables that travel: the allow-list's, and all of `extra`, which wins. Raises ConfigError."""
+    """Choose the variables to send: those of the allow-list, and all of `extra`, which has priority. Raises
+    ConfigError."""
     chosen = {n: v for n, v in environ.items() if n not in _STAY and (n.startswith(PREFIXES) or n in _NAMES)}
     chosen.update(extra or {})
     open_, private, stuck = {}, {}, []
@@ -69,7 +71,7 @@ def travelling(environ: Mapping[str, str], extra: Mapping[str, str] | None = Non
 
 
 def _unfit(value: str) -> str | None:
-    """Return the reason why a command line cannot carry `value`, or None."""
+    """Return why a command line cannot carry `value`, or None."""
     if re.search(r"[\r\n\0]", value):
         return "its value has more than one line"
     if len(value.encode("utf-8", "surrogateescape")) > _MAX_OPEN_BYTES:
@@ -80,13 +82,13 @@ def _unfit(value: str) -> str | None:
 
 
 def assignments(variables: Mapping[str, str]) -> list[str]:
-    """Return NAME=VALUE words, quoted by `for_pdsh`; Python finds modules of the working directory, too."""
+    """Return NAME=VALUE words, quoted by `for_pdsh`, with a PYTHONPATH that begins with the working directory."""
     path = ":".join(filter(None, (os.getcwd(), variables.get("PYTHONPATH"))))
     return [for_pdsh(f"{name}={value}") for name, value in {**variables, "PYTHONPATH": path}.items()]
 
 
 def for_pdsh(word: str) -> str:
-    """Quote a word for the shell of a host; pdsh replaces %h, %n and %u before."""
+    """Quote a word for a host's shell; % is doubled, since pdsh replaces %h, %n and %u."""
     return shlex.quote(word).replace("%", "%%")
 
 
@@ -102,8 +104,8 @@ _REMOVE = 'rm -f "$HOME/.llmtrain/secrets/$1"'
 
 
 def deliver(hosts: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Write `variables` through ssh's standard input to a file of mode 0600 on each host; return its path, from ~, for
-    LLMTRAIN_SECRETS. Raises ConfigError: some hosts did not take it; then no host keeps it."""
+    """Write `variables` to a file of mode 0600 on each host, through ssh's standard input. Returns its path, from ~,
+    for LLMTRAIN_SECRETS. Raises ConfigError if a host does not take the file; then no host keeps it."""
     name = secrets.token_hex(16)
     text = "".join(f"{key}={value}\0" for key, value in variables.items())
     size = len(text.encode("utf-8", "surrogateescape"))
@@ -125,7 +127,7 @@ def deliver(hosts: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 def remove(hosts: Sequence[str], path: str) -> list[str]:
-    """Remove the files of `deliver`; return the silent hosts, which may still have one."""
+    """Remove the files that `deliver` has written. Returns the hosts that may still have one."""
     name = path.rpartition("/")[2]
     assert re.fullmatch("[0-9a-f]{32}", name), path
     answers = on_hosts(hosts, ("/bin/sh", "-c", _REMOVE, "sh", name), timeout_s=15.0)
@@ -151,7 +153,8 @@ _ESCAPED = re.compile(r'\\([\\"$`])')
 
 
 class EnvFileError(ConfigError):
-    """A file of environment variables is wrong. `problems`: one line for each. Values, maybe secrets, are not shown."""
+    """A file of environment variables is wrong. `problems`: one line for each. Values are not shown, since they may be
+    secret."""
 
     def __init__(self, path: str, problems: list[str]) -> None:
         self.problems = tuple(problems)
@@ -163,7 +166,7 @@ def read_env_file(path: str | Path) -> dict[str, str]:
     """Return the variables of a file, in its order. Raises EnvFileError with all problems.
 
     A line is blank, a comment (#), or `NAME=VALUE` with or without `export` before it. VALUE is plain, in 'single
-    quotes' or in "double quotes", where a backslash precedes `"`, `\\`, `$` and a backtick.
+    quotes', or in "double quotes", where `"`, `\\`, `$` and a backtick need a backslash.
     """
     lines, problems = _lines(Path(path))
     variables: dict[str, str] = {}
@@ -185,7 +188,7 @@ def read_env_file(path: str | Path) -> dict[str, str]:
 
 
 def _lines(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Return (number, text) of the valid lines and (number, problem) of the others. Number 0: the file."""
+    """Return (number, text) of the valid lines, and (number, problem) of the others. Number 0 stands for the file."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -219,7 +222,7 @@ def _assignment(text: str) -> tuple[str, str, str | None]:
     body = re.sub(r"^export[ \t]+", "", text)
     name, equals, rest = body.partition("=")
     if not equals:
-        return "", "", "no NAME=VALUE: a line is that, a comment that starts with #, or blank"
+        return "", "", "not NAME=VALUE: a line must be that, a comment that starts with #, or blank"
     if not NAME.fullmatch(name):
         shown = redact_text(name[:80])
         rule = "a name is letters, digits and _, not starting with a digit, and nothing is between it and ="
@@ -241,7 +244,7 @@ def _why_not(name: str, rest: str) -> str:
     quote = rest[:1]
     if quote in ("'", '"'):
         if quote == '"' and re.match(r'"(?:[^"\\$`]|\\.)*[$`]', rest):
-            return f"{name}: a shell would expand $ and `, and nothing does here: write {name}='...', or \\ before them"
+            return f"{name}: a shell would expand $ and `, but launch does not: write {name}='...', or \\ before them"
         closed = re.match(_SINGLE if quote == "'" else _DOUBLE, rest)
         if closed is None:
             return f"{name}: the quote {quote} is not closed on its line: close it"
@@ -251,8 +254,8 @@ def _why_not(name: str, rest: str) -> str:
 
 
 def deepspeed_env_problems(environ: Mapping[str, str] | None = None, folder: str | Path = ".") -> list[str]:
-    """Return problems of the files in ~ and `folder` that DeepSpeed reads before a launch over pdsh: every line goes
-    into each host's command line, where `ps` shows and a shell expands it."""
+    """Return the problems of the files in ~ and `folder` that DeepSpeed reads before a launch over pdsh: each line goes
+    into every host's command line, where `ps` shows it and a shell expands it."""
     environ = os.environ if environ is None else environ
     name = environ.get("DS_ENV_FILE", DEEPSPEED_ENV)
     problems: list[str] = []

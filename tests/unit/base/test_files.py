@@ -39,5 +39,5 @@ def test_a_link_that_another_user_has_laid_is_not_followed(tmp_path: Path) -> No
 
 def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         content_of(tmp_path / "pipe")

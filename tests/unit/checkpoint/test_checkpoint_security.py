@@ -172,8 +172,8 @@ UP = "model.layers.0.mlp.up_proj.weight"  # [16, 8]
         ([0, 64, 8, 0, [[0, 0]]], [0, 64, 8, 0, [[4, 4]]], "its runs are empty, overlap, or are not in order"),
         ([0, 64, 8, 0, []], [64, 64], "it has a stride, but no runs"),
         ([0, 64, 8], [64, 64], "cannot be read as a manifest"),
-        ([0, 64, 8, 0, [[-1, 4]]], [64, 64], "is no natural number"),
-        ([0, 64, 8, 0, [[2**70, 4]]], [64, 64], "is no natural number"),
+        ([0, 64, 8, 0, [[-1, 4]]], [64, 64], "is not a whole number"),
+        ([0, 64, 8, 0, [[2**70, 4]]], [64, 64], "is not a whole number"),
         ([0, 64, 8, 0, {"0": 4}], [64, 64], "cannot be read as a manifest"),
         ([0, 0, 8, 0, [[0, 4]]], [0, 128], "it is empty"),
         ([0, 64, 2**20, 0, [[2 * index, 1] for index in range(5000)]], [0, 128], "it has more than 4096 runs"),
@@ -252,7 +252,7 @@ def test_names_that_a_terminal_obeys(run: Path, say: Say) -> None:
         change_manifest(run, lambda raw, name=name: raw["tensors"].update({name: [1]}))
         for command in ("verify", "ls"):
             text = say(command, run)[1]
-            assert "is no name" in text and text.replace("\n", "").isprintable(), text
+            assert "is not a printable text" in text and text.replace("\n", "").isprintable(), text
 
 
 def test_a_name_that_is_a_path_stays_a_name(tmp_path: Path, say: Say) -> None:

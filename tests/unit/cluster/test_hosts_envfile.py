@@ -49,7 +49,7 @@ B=''
         ("1A=b", "'1A' cannot be a name"),
         ("A=b c", "A: ' ' needs quotes: write A='...'"),
         ("A=$(touch canary)", "A: '$' needs quotes"),
-        ('A="$(touch canary)"', "a shell would expand $ and `, and nothing does here"),
+        ('A="$(touch canary)"', "a shell would expand $ and `, but launch does not"),
         ("A='x", "the quote ' is not closed"),
         ('A="x\\"', 'the quote " is not closed'),
         ("A='x'y", "text after the closing quote"),
