@@ -152,8 +152,8 @@ def best_checkpoints(path: Path) -> list[Path]:
     best = _best(checkpoints_of(path))
     if not best:
         raise CheckpointError(
-            f"{path}: holds no checkpoint with the figure that checkpoint.keep_best names. Give the "
-            "folder of a run with one, or choose a checkpoint from `llmtrain checkpoint ls`."
+            f"{path}: holds no checkpoint with the evaluation figure that checkpoint.keep_best names. Give "
+            "the folder of a run with one, or choose a checkpoint from `llmtrain checkpoint ls`."
         )
     return [folder for _, folder, _ in best]
 

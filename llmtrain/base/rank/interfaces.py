@@ -121,7 +121,7 @@ def _check(variable: str, interfaces: dict[str, list[str]]) -> None:
     if value and named_interfaces(variable, value, interfaces) is None:
         raise ConfigError(
             f"{variable} is {value!r}, but {socket.gethostname()} has no interface of that name with an address. "
-            f"It has {', '.join(interfaces)}. Unset the variable (to use the one that reaches MASTER_ADDR), or name one."
+            f"It has {', '.join(interfaces)}. Unset the variable (to use that towards MASTER_ADDR), or name one."
         )
 
 

@@ -45,7 +45,7 @@ B=''
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("FOO", "no NAME=VALUE"),
+        ("FOO", "not NAME=VALUE"),
         ("1A=b", "'1A' cannot be a name"),
         ("A=b c", "A: ' ' needs quotes: write A='...'"),
         ("A=$(touch canary)", "A: '$' needs quotes"),
