@@ -1,4 +1,5 @@
-"""Addresses of folders: URLs in object stores, names on the Hugging Face Hub; their places in the cache. No network."""
+"""Addresses of folders: URLs in object stores and names on the Hugging Face Hub; their places in the cache. No
+network."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ Kind = Literal["model", "dataset"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-"""Index of the weights' files, if there are several."""
+"""Index of the weight files, if there are several."""
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}/{_PART}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9_][A-Za-z0-9._/-]*")
-"""A branch, a tag or a commit: it becomes a part of a path."""
+"""Form of a branch, a tag or a commit, which becomes part of a path."""
 
 
 def is_url(text: str) -> bool:
@@ -30,18 +31,18 @@ def is_url(text: str) -> bool:
 
 
 def place_of(url: str) -> Path:
-    """The cache folder for a URL, with a folder for each revision."""
+    """Return the cache folder for a URL, which has a folder for each revision."""
     return cache_folder() / "stores" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
 
 
 def is_name(text: str) -> bool:
-    """True if the text has a repository's form ORG/NAME and no path on this host has the name."""
+    """Return True if the text has a repository's form ORG/NAME, and no path on this host has that name."""
     formed = bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text
     return formed and not text.startswith("runs/") and not os.path.lexists(text)
 
 
 def folder_here(text: str) -> Path | None:
-    """The path of a command's word whose first part is a folder on this host."""
+    """Return a command's word as a path if its parent is a folder on this host, else None."""
     return Path(text) if Path(text).parent.is_dir() else None
 
 
@@ -57,7 +58,7 @@ class Repository:
 
     @property
     def folder(self) -> Path:
-        """Its folder in this host's cache, in huggingface_hub's layout."""
+        """The repository's folder in this host's cache, in huggingface_hub's layout."""
         return _cache() / "--".join([f"{self.kind}s", *self.name.split("/")])
 
     @property
@@ -81,7 +82,7 @@ def endpoint() -> str:
 
 
 def local_folder(model: str, commit: str | None) -> Path:
-    """The folder of a model named by a path, or by ORG/NAME or a URL and a commit."""
+    """Return the folder of a model that is named by a path, or by ORG/NAME or a URL with a commit."""
     if commit is not None and COMMIT.fullmatch(commit) and is_url(model):
         return place_of(model) / commit
     if commit is not None and COMMIT.fullmatch(commit) and is_name(model):
@@ -103,7 +104,8 @@ def leads_out(folder: Path, path: Path) -> Path | None:
 
 
 def commit_of(folder: Path) -> tuple[Repository, str] | None:
-    """Parse a folder of a host's cache, .../models--ORG--NAME/snapshots/COMMIT. None: it is no such folder."""
+    """Return (repository, commit) of a folder in a host's cache, .../models--ORG--NAME/snapshots/COMMIT; None: it is
+    none."""
     kind, *parts = folder.parent.parent.name.split("--")
     name = "/".join(parts)
     if folder.parent.name != "snapshots" or not COMMIT.fullmatch(folder.name) or kind not in ("models", "datasets"):
@@ -112,7 +114,7 @@ def commit_of(folder: Path) -> tuple[Repository, str] | None:
 
 
 def here(folder: Path) -> Path:
-    """The folder; or, if a snapshot is gone, the same snapshot in this host's cache."""
+    """Return the folder, or if it is a snapshot that is gone, the same snapshot in this host's cache."""
     if not folder.exists() and (parsed := commit_of(folder)) and (snapshot := parsed[0].snapshot(parsed[1])).is_dir():
         return snapshot
     return folder

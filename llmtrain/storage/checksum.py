@@ -32,9 +32,9 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 
 
 def checksum(values: Tensor, start: int = 0) -> int:
-    """Hash of `values` (any shape, fp32 once converted) as the elements [start, start + numel) of a flat tensor.
+    """Return the hash of `values` (any shape, converted to fp32) as elements [start, start + numel) of a flat tensor.
 
-    Returns an integer in [0, 2^64). `(checksum(x[:k]) + checksum(x[k:], k)) % 2**64 == checksum(x)`.
+    It is an integer in [0, 2^64). `(checksum(x[:k]) + checksum(x[k:], k)) % 2**64 == checksum(x)`.
     """
     flat = values.detach().reshape(-1)
     if flat.device.type != "cpu":
@@ -47,12 +47,12 @@ def checksum(values: Tensor, start: int = 0) -> int:
 
 
 def weights_hash(checksums: Mapping[str, int]) -> str:
-    """Hash of a model's parameter checksums, by name."""
+    """Return a hash of a model's parameter checksums (by name)."""
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(checksums.items())).encode())
 
 
 def checksum_part(values: Tensor, region: Region) -> int:
-    """Hash of `values` as a region in a flat tensor; the regions' hashes add up to the tensor's."""
+    """Return the hash of `values` as a region of a flat tensor; the regions' hashes add up to the tensor's."""
     if region.contiguous:
         return checksum(values, region.start)
     flat = values.detach().reshape(-1)
@@ -66,7 +66,8 @@ def checksum_part(values: Tensor, region: Region) -> int:
 
 
 def checksum_part_array(values: npt.NDArray[np.float32], region: Region) -> int:
-    """Checksum of a flat fp32 array, without torch. 0.8 G elements/s with rows of 512, 0.5 G with rows of 32."""
+    """Return `checksum_part` of a flat fp32 array, without torch. 0.8 G elements/s with rows of 512, 0.5 G with rows of
+    32."""
     assert values.size == region.numel, (values.size, region)
     total = 0
     for block in region.blocks():
@@ -79,7 +80,8 @@ def checksum_part_array(values: npt.NDArray[np.float32], region: Region) -> int:
 
 
 def _rows(values: npt.NDArray[np.float32], block: Block) -> int:
-    """Hash short rows together: a row's factors are a window of the table, repeated for rows that pass its end."""
+    """Hash short rows together. A row's factors are a window of the table, which is repeated for rows that pass its
+    end."""
     bits = np.lib.stride_tricks.as_strided(
         values.view(np.int32)[block.at :], (block.rows, block.length), (4 * block.period, 4), writeable=False
     )
@@ -102,7 +104,7 @@ def _rows(values: npt.NDArray[np.float32], block: Block) -> int:
 
 
 def checksum_array(values: npt.NDArray[np.float32], start: int = 0) -> int:
-    """`checksum` of a flat fp32 array, without torch. About 0.8 G elements/s on one core."""
+    """Return `checksum` of a flat fp32 array, without torch. About 0.8 G elements/s on one core."""
     bits = values.view(np.int32)
     row = _row()
     products = np.empty(_BLOCK, dtype=np.int64)
@@ -157,7 +159,7 @@ def _strided_on_device(flat: Any, region: Region) -> int:
 
 @cache
 def _row_on(device: Any) -> Any:
-    """The row on a device, cached: copying it for each piece took longer than hashing the piece."""
+    """Return the row on a device, cached: copying it for each piece took longer than hashing the piece."""
     import torch
 
     return torch.from_numpy(_row()).to(device)
@@ -170,7 +172,7 @@ def _double_row() -> npt.NDArray[np.int64]:
 
 @cache
 def _row() -> npt.NDArray[np.int64]:
-    """Odd factors per position in a block (splitmix64 of 1, 2, ...)."""
+    """Return odd factors for the positions in a block (splitmix64 of 1, 2, ...)."""
     return np.array([as_int64(_mixed(i + 1) | 1) for i in range(_BLOCK)], dtype=np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Folders in stores: downloaded completely, once per host, into this user's cache.
+"""Downloads folders from stores, once per host, into this user's cache.
 
 A folder's revision is a digest of its files' names, sizes and versions.
 """
@@ -22,21 +22,21 @@ from llmtrain.storage.addresses import place_of
 from llmtrain.storage.object_store import Store, Stored, StoreError, problem_of
 
 _SPARE = 64 << 20
-"""Bytes that a download leaves free."""
+"""Bytes that must stay free after a download."""
 
 Choose = Callable[[Sequence[str], Path], Sequence[str]]
-"""Chooses the files to fetch, given all names and the folder with the files of earlier choices."""
+"""(all names, the folder with the files of earlier choices) -> names of the files to download."""
 Wrong = Callable[[str], UserError]
-"""Makes an error from a clause that names the rule, and the remedy."""
+"""Makes an error from a clause with rule and remedy."""
 
 
 def fetch(url: str, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> tuple[Path, str]:
-    """Files of a folder in a store. One process of a host downloads, the others wait.
+    """Download the chosen files of a folder in a store. One process of a host downloads, and the others wait.
 
     Args:
-        revision: as returned before; the store is not asked if all files are here. None: the present one.
+        revision: as returned before; if all its files are here, the store is not asked. None: the present revision.
 
-    Returns: the folder, and its revision. Raises what `wrong` makes; a choice may raise too.
+    Returns (the folder, its revision). Raises what `wrong` makes; a choice may raise, too.
     """
     if problem := problem_of(url):
         raise wrong("; ".join(problem))
@@ -48,7 +48,7 @@ def fetch(url: str, revision: str | None, choices: Sequence[Choose], wrong: Wron
         raise wrong(text) from error
     with alone(place):
         folder, note = place / str(revision), place / f"{revision}.json"
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # a damaged note is made anew
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # a damaged note is written again
             if revision is not None:
                 sizes: dict[str, int] = untrusted.loads(content_of(note))
                 chosen = [name for choose in choices for name in choose(sorted(sizes), folder)]
@@ -59,9 +59,9 @@ def fetch(url: str, revision: str | None, choices: Sequence[Choose], wrong: Wron
             stored = _files(store)
             now = _revision(stored)
             if not stored:
-                raise wrong("no file is there. Correct the address")
+                raise wrong("there is no file at this address. Correct it")
             if revision not in (None, now):
-                raise wrong("its files have changed since the run began. Put the former ones back")
+                raise wrong("its files have changed since the run began. Restore the earlier ones")
             folder, note = place / now, place / f"{now}.json"
             folder.mkdir(exist_ok=True)
             replace_file(note, json.dumps({name: stored.bytes for name, stored in stored.items()}).encode())
@@ -80,7 +80,7 @@ def fetch(url: str, revision: str | None, choices: Sequence[Choose], wrong: Wron
 
 @contextlib.contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """Run the block in one process of this host, or of all hosts that share the folder.
+    """A context that one process at a time enters, of this host or of all hosts that share the folder.
 
     Without locks, or without write access to the folder (it may be complete), no process waits.
     """
@@ -96,19 +96,20 @@ def alone(lock: Path) -> Iterator[None]:
 
 
 def announce(name: str, files: Mapping[str, int], place: Path, remedy: str, wrong: Wrong) -> None:
-    """Announce a download. Raises what `wrong` makes if the folder `place` has no room. `files`: bytes by name."""
+    """Print that a download begins. Raises wrong(message) if the disk of `place` is too full. `files`: name ->
+    bytes."""
     total, free = sum(files.values()), shutil.disk_usage(place).free
     if free < total + _SPARE:
         raise wrong(
-            f"{units.size(total)} must be fetched, and {place} on {socket.gethostname()} has {units.size(free)} "
+            f"{units.size(total)} must be downloaded, but {place} on {socket.gethostname()} has {units.size(free)} "
             f"free. Make room, or set {remedy}"
         )
     line = f"fetching {name}: {units.counted(len(files), 'file')}, {units.size(total)}"
-    print(untrusted.shown(line), file=sys.stderr, flush=True)  # standard output is for the model's words in `generate`
+    print(untrusted.shown(line), file=sys.stderr, flush=True)  # standard output is for the text of `generate`
 
 
 def _files(store: Store) -> dict[str, Stored]:
-    """Files of the folder and one level below, without names that no path can have."""
+    """Return the files of the folder and one level below, without names that no path can have."""
     files = store.files()
     return {name: stored for name, stored in files.items() if name.count("/") < 2 and ".." not in name.split("/")}
 

@@ -1,4 +1,4 @@
-"""Downloads from the Hub. One process of a host downloads files into the cache, and verifies them.
+"""Downloads from the Hub. One process of a host downloads files into the cache and verifies them.
 
 The list of files and their checksums is asked for once and noted in the cache, so that cached files need no network
 again.
@@ -35,10 +35,10 @@ _NETWORK = ("TransportError", "ConnectionError", "TimeoutError", "LocalEntryNotF
 
 
 class Diagnosis(str):
-    """A clause that names the rule, and the remedy."""
+    """A clause with rule and remedy."""
 
     unreachable: bool
-    """The Hub did not answer; it may have the files."""
+    """True if the Hub did not answer, so that it may have the files."""
 
     def __new__(cls, text: str, *, unreachable: bool = False) -> Diagnosis:
         message = super().__new__(cls, redact_text(text))
@@ -50,7 +50,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def explain(error: BaseException | None, repository: Repository, revision: str | None) -> Diagnosis:
-    """Explain a failure. `error`: huggingface_hub's; None: HF_HUB_OFFLINE is set."""
+    """Explain a failure. `error`: huggingface_hub's exception; None: HF_HUB_OFFLINE is set."""
     from huggingface_hub import get_token
 
     asked, hub, name = f"revision {revision or 'main'}", f"the Hub ({endpoint()})", repository.name
@@ -59,7 +59,7 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
         where = f"no such folder is here (looked from {Path.cwd()}), and as a name {where}"
     if error is None:
         return Diagnosis(
-            f"{where} it is not in the cache at {asked} ({repository.folder}), while HF_HUB_OFFLINE is set. Correct "
+            f"{where} it is not in the cache at {asked} ({repository.folder}), and HF_HUB_OFFLINE is set. Correct "
             "the path, fetch it where there is a network, or unset HF_HUB_OFFLINE"
         )
     chain, status = chain_of(error)
@@ -69,7 +69,7 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
     if full := [cause for cause in chain if isinstance(cause, OSError) and cause.errno in _DISK]:
         text = (
             f"the cache {repository.folder} on {socket.gethostname()} cannot be written: "
-            f"{os.strerror(full[0].errno or 0)}. Make room or give it back its rights, or set HF_HOME to another folder"
+            f"{os.strerror(full[0].errno or 0)}. Make room, correct its permissions, or set HF_HOME to another folder"
         )
     elif "GatedRepoError" in classes:
         path = name if repository.kind == "model" else f"datasets/{name}"
@@ -83,9 +83,9 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
     elif status == 401:
         text = f"{hub} does not take the token that is set. Renew HF_TOKEN, or unset it"
     elif status == 403:
-        text = f"{hub} refuses {who}: the token's rights do not go so far. Use another one"
+        text = f"{hub} refuses {who}: the token lacks the rights. Use another one"
     elif "EntryNotFoundError" in classes and status == 404:
-        text = f"{hub} has not all files that belong together. Name another revision"
+        text = f"{hub} lacks some of the files. Name another revision"
     elif status is not None:
         return Diagnosis(f"{hub} answers with status {status}. Try again later", unreachable=True)
     else:
@@ -101,7 +101,7 @@ def explain(error: BaseException | None, repository: Repository, revision: str |
 
 
 def chain_of(error: BaseException) -> tuple[list[BaseException], int | None]:
-    """The error with its causes, and the status of the Hub's answer."""
+    """Return (the error with its causes, the HTTP status of the Hub's answer or None)."""
     chain = [error]
     while (following := chain[-1].__cause__ or chain[-1].__context__) is not None and following not in chain:
         chain.append(following)
@@ -114,23 +114,20 @@ _CHUNK = 8 << 20  # bytes
 _WORKERS = 8
 
 Files = dict[str, tuple[int | None, str | None]]
-"""Name of a file -> its bytes, and its checksum: SHA-256 (64 digits) if large, else git's SHA-1 (40). None: unknown."""
+"""Name of a file -> (its bytes, its checksum: SHA-256 (64 digits) if large, else git's SHA-1 (40)). None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Files of one commit, on this host."""
+    """The files of a commit on this host."""
 
     folder: Path
     commit: str
 
 
 def fetch(repository: Repository, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> Snapshot:
-    """Download the files that `choices` take of a branch, tag or commit (default: main); without network if all are
-    here.
-
-    Raises: what `wrong` makes; a `choice` may raise too.
-    """
+    """Download the files that `choices` choose from a branch, tag or commit (default: main); without network if all are
+    here. Raises what `wrong` makes; a choice may raise, too."""
     with folders.alone(repository.lock):
         # Known without a question: it is a commit, or another rank of this launch has asked.
         commit = revision if revision is not None and COMMIT.fullmatch(revision) else None
@@ -156,7 +153,7 @@ def fetch(repository: Repository, revision: str | None, choices: Sequence[Choose
 
 
 def fetch_model(model: str, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> Snapshot:
-    """`fetch` for ORG/NAME or a URL."""
+    """As `fetch`, for ORG/NAME or a URL."""
     if is_url(model):
         folder, commit = folders.fetch(model, revision, choices, wrong)
         return Snapshot(folder=folder, commit=commit)
@@ -164,13 +161,13 @@ def fetch_model(model: str, revision: str | None, choices: Sequence[Choose], wro
 
 
 def known_files(repository: Repository, commit: str) -> list[str]:
-    """The names of all known files of a commit that was fetched before."""
+    """Return the names of all known files of a commit that was downloaded before."""
     cached = _in_cache(repository, commit)
     return sorted(cached[1]) if cached else []
 
 
 def _launch() -> str:
-    """Identifies this launch on this host: the parent's process id and start time."""
+    """Return what identifies this launch on this host: the parent's process id and start time."""
     parent = os.getppid()
     with contextlib.suppress(psutil.Error):
         return f"{socket.gethostname()} {parent} {psutil.Process(parent).create_time()}"
@@ -178,7 +175,7 @@ def _launch() -> str:
 
 
 def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[str, Files]:
-    """Ask the Hub for commit and files; offline, or without an answer, use the cache."""
+    """Return commit and files from the Hub; offline, or without an answer, from the cache."""
     from huggingface_hub import HfApi, constants
 
     if constants.is_offline_mode():
@@ -192,7 +189,7 @@ def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[st
     except Exception as error:  # classes of the HTTP library and huggingface_hub
         message = explain(error, repository, revision)
         if message.unreachable and (cached := _in_cache(repository, revision)):
-            log.warn(f"{repository.name}: the Hub does not answer, the cache's commit {cached[0]} is taken")
+            log.warn(f"{repository.name}: the Hub does not answer; using commit {cached[0]} from the cache")
             return cached
         raise wrong(message) from error
     if info.sha is None or not COMMIT.fullmatch(info.sha):
@@ -212,7 +209,7 @@ def _files_noted(repository: Repository, commit: str) -> Files:
 
 
 def _in_cache(repository: Repository, revision: str | None) -> tuple[str, Files] | None:
-    """Commit and files in this host's cache; a file's digest is the name of its blob."""
+    """Return commit and files in this host's cache, or None; a file's digest is the name of its blob."""
     commit = revision or "main"
     if not COMMIT.fullmatch(commit):
         with contextlib.suppress(OSError):
@@ -230,7 +227,7 @@ def _in_cache(repository: Repository, revision: str | None) -> tuple[str, Files]
 
 
 def _complete(repository: Repository, commit: str, chosen: Files, wrong: Wrong) -> None:
-    """Download missing files and verify unverified ones."""
+    """Download missing files, and verify files that are not yet verified."""
     folder = repository.snapshot(commit)
     note = _read_note(repository, commit)
     proved = note.get("proved") or {}
@@ -257,7 +254,7 @@ def _complete(repository: Repository, commit: str, chosen: Files, wrong: Wrong) 
 
 
 def _download(repository: Repository, commit: str, missing: Mapping[str, int], wrong: Wrong) -> None:
-    """Download files that the cache lacks. `missing`: names and bytes."""
+    """Download files that the cache lacks. `missing`: name -> bytes."""
     from huggingface_hub import constants, hf_hub_download, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -284,7 +281,8 @@ def _download(repository: Repository, commit: str, missing: Mapping[str, int], w
 
 
 def _digest(path: Path, checksum: str | None) -> str | None:
-    """The file's digest of the Hub's kind: SHA-256 for a large file, else git's for its blob. None: no checksum."""
+    """Return the file's digest as the Hub makes it: SHA-256 for a large file, else git's of its blob. None: no
+    checksum."""
     if checksum is None:
         return None
     digest = hashlib.sha256() if len(checksum) == 64 else hashlib.sha1(usedforsecurity=False)
@@ -312,7 +310,7 @@ def _read_note(repository: Repository, name: str) -> dict[str, Any]:
 
 
 def _note(repository: Repository, name: str, values: dict[str, Any]) -> None:
-    """Write a note next to the cached files. If that fails, the next start asks and reads again."""
+    """Write a note next to the cached files. If that fails, the next start asks the Hub and verifies again."""
     with contextlib.suppress(OSError):
         (repository.folder / _NOTES).mkdir(parents=True, exist_ok=True)
         replace_file(repository.folder / _NOTES / f"{name}.json", json.dumps(values).encode())
@@ -321,14 +319,14 @@ def _note(repository: Repository, name: str, values: dict[str, Any]) -> None:
 _SETTINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _TEMPLATES = "additional_chat_templates/"
 ADAPTER = "adapter_model.safetensors"
-"""Weights of a PEFT folder."""
+"""Weights in a PEFT folder."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def model_folder(model: str, revision: str | None = None, *, asked_by: str) -> Path:
-    """The folder of a complete model: `model`, or the downloaded ORG/NAME on the Hub or URL.
+    """Return the folder of a complete model: `model` itself, or the downloaded ORG/NAME on the Hub or URL.
 
-    `asked_by`: for messages. Raises: ModelError.
+    `asked_by`: named in messages. Raises ModelError.
     """
     if not is_remote(model):
         return Path(model)
@@ -340,13 +338,13 @@ def model_folder(model: str, revision: str | None = None, *, asked_by: str) -> P
 
 
 def settings(names: Sequence[str], _: Path) -> list[str]:
-    """Configuration, tokenizer, templates, licence: files other than weights and code."""
+    """Choose configuration, tokenizer, templates and licence: the files other than weights and code."""
     beside = [n for n in names if "/" not in n or (n.startswith(_TEMPLATES) and n.count("/") == 1)]
     return [n for n in beside if n.endswith(_SETTINGS) or n.startswith(("LICENSE", "NOTICE"))]
 
 
 def weights(wrong: Wrong) -> Choose:
-    """Return the choice of the weight files that transformers would take; a repository may have other copies."""
+    """Return a `Choose` for the weight files that transformers would take; a repository may have other copies."""
 
     def choose(names: Sequence[str], folder: Path) -> list[str]:
         if INDEX not in names:

@@ -24,20 +24,21 @@ from llmtrain.base.threads import in_thread
 Result = TypeVar("Result")
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
-"""Protocol -> the extra of llmtrain that brings its driver."""
+"""Protocol -> the extra of llmtrain that installs its driver."""
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-"""Pauses before further tries."""
+"""Pauses before each further try."""
 _SILENCE_S, _SLOWEST = 300.0, 1e6
-"""Seconds without a sign of life after which a call counts as failed; bytes a second of a driver that gives none."""
+"""Seconds without progress after which a call counts as failed; least speed (bytes/s) expected of a driver that reports
+none."""
 _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, ImportError)
-"""Errors that another try would repeat."""
+"""Errors that another try would only repeat."""
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "content_md5", "LastModified", "last_modified", "mtime")
-"""Names under which drivers give a file's version, the most reliable first."""
+"""Keys under which drivers give a file's version, the most reliable first."""
 _MODIFIED = ("LastModified", "last_modified", "mtime", "created")
 
 
 def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:
-    """(rule, remedy) for an unusable URL. Without network."""
+    """Return (rule, remedy) for an unusable URL, or None. Uses no network."""
     import fsspec
 
     protocol, sign, rest = url.partition("://")
@@ -56,31 +57,31 @@ def problem_of(url: str, *, writes: bool = False) -> tuple[str, str] | None:
 
 
 class StoreError(OSError):
-    """A store could not be used; with the driver's reason, for a caller that names key, URL and remedy."""
+    """A store could not be used. The text is the driver's reason; the caller adds key, URL and remedy."""
 
     final = False
-    """The store refuses: another try would fail too."""
+    """True if the store refuses, so that another try would fail, too."""
 
 
 @dataclass(frozen=True)
 class Stored:
     bytes: int
     version: str
-    """Changes with the content; empty: the store gives none."""
+    """Version of the file, which changes with its content; empty: the store gives none."""
     modified_s: float | None = None
     """Time of the upload, in seconds since 1970; None: unknown."""
 
 
 class Store:
-    """A folder in an object store, or a single file with the name ''. Its methods are safe in several threads.
+    """A folder in an object store, or a single file with the name ''. Several threads may call its methods.
 
-    They raise FileNotFoundError for a missing file, and StoreError, without secrets, for all else.
+    They raise FileNotFoundError for a missing file, and StoreError, without secrets, for anything else.
     """
 
     def __init__(self, url: str, *, again: bool = True) -> None:
         """`again`: repeat requests after network faults, five tries in 8 seconds.
 
-        Raises StoreError: no driver, or its settings are wrong.
+        Raises StoreError: when there is no driver, or its settings are wrong.
         """
         import fsspec
 
@@ -90,7 +91,7 @@ class Store:
         self._files, self._root = self._try_call(lambda: fsspec.core.url_to_fs(url, **options))
 
     def files(self) -> dict[str, Stored]:
-        """All files below the folder, by relative name in order; none: an empty folder, or no folder."""
+        """Return all files below the folder, by relative name in order; {} if the folder is empty or missing."""
         entries = self._try_call(self._find_files)
         root = self._root.rstrip("/")
         return {path[len(root) + 1 :]: _stored(info) for path, info in sorted(entries.items())}
@@ -103,11 +104,11 @@ class Store:
             entries = {}
         if not entries:
             self._need_bucket()
-        # A web server is asked for a file's size by itself.
+        # Web servers list no sizes: ask for each file.
         return {path: info if "size" in info else self._files.info(path) for path, info in entries.items()}
 
     def _need_bucket(self) -> None:
-        """Keep a misspelt bucket from passing for an empty folder. Raises StoreError."""
+        """Raise StoreError if the bucket does not exist, so that a misspelt one does not look like an empty folder."""
         bucket = self._root.strip("/").partition("/")[0]
         if self.url.partition("://")[0] not in _EXTRAS:
             return
@@ -115,7 +116,7 @@ class Store:
             self._files.info(bucket)
         except FileNotFoundError:
             raise StoreError(f"there is no bucket {bucket}") from None
-        except Exception:  # access to a folder in it may not include the bucket
+        except Exception:  # a user may have access only to a folder in the bucket
             return
 
     def matching(self, pattern: str) -> dict[str, Stored]:
@@ -135,10 +136,10 @@ class Store:
         return self._try_call(once)
 
     def read(self, name: str = "", start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of a file; by default all bytes."""
+        """Return bytes [start, stop) of a file; by default all of them."""
 
         def once() -> bytes:
-            # Stores give no range of an empty file, not even the complete one.
+            # Stores refuse any range of an empty file.
             content: bytes = self._files.cat_file(self._path(name), start=start or None, end=stop)
             if stop is not None and len(content) != stop - start:
                 raise OSError(f"{len(content)} bytes came instead of {stop - start}")
@@ -147,7 +148,7 @@ class Store:
         return self._try_call(once)
 
     def get(self, name: str, path: Path) -> None:
-        """Download a file; `path` holds all of it or does not exist."""
+        """Download a file. `path` then has all of it; after an error it does not exist."""
         size = self.stat(name).bytes
         tries = (path.with_name(f"{path.name}.{os.getpid()}.{count}.partial") for count in itertools.count())
 
@@ -164,7 +165,7 @@ class Store:
         self._transfer(once, size)
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a file, and check its size there. Stores show a file when it is complete."""
+        """Upload a file, and check its size in the store. Stores show a file only when it is complete."""
         size = path.stat().st_size
 
         def once(alive: Any) -> None:
@@ -180,12 +181,12 @@ class Store:
         self._send(lambda: self._try_call(lambda: self._files.pipe_file(self._path(name), content)))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Delete files, and a folder that they leave empty; missing files are no fault."""
+        """Delete files, and a folder that becomes empty. Missing files are no error."""
         with contextlib.suppress(FileNotFoundError):
             if names:
                 self._try_call(lambda: self._files.rm([self._path(name) for name in names]))
         for folder in {name.rpartition("/")[0] for name in names} if "file" in self._files.protocol else ():
-            with contextlib.suppress(OSError):  # it is not empty; object stores have no folders
+            with contextlib.suppress(OSError):  # not empty, or an object store, which has no folders
                 self._files.rmdir(self._path(folder))
 
     def _path(self, name: str) -> str:
@@ -194,11 +195,11 @@ class Store:
     def _send(self, send: Callable[[], None]) -> None:
         try:
             send()
-        except FileNotFoundError as error:  # no file is missing, but its destination
+        except FileNotFoundError as error:  # the destination is missing, not a file
             raise StoreError(short(error)) from None
 
     def _transfer(self, once: Callable[[Any], None], size: int) -> None:
-        """Try a transfer of `size` bytes. Each call of the driver's callback for `once` is a sign of life."""
+        """Try a transfer of `size` bytes. Each call of the driver's callback for `once` counts as progress."""
         from fsspec.callbacks import Callback
 
         limit = _Limit(_SILENCE_S + size / _SLOWEST)
@@ -223,27 +224,27 @@ class Store:
 
 
 class _Limit:
-    """Time limit for a driver's call: some drivers never give up a connection without an answer."""
+    """Time limit for a driver's call: some drivers never give up a connection that does not answer."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: for a call, or for its beginning if it then gives signs of life."""
+        """`limit_s`: limit of a call, or until its first progress if it reports any."""
         self._limit_s = self._until = limit_s
 
     def alive(self, *_: object, **__: object) -> None:
         self._until = time.monotonic() + _SILENCE_S
 
     def result(self, call: Callable[[], Result]) -> Result:
-        """Result of a call in a separate thread. Raises TimeoutError, and abandons the thread."""
+        """Return the result of a call in a separate thread. Raises TimeoutError, and then abandons the thread."""
         self._until = time.monotonic() + self._limit_s
         future = in_thread(call, "store")
         while (left_s := self._until - time.monotonic()) > 0:
             if wait([future], left_s).done:
                 return future.result()
-        raise TimeoutError("the store gives no sign of life")
+        raise TimeoutError("the store does not answer")
 
 
 def _stored(info: dict[str, Any]) -> Stored:
-    if info.get("size") is None:  # some web servers; it would pass for an empty file
+    if info.get("size") is None:  # as with some web servers; it would look like an empty file
         raise StoreError(f"the store does not give the size of {info['name']}")
     version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
     modified = next((info[key] for key in _MODIFIED if info.get(key)), None)
@@ -253,7 +254,7 @@ def _stored(info: dict[str, Any]) -> Stored:
 
 
 def short(error: BaseException) -> str:
-    """A driver's error on one line, without secrets."""
+    """Return a driver's error as one line without secrets."""
     if isinstance(error, StoreError):
         return str(error)
     text = redact_text(re.sub(r"\s+", " ", str(error)))

@@ -1,4 +1,4 @@
-"""Elements of a flat tensor between memory, files and pieces of any form."""
+"""Moves elements of a flat tensor between memory, files and pieces of any form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from llmtrain.storage.region import Region, Shared, shared
 from llmtrain.storage.tensorfile import ITEM_BYTES, TensorFile
 
-_SHORT = 1 << 10  # bytes of a row below which gaps are read too: a system call costs more
+_SHORT = 1 << 10  # bytes: between shorter rows the gaps are read, too, as a system call costs more
 _SCRATCH = 1 << 20  # elements that are read at once into scratch memory
 DTYPE_OF = {
     "F64": torch.float64,
@@ -20,16 +20,16 @@ DTYPE_OF = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Floating-point types by safetensors' name."""
+"""Name of a floating-point dtype in safetensors -> torch's dtype."""
 
 
 def byte_view(values: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, to be read or filled."""
+    """Return the memory of a contiguous CPU tensor, to be read or filled."""
     return values.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def pick(flat: Tensor, region: Region) -> Tensor:
-    """The region's elements [numel] of a flat tensor; a view if they are contiguous."""
+    """Return the region's elements [numel] of a flat tensor; a view if they are contiguous."""
     if region.contiguous:
         return flat[region.start : region.start + region.numel]
     out = torch.empty(region.numel, dtype=flat.dtype, device=flat.device)
@@ -45,9 +45,9 @@ def put(flat: Tensor, region: Region, values: Tensor) -> None:
 
 
 def read_shared(file: TensorFile, name: str, rows: Shared, out: Tensor) -> None:
-    """Read elements that `out` (side 0 of `rows`) and the file's tensor (side 1) share.
+    """Read the elements that `out` (side 0 of `rows`) and the file's tensor (side 1) share.
 
-    Only these are read, and the gaps between rows shorter than 1 KiB. Raises TensorFileError.
+    Only these and the gaps between rows shorter than 1 KiB are read. Raises TensorFileError.
     """
     dtype = DTYPE_OF[file.entries[name].dtype]
     item = ITEM_BYTES[file.entries[name].dtype]
@@ -72,12 +72,12 @@ def read_shared(file: TensorFile, name: str, rows: Shared, out: Tensor) -> None:
 
 
 def _some(rows: Shared, size: int) -> Iterable[tuple[int, int]]:
-    """(first row, rows) of a scratch at a time, with `size` elements per row."""
+    """Return (first row, number of rows) of groups that fit into scratch memory with `size` elements per row."""
     some = max(1, _SCRATCH // max(1, size))
     return ((low, min(some, rows.rows - low)) for low in range(0, rows.rows, some))
 
 
 def _rows(flat: Tensor, rows: Shared, side: int) -> Tensor:
-    """[rows, length], a view."""
+    """Return one side of the shared rows as a view [rows, length]."""
     size, step = (rows.rows, rows.length), max(1, rows.step[side])
     return flat.as_strided(size, (step, 1), flat.storage_offset() + rows.at[side])

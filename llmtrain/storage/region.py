@@ -1,4 +1,4 @@
-"""Regions: the elements of a tensor in a flat piece, as tensor or expert parallelism and then ZeRO cut it.
+"""Regions: which elements of a tensor a flat piece holds, after tensor or expert parallelism and then ZeRO have cut it.
 
 Standard library only: the checkpoint's manifest consists of regions.
 """
@@ -13,29 +13,30 @@ from itertools import islice
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements of a flat Hugging Face tensor in the order of a flat piece: from first to last.
+    """The elements of a flat Hugging Face tensor that a flat piece holds, in the piece's order.
 
-    A contiguous piece is `start` and `numel` alone. A piece of a strided shard (columns of a matrix, a share of each
-    section of a fused matrix) repeats `runs` every `stride` elements of the tensor; it begins `skip` elements into that
-    endless sequence.
+    A contiguous piece is only `start` and `numel`. A piece of a strided shard (columns of a matrix, a share of each
+    section of a fused matrix) repeats `runs` every `stride` elements of the tensor, and begins `skip` elements into
+    that endless sequence.
     """
 
     start: int
-    """First element; for a strided piece, the beginning of its first period."""
+    """First element; for a strided piece, where its first period begins."""
     numel: int
     runs: tuple[tuple[int, int], ...] = ()
-    """(offset within a period, elements) of each run, from first to last; empty for a contiguous piece."""
+    """(offset within a period, elements) of each run, in order; empty for a contiguous piece."""
     stride: int = 0
     """Elements of the tensor from one period to the next."""
     skip: int = 0
-    """Elements of the first period before the piece: less than a period holds."""
+    """Elements of the first period that precede the piece: fewer than a period has."""
 
     @property
     def contiguous(self) -> bool:
         return not self.runs
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """(position in the tensor, position in the piece, elements) of each contiguous span, in the piece's order."""
+        """Yield (position in the tensor, position in the piece, elements) of each contiguous span, in the piece's
+        order."""
         if not self.runs:
             if self.numel:
                 yield self.start, 0, self.numel
@@ -54,7 +55,7 @@ class Region:
             period += self.stride
 
     def blocks(self) -> list[Block]:
-        """Rectangles that form the region, at most three per run: before, in and after complete periods."""
+        """Return rectangles that form the region, at most three per run: before, in and after complete periods."""
         if not self.runs:
             return [Block(self.start, 0, 1, self.numel)] if self.numel else []
         period = self._period
@@ -69,11 +70,11 @@ class Region:
         return blocks + [Block(position, self.numel - after + at, 1, count) for position, at, count in rest.spans()]
 
     def part(self, low: int, high: int) -> Region:
-        """Elements [low, high) of the piece, 0 <= low <= high <= numel."""
+        """Return the region of the piece's elements [low, high), 0 <= low <= high <= numel."""
         return self._piece(low, high)._simplest()
 
     def below(self, position: int) -> int:
-        """Number of the piece's elements before this element of the tensor."""
+        """Return the number of the piece's elements before this element of the tensor."""
         if not self.runs:
             return min(max(position - self.start, 0), self.numel)
         periods, rest = divmod(position - self.start, self.stride)
@@ -110,7 +111,7 @@ class Region:
         return replace(self, start=self.start + periods * self.stride, numel=high - low, skip=skip)
 
     def _simplest(self) -> Region:
-        """Canonical form, contiguous if the elements are: equal pieces compare equal."""
+        """Return the canonical form, contiguous if the elements are, so that equal pieces compare equal."""
         if not self.runs:
             return self
         merged: list[tuple[int, int]] = []
@@ -136,7 +137,7 @@ class Block:
     """First element in the piece."""
     rows: int
     length: int
-    """Elements of a row, contiguous in both."""
+    """Elements of a row, contiguous in tensor and piece."""
     stride: int = 0
     """Elements of the tensor from one row to the next."""
     period: int = 0
@@ -150,7 +151,8 @@ class Block:
         return Block(self.position + index * self.stride, self.at + index * self.period, 1, self.length)
 
     def on(self, stride: int) -> Iterator[Cell]:
-        """The block as rectangles of the tensor in lines of `stride` elements: its own, if it has rows."""
+        """Yield the block as rectangles of the tensor seen in lines of `stride` elements (the block's own stride if it
+        has rows)."""
         line, column = divmod(self.position, stride)
         if self.rows > 1:
             assert self.stride == stride, (self, stride)
@@ -186,18 +188,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Shared:
-    """Rows of elements that two pieces of one tensor both hold."""
+    """Rows of elements that two pieces of a tensor share."""
 
     at: tuple[int, int]
-    """First element, in each."""
+    """First element in each piece."""
     step: tuple[int, int]
-    """Elements from one row to the next, in each."""
+    """Elements from one row to the next, in each piece."""
     rows: int
     length: int
 
 
 def shared(a: Region, b: Region) -> Iterator[Shared]:
-    """The elements in both. Its cost does not grow with the sizes, if one is contiguous or the strides agree."""
+    """Yield the elements in both regions. The cost does not grow with their sizes if one is contiguous or the strides
+    agree."""
     if a.first >= b.end or b.first >= a.end:
         return
     for left in a.blocks():
@@ -228,11 +231,11 @@ def whole(shape: Sequence[int]) -> Region:
 def shard(
     shape: Sequence[int], dim: int, index: int, count: int, sections: Sequence[int] | None = None
 ) -> tuple[Region, tuple[int, ...]]:
-    """Part `index` of `count` equal parts of a tensor along `dim`, as its row-major flat piece: (region, its shape).
+    """Return (region, shape) of part `index` of `count` equal parts of a tensor along `dim`, as a row-major flat piece.
 
     Args:
         sections: sizes along `dim` of the parts of a fused matrix (query, key, value; gate, up), each cut in `count`;
-            the piece holds its share of the first, then of the second, and so on. None: one section.
+            the piece has its share of the first, then of the second, and so on. None: one section.
     """
     sections = [shape[dim]] if sections is None else list(sections)
     assert sum(sections) == shape[dim] and all(size % count == 0 for size in sections), (shape, dim, count, sections)

@@ -35,19 +35,19 @@ ITEM_BYTES = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
-"""Bytes of an element by safetensors' name of its type."""
+"""Name of a dtype in safetensors -> bytes of an element."""
 _MAX_HEADER = 100_000_000  # the safetensors library's own limit
 _READ = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call
 
 
 class TensorFileError(UserError):
-    """A file that is no intact safetensors file, or cannot be read."""
+    """A file is no intact safetensors file, or cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     dtype: str
-    """Name of the type as in `ITEM_BYTES`."""
+    """Name of the dtype as in `ITEM_BYTES`."""
     shape: tuple[int, ...]
     begin: int
     """First byte in the file."""
@@ -74,7 +74,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, handle: int | None = None, *, most: int | None = None) -> None:
-        """`handle`: the file, open for reading; closed with this object. `most`: limit of its tensors."""
+        """`handle`: the file, open for reading, which `close` closes. `most`: largest number of tensors."""
         self.path = path
         self._most = most
         try:
@@ -144,7 +144,7 @@ class TensorFile:
                 raise TensorFileError(f"{self.path}: {fetch}.")
             raise TensorFileError(
                 f"{self.path}: its header claims {size} bytes, the file has {self.bytes} (limit {_MAX_HEADER}). "
-                "It is damaged, cut short, or no safetensors file."
+                "It is damaged, cut short, or not a safetensors file."
             )
         text = memoryview(bytearray(size))
         self._pread(8, text)
@@ -193,9 +193,10 @@ def _entry(name: str, raw: dict[str, Any], data_start: int) -> Entry:
 
 
 def header_bytes(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str], align: int = 8) -> bytes:
-    """The beginning of a file that holds these tensors {name: (dtype, shape)} in this order.
+    """Return the beginning of a file with these tensors {name: (dtype, shape)} in this order.
 
-    `align`: the data starts at a multiple of it (spaces after the JSON are allowed). safetensors itself aligns to 8.
+    `align`: the data starts at a multiple of this number of bytes (spaces after the JSON are allowed). safetensors
+    itself aligns to 8.
     """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0

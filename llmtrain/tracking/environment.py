@@ -1,4 +1,5 @@
-"""environment.json: software and hardware of the run. Versions come from package metadata: nothing heavy loads."""
+"""environment.json: software and hardware of the run. Versions come from package metadata, so that nothing heavy is
+imported."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _PACKAGES = (
     "numpy",
     "pyarrow",
 )
-# An allow-list: the rest of the environment (keys included) is private.
+# An allow-list: the rest of the environment, which has keys, is private.
 _VARIABLES = (
     "CUDA_",
     "NCCL_",
@@ -49,12 +50,11 @@ _VARIABLES = (
 VERIFIED = {"torch": ("2.11", "2.15"), "deepspeed": ("0.19", "0.19"), "transformers": ("5.17", "5.23")}
 """The lowest and the highest series of each package that the tests have run with (make test-oldest, test-newest)."""
 READ_DEEPSPEED = "0.19.8"
-"""The DeepSpeed whose private parts were read (engine/deepspeed/patches.py); zero_step.py compares the code that it
-replaces."""
+"""The DeepSpeed whose private code was verified (engine/deepspeed/patches.py); zero_step.py compares code itself."""
 
 
 def unverified(installed: Mapping[str, str | None]) -> str | None:
-    """One line about installed versions that no test has run with; None if all are known."""
+    """Return a line about installed versions that no test has run with; None if all are tested."""
     odd = []
     for package, (low, high) in VERIFIED.items():
         version = installed.get(package)
@@ -66,13 +66,13 @@ def unverified(installed: Mapping[str, str | None]) -> str | None:
 
 
 def _series(version: str) -> tuple[int, ...]:
-    """(2, 13) for 2.13.0+cu126."""
+    """Return (2, 13) for 2.13.0+cu126."""
     return tuple(int(part) for part in version.split(".")[:2])
 
 
 def new_run_id() -> str:
-    """The id of a new run: that of the environment, the mark of its launch, which restarts have as well, or 8 random
-    characters (from no seeded generator)."""
+    """Return the id of a new run: the one in the environment, else its launch's mark, which restarts have as well, else
+    8 random characters (from no seeded generator)."""
     if run_id := features.run_id() or os.environ.get(LAUNCH):
         return run_id
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
@@ -94,7 +94,7 @@ def _git(*words: str) -> str | None:
         done = subprocess.run(
             ["git", *words],
             cwd=folder,
-            # Reading must not take the index lock away from the user.
+            # Without locks: reading must not block the user's git.
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
             capture_output=True,
             text=True,
@@ -107,7 +107,7 @@ def _git(*words: str) -> str | None:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the code, and whether tracked files differ from it; None outside a checkout of llmtrain."""
+    """Return the commit of the code, and whether tracked files differ from it; None outside a checkout of llmtrain."""
     # An installed copy may be inside a foreign repository, whose commit would be wrong.
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return {"commit": None, "dirty": None}
@@ -118,9 +118,9 @@ def git_state() -> dict[str, Any]:
 def describe_environment(
     *, ranks: Iterable[Mapping[str, Any]], plugins: Mapping[str, str], argv: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """Content of environment.json, secrets redacted.
+    """Return the contents of environment.json, secrets redacted.
 
-    `ranks`: per rank its rank, host and device; `plugins`: name -> SHA-256.
+    `ranks`: rank, host and device of each rank; `plugins`: name -> SHA-256.
     """
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     return {

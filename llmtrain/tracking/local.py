@@ -1,8 +1,8 @@
 """metrics.jsonl and events.jsonl: one JSON object a line, only complete lines, always valid JSON.
 
-A line is one write() to a file opened for appending, so a kill leaves at most one torn line, the last; it is cut off
-when the file is opened again. NaN and infinities have no JSON form: they are written as the strings "NaN", "Infinity"
-and "-Infinity" (the proto3 JSON mapping), which Python's float() reads back.
+A line is one write() to a file opened for appending, so a kill can only leave the last line torn; it is cut off when
+the file is opened again. JSON has no NaN and infinities: they are written as the strings "NaN", "Infinity" and
+"-Infinity" (the proto3 JSON mapping), which Python's float() reads back.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from llmtrain.base.redact import redact
 from llmtrain.tracking.sink import Sink
 
 RUN_FILES = ("config.yaml", "deepspeed.json", "environment.json")
-"""Written once, at the start."""
+"""Files that are written once, at the start."""
 
 
 def to_json(value: Any) -> Any:
-    """`value` in JSON types: non-finite floats as strings, NumPy and torch scalars as numbers."""
+    """Return `value` in JSON types: non-finite floats as strings, NumPy and torch scalars as numbers."""
     if isinstance(value, dict):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -52,9 +52,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def read_rows(path: Path, size: int = -1) -> tuple[list[dict[str, Any]], int]:
-    """The objects in a JSON-lines file (or its first `size` bytes), and the number of unreadable lines.
+    """Return (the objects in a JSON-lines file or its first `size` bytes, the number of unreadable lines).
 
-    No file: ([], 0).
+    ([], 0) if there is no file.
     """
     try:
         lines = content_of(path, size).splitlines()
@@ -66,7 +66,7 @@ def read_rows(path: Path, size: int = -1) -> tuple[list[dict[str, Any]], int]:
 
 
 def rows_after(metrics: Path, size: int, step: int) -> list[dict[str, Any]]:
-    """The rows in the first `size` bytes of metrics.jsonl whose step is above `step`, merged per step."""
+    """Return the rows in the first `size` bytes of metrics.jsonl whose step is above `step`, merged per step."""
     merged: dict[int, dict[str, Any]] = {}
     for row in read_rows(metrics, size)[0]:
         if isinstance(at := row.get("step"), int) and at > step:
@@ -79,7 +79,7 @@ def _number(value: Any) -> Any:
 
 
 def repair(path: Path) -> None:
-    """Cut off a torn last line (a kill, a full disk); end a complete one with a newline. Raises OSError."""
+    """Cut off a last line that a kill or a full disk has torn; end a complete one with a newline. Raises OSError."""
     if not path.is_file():
         return
     data = path.read_bytes()
@@ -95,7 +95,7 @@ def repair(path: Path) -> None:
 
 
 def truncate_after(path: Path, step: int) -> int:
-    """Drop the rows whose `step` is above `step`, atomically; return their number. Raises OSError."""
+    """Drop the rows whose `step` is above `step`, atomically. Returns their number. Raises OSError."""
     if not path.is_file():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
@@ -111,21 +111,21 @@ def truncate_after(path: Path, step: int) -> int:
 
 
 class HeldFile:
-    """An open file that can be restored completely if a process outside the run removes it."""
+    """An open file that can be restored completely if another process removes it."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file if missing. Raises OSError."""
+        """Create the file if it is missing. Raises OSError."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
 
     def put_back(self) -> bool:
-        """Write the file again if it was removed; returns True if so. Raises OSError."""
+        """Write the file again if it was removed. Returns True if so. Raises OSError."""
         if os.fstat(self.fd).st_nlink:
             return False
         replacement, done, size = HeldFile(self.path), 0, os.fstat(self.fd).st_size
         try:
-            while done < size:  # a call may move less than it is asked to
+            while done < size:  # a call may move fewer bytes
                 done += os.write(replacement.fd, os.pread(self.fd, min(size - done, 1 << 20), done))
         except OSError:
             os.close(replacement.fd)
@@ -137,12 +137,12 @@ class HeldFile:
 
 
 class AppendedFile:
-    """A file that grows by complete rows. A failure is reported once and never raised: training continues."""
+    """A file to which complete rows are added. A failure is reported once and never raised: training continues."""
 
     lost = "its rows are lost until there is room"
 
     def __init__(self, path: Path, repair: Callable[[Path], None]) -> None:
-        """`repair`: cuts off what an earlier launch has left; raises OSError."""
+        """`repair`: called first, to cut off what an earlier launch has left torn; raises OSError."""
         self._path = path
         self._file: HeldFile | None = None
         try:
@@ -165,14 +165,14 @@ class AppendedFile:
                 log.warn_once(f"{self._path} was removed by something outside the run, and is written again")
             written = os.write(self._file.fd, rows)
             if written < len(rows):
-                # The disk filled up within a row: take the half back, so that the next one starts clean.
+                # The disk filled up within a row: remove the torn row.
                 os.ftruncate(self._file.fd, os.fstat(self._file.fd).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._warn(error)
 
     def close(self) -> None:
-        """Flush to the disk and close. Safe to call twice."""
+        """Flush to the disk and close. May be called twice."""
         if self._file is None:
             return
         fd, self._file = self._file.fd, None
@@ -195,14 +195,14 @@ class JsonLines(AppendedFile):
 
 
 def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
-    """Add a line to the run's events from a process that is no rank."""
+    """Add a line to the run's events, from a process that is not a rank."""
     events = JsonLines(run_dir / "events.jsonl")
     events.write({"time_unix_s": time.time(), "kind": kind, **redact(event)})
     events.close()
 
 
 class LocalFiles(Sink):
-    """metrics.jsonl and events.jsonl of a run's folder; removed files of the folder are restored."""
+    """Writes metrics.jsonl and events.jsonl in the run's folder, and restores removed files of the folder."""
 
     def __init__(self, run_dir: Path, *, start_step: int) -> None:
         """`start_step`: step of the resumed checkpoint (0: a new run); rows of later steps are dropped."""
@@ -225,7 +225,7 @@ class LocalFiles(Sink):
         self._events.write({"time_unix_s": time.time(), "kind": kind, **fields})
 
     def end_steps(self) -> None:
-        """Rows may follow, from the last evaluation."""
+        """Does nothing: rows of the last evaluation may follow."""
 
     def close(self, *, exit_code: int) -> None:
         self._put_back(None)

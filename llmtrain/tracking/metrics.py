@@ -20,7 +20,7 @@ from llmtrain.objectives.objective import Objective
 
 @dataclass(frozen=True)
 class MetricKey:
-    """Definition of one key of metrics.jsonl."""
+    """Definition of a key of metrics.jsonl."""
 
     unit: str
     meaning: str
@@ -93,11 +93,11 @@ _OF_A_RUN: dict[str, MetricKey] = {
     ),
 }
 OF_SET = "eval/NAME/FIGURE"
-"""Represents the figures of named sets in the table."""
+"""Row of the table that stands for the figures of named sets."""
 
 
 def metrics() -> dict[str, MetricKey]:
-    """Every key of metrics.jsonl and the trackers, for any run and objective."""
+    """Return every key of metrics.jsonl and the trackers, for any run and objective."""
     figures = {figure.name: figure for objective in Objective.CHOICES.values() for figure in objective.figures}
     return {
         **_OF_A_RUN,
@@ -110,7 +110,7 @@ def metrics() -> dict[str, MetricKey]:
 
 
 def metric_of(key: str) -> MetricKey | None:
-    """The definition of a key for any set, task or place in a list."""
+    """Return the definition of a key, whatever set, task or place in a list it names; None: there is none."""
     kind, _, rest = key.partition("/")
     figure, definitions = rest.partition("/")[2], metrics()
     named = ("eval/NAME/", "eval/") if kind == "eval" and figure else ()
@@ -119,7 +119,7 @@ def metric_of(key: str) -> MetricKey | None:
 
 
 def mode_of(metric: str) -> Literal["min", "max"] | None:
-    """Return the direction in which a figure improves."""
+    """Return the direction in which a figure improves; None: unknown."""
     last = metric.rpartition("/")[2]
     if last in ("perplexity", "bits_per_byte", "divergence") or last.endswith("loss"):
         return "min"
@@ -127,14 +127,14 @@ def mode_of(metric: str) -> Literal["min", "max"] | None:
 
 
 def loss_unit(row: Mapping[str, object]) -> str:
-    """Unit of `loss` and `eval/loss` in a row of metrics, by the objective whose figures the row has."""
+    """Return the unit of `loss` and `eval/loss` in a row of metrics, by the objective whose figures the row has."""
     names = {key.removeprefix("eval/") for key in row}
     units = (o.unit for o in Objective.CHOICES.values() if any(figure.name in names for figure in o.figures))
     return next(units, NextToken.unit)
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss in nats/token); infinity if that overflows a float."""
+    """Return exp(loss), for a loss in nats/token; infinity if that overflows a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -192,13 +192,13 @@ _PEAK_TFLOPS_16BIT: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak FLOP/s of one device by its driver's name, for dtype "bf16" or "fp16".
+    """Return the dense peak FLOP/s of a device, by the name that its driver gives it, for dtype "bf16" or "fp16".
 
     None if unknown: another device, a MIG slice, or fp32, whose peak depends on TF32.
     """
     if dtype not in ("bf16", "fp16") or " MIG " in device_name:
         return None
-    # Spaces and hyphens both separate words: "A100-SXM4-80GB" is an A100, "L40S" is no L4.
+    # Spaces and hyphens both separate words: "A100-SXM4-80GB" is an A100, "L40S" is not an L4.
     name = f" {device_name.replace('-', ' ').upper()} "
     for name_part, tflops in _PEAK_TFLOPS_16BIT:
         if f" {name_part.upper()} " in name:
@@ -207,10 +207,11 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 class Throughput:
-    """Speed between two log points.
+    """Measures the speed between two log points.
 
-    `step` once per optimizer step; `pause` around evaluation and `checkpoint_stall` around saving, whose time is left
-    out; `take` at a log point, after the loss was read (which waits for the device, so the clock is right on CUDA).
+    Call `step` once per optimizer step, `pause` around evaluation and `checkpoint_stall` around saving (their time is
+    left out), and `take` at a log point, after the loss was read (which waits for the device, so that the time is right
+    on CUDA).
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Throughput:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.flops = flops
-        """Floating-point operations of a token, for the tokens from now on."""
+        """FLOPs per token, for the tokens from now on."""
         self._devices = devices
         self._peak = peak
         self._clock = clock
@@ -237,7 +238,7 @@ class Throughput:
         self._stall_s = 0.0
 
     def step(self, *, tokens: int, data_wait_s: float = 0.0, comm: tuple[float, float] | None = None) -> None:
-        """Count an optimizer step over `tokens` tokens of all ranks, which waited `data_wait_s` for its batches.
+        """Count an optimizer step with `tokens` tokens of all ranks, which waited `data_wait_s` for its batch.
 
         `comm`: (seconds of the step, seconds inside collectives), if known.
         """
@@ -248,7 +249,7 @@ class Throughput:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the block's time out of training time."""
+        """A context whose time does not count as training time."""
         began_s = self._clock()
         try:
             yield
@@ -257,7 +258,7 @@ class Throughput:
 
     @contextmanager
     def checkpoint_stall(self) -> Iterator[None]:
-        """Like `pause`, and reported as `checkpoint_stall_s`."""
+        """Like `pause`; the time is also reported as `checkpoint_stall_s`."""
         before_s = self._paused_s
         try:
             with self.pause():
@@ -266,7 +267,7 @@ class Throughput:
             self._stall_s += self._paused_s - before_s
 
     def take(self) -> dict[str, float]:
-        """The metrics since the last call, keyed as in `metrics`; starts the next interval."""
+        """Return the metrics since the last call, by their keys in `metrics`, and start the next interval."""
         busy_s = max(self._clock() - self._began_s - self._paused_s, 1e-9)
         tokens_per_s = self._tokens / busy_s
         causal = tokens_per_s * self.flops.causal

@@ -1,4 +1,4 @@
-"""`Sink`: a tracker of a run, such as the console, the local files, or a user's own."""
+"""`Sink`: a tracker of a run, such as the console, the local files, or one of the user's."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from llmtrain.base.choice import Entry
 
 
 class Sink(Entry, section="trackers"):
-    """A tracker of a run, on rank 0. Each default does nothing.
+    """A tracker of a run, on rank 0. The default methods do nothing.
 
-    One of the YAML's `trackers`, such as a plugin's, is a dataclass with a name (`class Csv(Sink, entry="csv")`): its
-    fields are below `trackers.csv`. Its methods run on a separate thread, one after another; they may wait and raise.
-    Methods of the console and the local files do neither: training calls them.
+    An entry of the YAML's `trackers`, such as a plugin's, is a dataclass with a name (`class Csv(Sink, entry="csv")`),
+    whose fields are below `trackers.csv`. Its methods run one after another on a separate thread; they may wait and
+    raise. The methods of the console and the local files must do neither, since training calls them directly.
     """
 
     MODULES: ClassVar[tuple[str, ...]] = ()
-    """Modules that it imports from packages that llmtrain does not need. Without them the run is refused, and the
-    message says which extra of llmtrain to install (it has the tracker's name). They are imported before its thread
-    starts: two threads that import large packages at once can deadlock on module locks, which Python resolves by
-    handing out half-initialised modules."""
+    """Modules that the tracker imports from packages that llmtrain does not need. If one is missing the run is refused,
+    and the message says which extra of llmtrain to install (it has the tracker's name). They are imported before the
+    tracker's thread starts: two threads that import large packages at once can deadlock on module locks, which Python
+    resolves by handing out half-initialised modules."""
 
     title = ""
-    """Its name in messages; empty: that of the class."""
+    """The tracker's name in messages; empty: the name of the class."""
     late = False
-    """True: its rows are scores of earlier steps, and a separate process computes them."""
+    """True if its rows are scores of earlier steps, which a separate process computes."""
 
     def open(self, run_dir: Path, run_id: str, config: dict[str, Any], start_step: int) -> None:
-        """Called once, before all others, on a tracker with a thread.
+        """Called once, before all other methods, on a tracker with a thread.
 
         Args:
             run_dir: the run's folder.
             run_id: the same in every launch of the run.
             config: YAML, DeepSpeed dict and environment, secrets redacted.
-            start_step: step of the resumed checkpoint, 0 for a new run. Rows of later steps, from before a crash, come
-                again.
+            start_step: step of the resumed checkpoint, 0 for a new run. Rows of later steps that a crashed launch has
+                logged are logged again.
         """
 
     def log(self, row: dict[str, Any], *, more: bool) -> None:
-        """Take a row of metrics, keyed as in docs/tracking.md. `more`: another row of the same step follows."""
+        """Log a row of metrics, with the keys of docs/tracking.md. `more`: another row of the same step follows."""
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take an event; secrets in its fields are redacted."""
+        """Log an event; secrets in its fields are redacted."""
 
     def alert(self, title: str, text: str) -> None:
         """Notify people who are not watching the run; called in addition to `event`. Secrets are redacted."""
@@ -55,16 +55,16 @@ class Sink(Entry, section="trackers"):
         """Write everything out, in at most 20 s. `exit_code`: 1 if the run has failed, else 0."""
 
     def fault(self, run_dir: Path, run_id: str, event: dict[str, Any]) -> None:
-        """In place of `open`: mark a run as failed whose ranks hang or are dead. It may raise or hang: it is called in
-        a process of its own. `event`: the text, cause and step of the fault, secrets redacted."""
+        """Mark a run as failed whose ranks hang or are dead. Called in place of `open`, in a separate process, so it
+        may raise or hang. `event`: text, cause and step of the fault, secrets redacted."""
 
     def abandon(self) -> None:
-        """End everything that would hold up the process. Training calls it on its own thread, after a method that
-        raised or does not return, without a time limit: it must not wait for the tracker."""
+        """End everything that would keep the process from ending. Training calls it on its own thread, after a method
+        that raised or does not return. There is no time limit, so it must not wait for the tracker."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in a row of metrics; a list's as KEY/INDEX."""
+    """Return the numbers in a row of metrics; those of a list as KEY/INDEX."""
     numbers: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, (int, float)) and key not in ("step", "time_unix_s"):

@@ -1,4 +1,4 @@
-"""A run's trackers, the object that passes metrics and events to each of them, and the terminal's tracker."""
+"""The object that passes a run's metrics and events to its trackers, and the terminal's tracker."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Console(Sink):
     """Prints rows of metrics.
 
     Args:
-        total_steps: of the run, if known.
-        epochs: length of the run, if given in epochs; then lines show the epoch.
-        norm: vector whose norm is `grad_norm`.
-        show: takes the progress text ("": no more) and the completed share, for a terminal that another process owns.
-            Without it a terminal at standard output gets a live line.
+        total_steps: length of the run in steps, if known.
+        epochs: length of the run, if set in epochs; lines then show the epoch.
+        norm: name of the vector whose norm is `grad_norm`.
+        show: called with the progress text ("": no more) and the completed share, if another process owns the terminal.
+            None: a terminal at standard output gets a live line.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Console(Sink):
         self._show = LiveLine().show if show is None and stream is None and sys.stdout.isatty() else show
 
     def log(self, row: dict[str, Any], *, more: bool = False) -> None:
-        """Show a row of metrics: evaluations stay on the screen; on a terminal, progress replaces itself."""
+        """Show a row of metrics. Evaluations stay on the screen; on a terminal, each progress line replaces the
+        last."""
         step = _number(row, "step")
         if step is None:
             return
@@ -81,7 +82,7 @@ class Console(Sink):
                 )
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Ignore the event."""
+        """Show nothing of the event."""
 
     def close(self, *, exit_code: int = 0) -> None:
         self.end_steps()
@@ -105,7 +106,7 @@ class Console(Sink):
         return f"step {step:{len(str(self._total_steps))}.0f}/{self._total_steps}"
 
     def _evaluation(self, step: float, row: dict[str, Any], prefix: str) -> str:
-        """`prefix`: eval/, or eval/NAME/ of a set."""
+        """Return the line of an evaluation. `prefix`: eval/, or eval/NAME/ of a set."""
         name = prefix.removeprefix("eval/").rstrip("/") or "validation"
         text = f"{self._step(step)}  {name} loss {row[f'{prefix}loss']:.4f} {loss_unit(row)}"
         if (right := _right(row, prefix)) is not None:
@@ -116,13 +117,13 @@ class Console(Sink):
         return text
 
     def _choices(self, step: float, row: dict[str, Any], prefix: str) -> str:
-        """`prefix`: eval/NAME/ of a set of multiple-choice questions."""
+        """Return the line of a set of multiple-choice questions. `prefix`: eval/NAME/."""
         plain, norm = (f"{row[prefix + key]:.1%}" for key in ("accuracy", "accuracy_norm"))
         bits = f"{row[f'{prefix}bits_per_byte']:.4f} bits/byte"
         return f"{self._step(step)}  {prefix.split('/')[1]} accuracy {plain}, normalised {norm}  {bits}"
 
     def _progress(self, step: float, row: dict[str, Any], *, short: bool = False) -> str:
-        """`short`: the text fits next to the bar into 120 columns."""
+        """Return the progress line. `short`: it fits next to the bar into 120 columns."""
         # The most important parts come first: a narrow terminal cuts the end off.
         parts = [self._step(step), f"loss {row['loss']:.4f}" + ("" if short else f" {loss_unit(row)}")]
         if self._epochs is not None and (epoch := _number(row, "epoch")) is not None:
@@ -155,13 +156,13 @@ Status = Literal["finished", "stopped", "failed"]
 
 
 class Tracker:
-    """Metrics and events of one launch.
+    """Passes on the metrics and events of a launch.
 
-    `config`: of the run (YAML, DeepSpeed dict, environment), redacted here. `norm` and `show`: see `Console`.
-    `start_step`: step of the resumed checkpoint (0: a new run); rows of later steps are dropped, because training
-    writes them again. `trackers`: by their keys in the YAML; `where`: from an exception of theirs to the place in the
-    user's code. With `enabled=False` (ranks other than 0) every call is a no-op. No method raises for a full disk or a
-    failing tracker.
+    `config`: the run's YAML, DeepSpeed dict and environment, which are redacted here. `norm`, `show`: see `Console`.
+    `start_step`: step of the resumed checkpoint (0: a new run); rows of later steps are dropped, since training writes
+    them again. `trackers`: key in the YAML -> tracker; `where`: returns the place in the user's code for an exception
+    of a tracker. `enabled`: False on ranks other than 0, where every call does nothing. No method raises for a full
+    disk or a failing tracker.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Tracker:
         self.run_dir, self._began_s = Path(run_dir), time.monotonic()
         run = config.get("run", {})
         self._parts = tuple(f"{name}/" for name in run.get("parts", {}))
-        """Beginnings of the keys of plugins' figures."""
+        """Prefixes of the keys of plugins' figures."""
         self._metrics = set(run.get("metrics", {}))
         epochs = config.get("run", {}).get("train", {}).get("epochs")
         self._sinks: list[Sink] = []
@@ -199,7 +200,7 @@ class Tracker:
             self.event("rewind", step=start_step, dropped_rows=files.dropped_rows)
 
     def log(self, row: dict[str, Any], *, more: bool = False) -> None:
-        """Write one row with `step` and keys of tracking/metrics.py; adds the two times."""
+        """Write a row with `step` and keys of tracking/metrics.py; adds the two times."""
         if not self._sinks:
             return
         if unknown := sorted(key for key in row if metric_of(key) is None and not self._of_plugin(key)):
@@ -214,13 +215,13 @@ class Tracker:
         return key.startswith(self._parts) or (name in self._metrics and data.partition("/")[0] in ("", "eval"))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one event: start, resume, save, skip, stop, fault, baselines, ... Secrets are redacted."""
+        """Write an event: start, resume, save, skip, stop, fault, baselines, ... Secrets are redacted."""
         for sink in self._sinks:
             sink.event(kind, redact(fields))
         self._hand_over("event", kind, redact(fields))
 
     def alert(self, title: str, text: str) -> None:
-        """Let the trackers tell people at once, if they can."""
+        """Ask the trackers to notify people at once, if they can."""
         self._hand_over("alert", redact_text(title), redact_text(text))
 
     def end_progress(self) -> None:
@@ -251,10 +252,10 @@ _MOST_WAITING = 4096
 
 
 class Queued:
-    """Passes every call on to a tracker's thread, in order. No method waits or raises."""
+    """Passes calls on to a tracker's thread, in order. No method waits or raises, except `join`, which waits."""
 
     def __init__(self, name: str, sink: Sink, where: Callable[[BaseException], str]) -> None:
-        """`name`: the tracker's key in the YAML. `where`: from an exception to the place in the user's code."""
+        """`name`: the tracker's key in the YAML. `where`: returns the place in the user's code for an exception."""
         self._name, self._sink, self._where = name, sink, where
         self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue()
         self._dropped, self._failed, self._abandoned = 0, False, False
@@ -271,12 +272,12 @@ class Queued:
         self._calls.put_nowait(lambda: getattr(self._sink, method)(*words, **options))
 
     def end(self, exit_code: int) -> None:
-        """Queue the last call; `join` waits for it."""
+        """Queue the last call, for which `join` waits."""
         self._calls.put_nowait(lambda: self._sink.close(exit_code=exit_code))
         self._calls.put_nowait(None)
 
     def join(self, deadline_s: float) -> None:
-        """Wait for the tracker, at most until `deadline_s` of time.monotonic()."""
+        """Wait for the tracker, at most until `deadline_s` on the clock time.monotonic()."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
             log.warn(f"{self._name} did not finish in time; metrics.jsonl holds everything")
