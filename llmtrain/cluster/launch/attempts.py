@@ -1,4 +1,5 @@
-"""The attempts of one `llmtrain launch`: start the job, follow it, find the remaining hosts, start it again."""
+"""The attempts of a launch: starts the job, follows it, and after a fault starts it again on the hosts that are
+left."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ from llmtrain.cluster.launch.placement import LaunchedRun, Options, Placement, h
 from llmtrain.tracking.local import write_event
 
 FAULT_CODE = 1
-"""Exit code of a launch that ended by a fault without a restart."""
+"""Exit code of a launch that a fault has ended, without a restart."""
 PREEMPTED_CODE = 75
-"""The job was asked from outside to leave: it has saved, and the same command resumes it (EX_TEMPFAIL of
-sysexits.h)."""
+"""Exit code after the job was asked from outside to leave. It has saved, and the same command resumes it (EX_TEMPFAIL
+of sysexits.h)."""
 INTERRUPTED_CODE = 130
-"""Ctrl-C."""
+"""Exit code after Ctrl-C."""
 
 BACKOFF_S, MAX_BACKOFF_S = 5.0, 300.0
 _AT_ONCE = ("killed", "crashed", "host_lost")
-"""Causes after which a first restart needs no wait: the ranks that ended hold nothing any more."""
+"""Causes after which a first restart is made without a wait, since the ranks that ended hold no resources."""
 _KILLED = {
     255: "its ssh connection broke",
     137: "it was killed",
@@ -45,24 +46,24 @@ class Outcome:
     code: int
     """Exit code of the launch if this was the last attempt."""
     step: int = 0
-    """Optimizer steps done, as far as known."""
+    """Optimizer steps done, as far as is known."""
     signature: str = ""
-    """Identifies a fault: equal for one fault at one step."""
+    """Identifies a fault: equal for the same fault at the same step."""
     text: str = ""
 
 
 @dataclass
 class Attempt:
-    """One start of the job, by its messages."""
+    """One start of the job, as its messages report it."""
 
     began_s: float
-    """Start of the attempt; moved on during downloads before it."""
+    """time.monotonic() of the start; moved on while files are downloaded before it."""
     resumes_at: int = 0
-    """Step of the newest checkpoint at its start."""
+    """Step of the newest checkpoint when the attempt started."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """Ranks of the message `place`; empty until they have met."""
+    """The ranks in the message `place`; empty until the ranks have met."""
     local: list[Process] = field(default_factory=list)
-    """Processes on this host with their start times: an id may be another job's later."""
+    """The ranks' processes on this host, with start times: an id may later be another job's."""
     met_s: float | None = None
     checkpoint: int | None = None
     """Step of this attempt's newest complete checkpoint."""
@@ -70,9 +71,9 @@ class Attempt:
     fault: dict[str, Any] | None = None
     end: dict[str, Any] | None = None
     last_word_s: float | None = None
-    """Time of the fault or end message."""
+    """Time of the message `fault` or `end`."""
     asked: int | None = None
-    """The user's signal to end."""
+    """The signal with which the user asked for the end."""
 
     def hear(self, message: dict[str, Any], now: float) -> None:
         kind = message["kind"]
@@ -85,7 +86,7 @@ class Attempt:
         elif kind == "checkpoint":
             self.checkpoint, self.saved_s = int(message["step"]), now
         elif kind == "fault":
-            # Where the root was lost, several hosts report the same fault, and its echoes: the first one counts.
+            # If the root is lost, several hosts report the same fault and its echoes: the first message counts.
             self.fault = self.fault or message
             self.last_word_s = self.last_word_s or now
         elif kind == "end":
@@ -94,11 +95,12 @@ class Attempt:
 
     @property
     def newest(self) -> int:
-        """Step from which another attempt would resume."""
+        """The step from which another attempt would resume."""
         return self.resumes_at if self.checkpoint is None else self.checkpoint
 
     def outcome(self, code: int) -> Outcome:
-        """Judge a finished attempt. `code`: of `host.py`, pdsh or srun; negative: the signal that ended it."""
+        """Judge a finished attempt. `code`: exit code of `host.py`, pdsh or srun; negative: the signal that ended
+        it."""
         end = self.end or {}
         status, step = end.get("status"), self.newest
         if status == "complete":
@@ -131,7 +133,7 @@ class Attempt:
         left = "launcher process" not in reason and code not in (137, 255) and code >= 0
         if status == "stopped" and (left or code in (-signal.SIGHUP, -signal.SIGTERM)):
             return Outcome(kind="preempted", code=PREEMPTED_CODE, step=step, text=reason)
-        # It ended without a reason from its watch, perhaps after its ranks had saved.
+        # It ended without a reason from the watch, perhaps after the ranks had saved.
         has_saved = status == "stopped"
         where = "after the ranks had met" if self.ranks else "before the ranks had met"
         why = reason or _KILLED.get(128 - code if code < 0 else code, "no cause was reported")
@@ -148,28 +150,28 @@ class Attempt:
 class Decision:
     restart: bool
     wait_s: float = 0.0
-    """Before the restart."""
+    """Seconds to wait before the restart."""
     code: int = 0
     """Exit code of the launch, if there is no restart."""
     text: str = ""
 
 
 class Supervisor:
-    """Decides after each attempt of one launch if another follows."""
+    """Decides after each attempt of a launch whether another follows."""
 
     def __init__(self, max_restarts: int, again: str = "the same command") -> None:
-        """`again`: words for the command that continues the run."""
+        """`again`: names the command that continues the run, for messages."""
         self._max, self._again = max_restarts, again
         self.restarts = 0
         self.steps_redone = 0
         self.lost_s = 0.0
-        self._faults_at_rest = 0  # in a row, without a new checkpoint between them: the backoff grows with them
+        self._faults_at_rest = 0  # faults in a row without a new checkpoint, with which the wait grows
         self._newest_step = -1
         self._before = ""
         self._good_until_s: float | None = None
 
     def met(self, now: float) -> None:
-        """Record that a restarted attempt has met, which ends the time lost by the fault."""
+        """Record that the ranks of a restarted attempt have met, which ends the time lost by the fault."""
         if self._good_until_s is not None:
             self.lost_s += now - self._good_until_s
             self._good_until_s = None
@@ -182,7 +184,7 @@ class Supervisor:
         same_fault = outcome.signature == self._before
         self._before = outcome.signature
         if same_fault:
-            rule = "the same step failed twice with the same error, and a third time would not differ"
+            rule = "the same step failed twice with the same error, and would fail again"
             return self._give_up(f"not restarted: {rule} ({outcome.signature})", outcome.code)
         if self.restarts >= self._max:
             rule = f"--max-restarts is {self._max}" + (f", and {self.restarts} are used up" if self.restarts else "")
@@ -202,7 +204,7 @@ class Supervisor:
         return Decision(restart=False, code=code, text=text)
 
     def summary(self) -> str:
-        """Return one line for the end, or "" without a restart."""
+        """Return a line for the end of the launch; "" if there was no restart."""
         if not self.restarts:
             return ""
         restarts, steps = units.counted(self.restarts, "restart"), units.counted(self.steps_redone, "step")
@@ -211,11 +213,12 @@ class Supervisor:
 
 _POLL_S = 0.2
 _LEAVES_S = 60.0
-"""Time after a job's fault or end message until it is ended by force; closing a tracker may take 20 s."""
+"""Seconds from a job's message `fault` or `end` until the job is ended by force; closing a tracker may take 20 s."""
 _MEETS_S = 120.0
-"""Added to fault.start_timeout_s: imports on a cold file system."""
+"""Seconds added to fault.start_timeout_s, for imports from a cold file system."""
 _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
-"""Longest wait after a fault for silent hosts: if --min-hosts allows a restart without them, and if not."""
+"""Seconds to wait after a fault for hosts that do not answer: if --min-hosts allows a restart without them, and if
+not."""
 
 
 class Attempts:
@@ -228,15 +231,15 @@ class Attempts:
         self._run_dir = Path(run.folder)
         self._supervisor = Supervisor(options.max_restarts, run.again)
         self._unfit: set[str] = set()
-        """Hosts that a fault has shown to be broken: no further attempt uses them."""
+        """Hosts that a fault has shown to be broken, which no further attempt uses."""
         self._signals: list[int] = []
-        """Signals from the user, in their order."""
+        """The user's signals so far, in order."""
         self._words = options.words
         self._live: log.LiveLine | None = None
 
     def run(self) -> int:
-        """Raises UserError."""
-        # nohup, and a shell that starts it in the background, have some of them ignored: so they stay.
+        """Run attempts until one ends the launch. Returns the exit code. Raises UserError."""
+        # Signals that are ignored, as under nohup or in the background of a shell, stay ignored.
         handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._note_signal) for number in handled}
         try:
@@ -255,7 +258,7 @@ class Attempts:
                     say(f"error: {outcome.text}")  # else the watch has printed it
                 if not decision.restart:
                     printed = outcome.kind != "fault" and attempt.end is not None
-                    return self._end_launch(decision.code, "" if printed else decision.text)  # by rank 0
+                    return self._end_launch(decision.code, "" if printed else decision.text)  # rank 0 has printed it
                 problem = self._prepare_restart(attempt, outcome.signature, decision.wait_s)
                 if self._signals:
                     code = INTERRUPTED_CODE if self._signals[0] == signal.SIGINT else PREEMPTED_CODE
@@ -286,10 +289,10 @@ class Attempts:
             return attempt, self._follow_job(placement, attempt, job)
 
     def _follow_job(self, placement: Placement, attempt: Attempt, job: Job) -> int:
-        """Follow the job to its end; return its starter's exit code."""
+        """Follow the job to its end. Returns the exit code of the process that started it."""
         answered = 0
         by_force = False
-        while (code := job.code()) is None or any(rank.alive() for rank in attempt.local):  # they notice it, and save
+        while (code := job.code()) is None or any(rank.alive() for rank in attempt.local):  # they save
             for message in job.take(_POLL_S):
                 self._take_message(placement, attempt, message)
             now = time.monotonic()
@@ -302,7 +305,7 @@ class Attempts:
             if by_force or (attempt.last_word_s is not None and now - attempt.last_word_s > _LEAVES_S):
                 self._launcher.end(placement, job)
                 job.kill()
-        if code <= 0 and not attempt.ranks:  # ranks that have not met have nothing to save
+        if code <= 0 and not attempt.ranks:  # before they have met, ranks have nothing to save
             self._launcher.end(placement, job)
         for message in job.rest():
             self._take_message(placement, attempt, message)
@@ -311,8 +314,8 @@ class Attempts:
         return code
 
     def _answer_signal(self, placement: Placement, attempt: Attempt, job: Job, count: int) -> bool:
-        """Ask for a save at the first signal, end the job at a later Ctrl-C. True: end it by force. A repeated SIGTERM
-        changes nothing: Slurm may send several."""
+        """At the first signal ask the ranks to save, at a later Ctrl-C end the job. Returns True to end it by force. A
+        repeated SIGTERM changes nothing, since Slurm may send several."""
         attempt.asked = self._signals[0]
         if count > 1 and self._signals[count - 1] != signal.SIGINT:
             return False
@@ -323,7 +326,7 @@ class Attempts:
         hint = "; Ctrl-C again ends it at once" if attempt.asked == signal.SIGINT else ""
         say(
             f"launch: {ranks} rank{' is' if ranks == 1 else 's are'} asked to save and leave{hint}"
-        )  # before asking: a host may take long to answer
+        )  # before asking, since a host may be slow to answer
         self._launcher.ask_to_leave(placement, job, attempt.ranks, attempt.asked)
         return False
 
@@ -338,7 +341,7 @@ class Attempts:
             say("\n".join(place_lines(placement, attempt.ranks)))
 
     def _prepare_restart(self, attempt: Attempt, signature: str, wait_s: float) -> str | None:
-        """Choose the hosts for a restart; return the reason if there are none."""
+        """Wait, and choose the hosts for a restart. Returns why there can be none, or None."""
         when = f"in {wait_s:.0f} s" if wait_s else "now"
         say(f"launch: restart {self._supervisor.restarts} of {self._options.max_restarts} {when}")
         self._sleep(wait_s)
@@ -378,7 +381,7 @@ class Attempts:
         return None
 
     def _answering_hosts(self) -> tuple[Host, ...]:
-        """Return the usable hosts, in the hostfile's order; earlier dropped ones may be back."""
+        """Return the hosts that answer, in the hostfile's order; hosts that were dropped before may be back."""
         hosts = self._options.hosts
         began = time.monotonic()
         while True:
@@ -392,11 +395,12 @@ class Attempts:
     def _hosts_that_can_train(
         self, hosts: tuple[Host, ...], words: tuple[str, ...]
     ) -> tuple[tuple[Host, ...], tuple[str, ...], str]:
-        """Return as many hosts as can train the first attempt's batches, with the words for it; else the reason."""
+        """Return (as many hosts as can train the first attempt's batches, the words for it, ""); without such hosts
+        ((), words, the reason)."""
         why, wanted = "", list(self._run.batches)
         same_batch = (*words, "--train.global_batch", str(wanted[0]), "--train.accumulation", "null")
         for count in range(len(hosts), self._options.min_hosts - 1, -1):
-            for candidate in (words, same_batch):  # with a micro_batch alone, the accumulation goes up
+            for candidate in (words, same_batch):  # the second keeps the batch by more accumulation
                 try:
                     batches = list(self._run.resolve(candidate, sum(host.slots for host in hosts[:count])))
                 except ConfigError as error:

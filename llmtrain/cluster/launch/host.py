@@ -1,8 +1,8 @@
-"""The ranks of one host: started together, ended together. `python -m llmtrain.cluster.launch.host` on each host.
+"""The ranks of one host, started together and ended together: `python -m llmtrain.cluster.launch.host` on each host.
 
-It takes the place of `deepspeed.launcher.launch`, with its arguments and its variables for the ranks: that one imports
-torch and DeepSpeed before it starts them, and asks one rank after another to leave, 30 s apart. This one imports the
-standard library alone.
+It replaces `deepspeed.launcher.launch`, with the same arguments and the same variables for the ranks: that one imports
+torch and DeepSpeed before it starts ranks, and asks one rank after another to leave, 30 s apart. This file imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from types import FrameType
 
 _POLL_S = 0.1
 _LOOKS_S = 1.0
-"""Time from the end of a failed rank until the others are asked to leave: the watch looks at them first."""
+"""Seconds from the end of a failed rank until the others are asked to leave: the watch examines them first."""
 _LEAVES_S = 30.0
-"""Time after that until the others are ended by force."""
+"""Seconds after that until the others are ended by force."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0, or the exit code of the first rank that failed; negative: the signal that ended it."""
+    """Start the ranks and wait for them. Returns 0, or the exit code of the first rank that failed; negative: a
+    signal."""
     arguments = _arguments(argv)
     signals: list[int] = []
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not code and (code := next((rank.returncode for rank in ranks if rank.returncode), 0)):
             failed_at = time.monotonic()
         since_s = time.monotonic() - failed_at
-        if len(signals) > answered:  # all at once: each saves, and waits for the others; a second signal does not wait
+        if len(signals) > answered:  # all at once, since saving ranks wait for each other; a second signal kills
             _send(alive, signal.SIGKILL if answered else signal.SIGTERM)
             answered = len(signals)
         elif since_s > _LOOKS_S + _LEAVES_S:

@@ -1,9 +1,10 @@
 """A job on its hosts: the process that starts it, signals to its ranks, its end, and its guardian.
 
-The process (host.py, pdsh or srun) has its own session, and its output is read line by line. All others are
-found by the launch's mark, never by name: DeepSpeed itself uses `pkill -f`, which ends every DeepSpeed job of the user
-on those hosts (multinode_runner.py). The guardian, `python -m llmtrain.cluster.launch.job`, acts for a launch that is
-killed: without it, rank 0 would die at its next print into a pipe that nobody reads; with it, the ranks save and leave.
+The starting process (host.py, pdsh or srun) has its own session, and its output is read line by line. All other
+processes are found by the launch's mark, never by name: DeepSpeed itself uses `pkill -f`, which ends every DeepSpeed
+job of the user on those hosts (multinode_runner.py). The guardian, `python -m llmtrain.cluster.launch.job`, takes over
+if launch is killed, so that the ranks save and leave: without it, rank 0 would die at its next print into a pipe that
+nobody reads.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from llmtrain.cluster.hosts.ssh import Answer, on_hosts
 from llmtrain.cluster.hosts.variables import remove
 
 TRAIN = ("llmtrain", "train")
-"""Arguments of `python -m` for a rank, before --config, in a clone and an installed wheel."""
+"""Arguments of `python -m` for a rank, before --config, both in a clone and with an installed wheel."""
 _REST_S = 12.0
-"""Time after the end of the process: a host's agent may hold its output a little longer, and report a fault."""
+"""Seconds to wait for output after the process has ended: a host's agent may still report a fault."""
 _REACH_S = 15.0
 
-# A rank is identified by its id, its number and the mark together: a reused id is never hit.
+# A rank is found by process id, rank number and mark together, so that a reused id is never signalled.
 _SIGNAL = r"""
 while read -r pid rank; do
   e="/proc/$pid/environ"
@@ -41,8 +42,8 @@ done
 true
 """
 
-# The agent first: it would take the end of its ranks for a fault. Its folder, with the mark in its name, is removed
-# when no process of the launch is left to use it.
+# The agent first, which would take the end of its ranks for a fault. Its folder, which has the mark in its name, is
+# removed when no process of the launch is left to use it.
 _END = r"""
 of_job() { grep -lzxF "LLMTRAIN_LAUNCH=$mark" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
 mark=$1 tries=$2 agent=$3
@@ -74,7 +75,8 @@ def say(text: str) -> None:
 
 
 class Job:
-    """A started job that no Ctrl-C of the terminal reaches; its context kills the rest of the session."""
+    """A started job, which a Ctrl-C in the terminal does not reach. Its context kills what is left of the job's
+    session."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], mark: str) -> None:
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -84,7 +86,7 @@ class Job:
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            # On a terminal nothing else may write into the live line.
+            # On a terminal, standard error must not write into the live line.
             stderr=subprocess.STDOUT if on_terminal() else None,
             start_new_session=True,
         )
@@ -100,7 +102,7 @@ class Job:
 
     @property
     def output(self) -> int:
-        """Descriptor of its output pipe, for `Guardian`; this process reads it."""
+        """Descriptor of the job's output pipe, for `Guardian`; this process reads it."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
@@ -112,7 +114,7 @@ class Job:
                 if isinstance(line, dict):
                     self._messages.put(line)
                     continue
-                with contextlib.suppress(OSError, ValueError):  # the terminal is gone: the job is not
+                with contextlib.suppress(OSError, ValueError):  # without a terminal the job goes on
                     if on_terminal():
                         log.pass_on(line.decode("utf-8", "replace"))
                     else:
@@ -120,7 +122,7 @@ class Job:
                         sys.stdout.buffer.flush()
 
     def take(self, wait_s: float) -> list[dict[str, Any]]:
-        """Return the messages since the last call; wait for the first one at most `wait_s`."""
+        """Return the messages since the last call, after waiting at most `wait_s` for the first one."""
         messages: list[dict[str, Any]] = []
         with contextlib.suppress(queue.Empty):
             messages.append(self._messages.get(timeout=wait_s))
@@ -129,8 +131,8 @@ class Job:
         return messages
 
     def code(self) -> int | None:
-        """Return the exit code, once it has ended; negative: the signal. Only `__exit__` reaps, so `kill` hits no
-        other."""
+        """Return the exit code (negative: the signal), None while the process runs. Only `__exit__` reaps it, so that
+        `kill` cannot hit another process."""
         if self._process.returncode is not None:
             return self._process.returncode
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -139,7 +141,7 @@ class Job:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def rest(self) -> list[dict[str, Any]]:
-        """Return the messages still in transit at the end of the process."""
+        """Return the messages that were still in the pipe when the process ended."""
         self._reader.join(_REST_S)
         return self.take(0.0)
 
@@ -148,13 +150,13 @@ class Job:
             os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """End the process with everything in its session: ranks here, pdsh, its connections."""
+        """End the process with everything in its session: ranks on this host, or pdsh with its connections."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]], number: int) -> int:
-    """Send a signal to all ranks of the message `place` at once; return the number that got it."""
+    """Send a signal to all ranks in the message `place`, at once. Returns how many got it."""
     text = "".join(f"{int(rank['pid'])} {int(rank['rank'])}\n" for rank in ranks)
     local, answers = _everywhere(hosts, _SIGNAL, (mark, str(number)), text, _REACH_S)
     outputs = [local, *(answer.stdout for answer in answers)]
@@ -162,7 +164,7 @@ def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]
 
 
 def end_all(hosts: Sequence[str], mark: str, grace_s: float = 0.0) -> list[str]:
-    """End every process of the launch after `grace_s`. Returns a line for each fault."""
+    """End every process of the launch that has not ended after `grace_s`. Returns a line for each host with a fault."""
     arguments = (mark, str(round(2 * grace_s)), features.agent())
     _, answers = _everywhere(hosts, _END, arguments, "", _REACH_S + grace_s)
     lines = []
@@ -179,7 +181,7 @@ def end_all(hosts: Sequence[str], mark: str, grace_s: float = 0.0) -> list[str]:
 def _everywhere(
     hosts: Sequence[str], script: str, arguments: Sequence[str], text: str, timeout_s: float
 ) -> tuple[str, list[Answer]]:
-    """Run a script here and on all other hosts: (its output here, the answers of the others)."""
+    """Run a script on this host and all others. Returns (its output on this host, the answers of the others)."""
     command = ("/bin/sh", "-c", script, "sh", *arguments)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -191,16 +193,16 @@ def _everywhere(
 
 
 AGENTS_LEAVE_S = 12.0
-"""Time for the agents to end after the ranks: after a fault they report to trackers."""
+"""Seconds for the agents to end after the ranks: after a fault they report to trackers."""
 _SAVES_S = 1800.0
-"""Time for the ranks to save and leave; nobody is left to end a rank that hangs."""
+"""Seconds for the ranks to save and leave, when nobody is left to end a rank that hangs."""
 
 
 class Guardian:
-    """Guards one complete attempt, as a context manager."""
+    """A context in which the guardian process guards an attempt."""
 
     def __init__(self, hosts: Sequence[str], mark: str, secret: str | None, output: int) -> None:
-        """`secret`: path from `deliver`; `output`: descriptor of the job's output."""
+        """`secret`: path that `deliver` returned; `output`: descriptor of the job's output."""
         self._process = subprocess.Popen(
             (sys.executable, "-m", "llmtrain.cluster.launch.job", str(output)),
             stdin=subprocess.PIPE,
@@ -230,7 +232,7 @@ class Guardian:
 
 
 def take_over(facts: dict[str, Any], output: int) -> None:
-    """Act for a killed launch: send a first Ctrl-C's request to the ranks, then clean up."""
+    """Act for a killed launch: ask the ranks to save and leave, as at a first Ctrl-C, then clean up."""
     hosts, mark = facts["hosts"], facts["mark"]
     ranks = facts.get("ranks", [])
     if ranks:
@@ -238,7 +240,7 @@ def take_over(facts: dict[str, Any], output: int) -> None:
         _print(f"launch was killed: {reached} of {len(ranks)} ranks were asked to save and leave")
 
         def print_output() -> None:
-            """Print until no process is left to write."""
+            """Print the job's output until no process is left to write."""
             with open(output, "rb") as stream:
                 for raw in stream:
                     if isinstance(line := message_or_line(raw, mark), bytes):
@@ -260,12 +262,12 @@ def _print(text: str) -> None:
 
 
 def main(output: int) -> int:
-    """Read JSON lines from standard input, which ends with launch."""
+    """Read facts, as JSON lines, from standard input until launch has ended; if it was killed, take over."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the guardian ends with launch
+        signal.signal(number, signal.SIG_IGN)  # it must outlive launch
     facts: dict[str, Any] = {}
     for line in sys.stdin:
-        with contextlib.suppress(ValueError):  # killed while it wrote
+        with contextlib.suppress(ValueError):  # launch was killed while it wrote
             facts.update(json.loads(line))
     if "mark" in facts and not facts.get("ended"):
         take_over(facts, output)

@@ -1,4 +1,4 @@
-"""Two ways to start a job's ranks on its hosts: pdsh, which runs `host.py` on each, and Slurm's srun."""
+"""Two ways to start a job's ranks: pdsh, which runs `host.py` on each host, and Slurm's srun."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ _SRUN_LEAVES_S, _POLL_S = 10.0, 0.2
 
 
 class Launcher(ABC):
-    """Starts the ranks of a job, asks them to save and leave, ends them, finds the hosts that still answer."""
+    """Starts the ranks of a job, asks them to save and leave, ends them, and finds the hosts that still answer."""
 
     def check(self, placement: Placement) -> None:  # noqa: B027  # some take any placement
-        """Raises ConfigError for a placement that it cannot start."""
+        """Raise ConfigError if the launcher cannot start this placement."""
 
     @abstractmethod
     def command(self, placement: Placement) -> list[str]:
-        """Return its command, for --dry-run: names replace values that only a start has."""
+        """Return the start command for --dry-run, with names in place of values that are only known at a start."""
 
     @abstractmethod
     def start(self, placement: Placement) -> AbstractContextManager[Job]:
-        """Return the started job; nothing is left on any host that answers when the context ends. Raises
+        """A context with the started job. At its end no process of the job is left on any host that answers. Raises
         ConfigError."""
 
     def met(self, ranks: Sequence[dict[str, Any]]) -> None:  # noqa: B027  # some find the ranks without
-        """Take the ranks of the message `place`."""
+        """Take the ranks in the message `place`."""
 
     @abstractmethod
     def ask_to_leave(self, placement: Placement, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
-        """Ask the ranks to save and leave, with this signal if it can choose one."""
+        """Ask the ranks to save and leave, with signal `number` if the launcher can choose one."""
 
     @abstractmethod
     def end(self, placement: Placement, job: Job) -> None:
@@ -68,11 +68,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def answering(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
-        """Return the hosts on which it can still start something."""
+        """Return the hosts on which the launcher can still start a process."""
 
 
 class Pdsh(Launcher):
-    """Over pdsh and ssh, without them if this machine is the only host."""
+    """Starts ranks on the hosts with pdsh over ssh, or directly if this host is the only one."""
 
     def __init__(self, mark: str, examine: Examine | None = None) -> None:
         self._mark, self._examine = mark, examine
@@ -104,15 +104,15 @@ class Pdsh(Launcher):
                     self._guardian = stack.enter_context(guardian)
                     yield job
             finally:
-                # The agents of a complete job leave at once; after a fault one may still be reporting to a tracker.
+                # The agents of a complete job end at once; after a fault one may still report to a tracker.
                 for line in end_all(placement.names, self._mark, AGENTS_LEAVE_S):
                     say(f"warning: {line}")
                 if secret is not None:
                     remove(placement.names, secret)
 
     def _first_address(self, placement: Placement, port: int) -> str:
-        """Return the first host's address for the others. Raises ConfigError."""
-        examine, self._examine = self._examine, None  # once: `answering` finds the hosts that have gone since
+        """Return the address by which the other hosts reach the first one. Raises ConfigError."""
+        examine, self._examine = self._examine, None  # only once: before restarts `answering` asks the hosts
         address = None if examine is None else examine(placement.hosts, port)
         return address or address_of_first(placement.hosts)
 
@@ -123,7 +123,7 @@ class Pdsh(Launcher):
     def ask_to_leave(self, placement: Placement, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
         reached = signal_ranks(placement.names, self._mark, ranks, number)
         if reached < len(ranks):
-            say(f"warning: {reached} of {len(ranks)} ranks were reached; the others learn of it at the next step")
+            say(f"warning: {reached} of {len(ranks)} ranks were reached; the others hear of it at the next step")
 
     def end(self, placement: Placement, job: Job) -> None:
         end_all(placement.names, self._mark)
@@ -135,7 +135,7 @@ class Pdsh(Launcher):
 
 
 class Slurm(Launcher):
-    """srun, within an allocation; each start is a job step of this name."""
+    """Starts ranks with srun within an allocation; each start is a job step with this launch's name."""
 
     def __init__(self, mark: str) -> None:
         self._mark, self._step = mark, f"llmtrain-{mark}"
@@ -162,7 +162,7 @@ class Slurm(Launcher):
                 yield job
 
     def ask_to_leave(self, placement: Placement, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
-        # In a thread: it may take a minute, during which a second Ctrl-C must be heard.
+        # In a thread: Slurm may take a minute, and a second Ctrl-C must be noticed.
         threading.Thread(target=self._ask_slurm, args=(job,), name="ask", daemon=True).start()
 
     def _ask_slurm(self, job: Job) -> None:
@@ -171,7 +171,7 @@ class Slurm(Launcher):
             say(f"warning: the ranks were not asked to save and leave: {problem}")
 
     def end(self, placement: Placement, job: Job) -> None:
-        # Two of them within a second make srun end its tasks; SIGKILL would leave that to Slurm's own timeouts.
+        # Two SIGINT within a second make srun end its tasks; after SIGKILL they would end by Slurm's timeouts.
         job.signal(signal.SIGINT)
         time.sleep(0.2)
         job.signal(signal.SIGINT)
@@ -190,7 +190,7 @@ def launcher_of(name: str, mark: str, examine: Examine | None = None) -> Launche
 _FACTS = (
     "import json, os, random, socket\n"
     "s = socket.socket()\n"
-    # Below the ports that the kernel gives to outgoing connections: nobody takes it between now and the start.
+    # Below the ports for outgoing connections, so that no process takes it before the start.
     "for port in random.sample(range(20000, 30000), 100):\n"
     "    try: s.bind(('', port)); break\n"
     "    except OSError: pass\n"
@@ -199,7 +199,7 @@ _FACTS = (
 
 
 def _cores_and_port(placement: Placement) -> tuple[dict[str, int], int]:
-    """Return the cores of each host, and a free port of the first one. Raises ConfigError, which names failed hosts."""
+    """Return (host -> its cores, a free port of the first host). Raises ConfigError, which names hosts that failed."""
     if placement.alone:
         local = _facts_here()
         return {placement.names[0]: local["cores"]}, local["port"]

@@ -1,4 +1,4 @@
-"""The placement of a start: the hosts and their ranks, the environment, the command that starts them."""
+"""The placement of a start: hosts and their ranks, environment, and the command that starts the ranks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from llmtrain.cluster.hosts.ssh import NO_PDSH
 from llmtrain.cluster.hosts.variables import Travel, assignments, for_pdsh, read_env_file, travelling
 from llmtrain.cluster.launch.job import TRAIN, on_terminal
 
-# A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
+# After a link was cut, TCP would try for 15 minutes: ssh gives up after 15 s.
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
 _MAX_COMMAND = (128 << 10) - 1
-"""Longest argument in Linux (MAX_ARG_STRLEN); pdsh and sshd make one argument of the complete command."""
+"""Longest argument in Linux (MAX_ARG_STRLEN): for pdsh and sshd the complete command is one argument."""
 HOST = "llmtrain.cluster.launch.host"
-"""Module that starts a host's ranks."""
+"""Module that starts the ranks of a host."""
 _NUMBER = "--node_rank=%n"
-"""pdsh writes a host's place in its list for %n."""
+"""pdsh replaces %n by the host's place in its list."""
 _SPARE = 512
-"""Bytes of the command kept free for later values: address, port, threads, the secrets' file."""
+"""Bytes of the command that are kept free for address, port, threads and the secrets' file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line before `--`."""
+    """What the command line has before `--`, with hosts and words resolved."""
 
     hosts: tuple[Host, ...]
     words: tuple[str, ...]
@@ -47,31 +47,31 @@ class Options:
     env_file: str | None
     dry_run: bool
     carried: Mapping[str, str] = field(default_factory=dict)
-    """Further variables for the ranks, too long for a command line."""
+    """Further variables for the ranks, which are too long for a command line."""
     verbose: bool = False
-    """Show the ranks' process ids, and the tracebacks of ranks that fail because another one is gone."""
+    """True: show the ranks' process ids, and the tracebacks of ranks that fail because another one has ended."""
 
 
 Examine = Callable[[Sequence[Host], int], str | None]
-"""Examines the hosts before the first start, with the port of the rendezvous. Returns the first host's address as the
-others know it, if known. Raises ConfigError."""
+"""(hosts, port of the rendezvous) -> the first host's address as the other hosts know it, or None. Examines the hosts
+before the first start. Raises ConfigError."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedRun:
-    """Facts about the run for launch."""
+    """What launch knows about the run."""
 
     folder: str
     resume: str
-    """auto: a start continues from the newest checkpoint by itself."""
+    """The key `resume`; auto: a start continues from the newest checkpoint."""
     again: str
-    """Words for the command that continues the run."""
+    """Names the command that continues the run, for messages."""
     start_timeout_s: float
     examine: Examine | None
     batches: Sequence[int]
-    """Sequences per optimizer step, of each stage of its data: a restart on fewer hosts keeps them."""
+    """Sequences per optimizer step in each stage of the data, which a restart on fewer hosts keeps."""
     resolve: Callable[[Sequence[str], int], Sequence[int]]
-    """Return the batches of a command line on a number of ranks. Raises ConfigError: the run is not valid on them."""
+    """(command line, number of ranks) -> such batches. Raises ConfigError if the run is not valid on so many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Placement:
 
     @property
     def alone(self) -> bool:
-        """True if this machine is the only host: DeepSpeed starts the ranks without ssh."""
+        """True if this host is the only one, whose ranks are started without ssh."""
         return is_alone(self.hosts)
 
     def sending(self, **variables: str) -> Placement:
@@ -100,7 +100,7 @@ class Placement:
 
 
 def make_placement(options: Options, hosts: Sequence[Host], mark: str, words: Sequence[str] = ()) -> Placement:
-    """Return the placement for some of the hosts; `words` replace the command line's. Raises ConfigError."""
+    """Return the placement on `hosts`. `words`: replace the command line's. Raises ConfigError."""
     of_file = read_env_file(options.env_file) if options.env_file else {}
     own_variables = {messages.SUPERVISED: "1", messages.LAUNCH: mark}
     own_variables |= {messages.VERBOSE: "1"} if options.verbose else {}
@@ -111,7 +111,7 @@ def make_placement(options: Options, hosts: Sequence[Host], mark: str, words: Se
 
 
 def check(placement: Placement) -> None:
-    """Raises ConfigError for a placement that pdsh cannot start."""
+    """Raise ConfigError if pdsh cannot start this placement."""
     if placement.alone:
         return
     problems = [
@@ -124,8 +124,8 @@ def check(placement: Placement) -> None:
     length = len(os.fsencode(command(placement, "", "")[-1])) + _SPARE
     if length > _MAX_COMMAND:
         raise ConfigError(
-            f"the command for each of {len(placement.hosts)} hosts would have {length} bytes, and Linux takes "
-            f"{_MAX_COMMAND}: it has the names and devices of all hosts. Start fewer hosts, "
+            f"the command for each of {len(placement.hosts)} hosts would have {length} bytes, but Linux allows "
+            f"{_MAX_COMMAND}: it has the names and devices of all hosts. Use fewer hosts, "
             "give them shorter names, or use `--launcher slurm`, which has no such command"
         )
 
@@ -147,7 +147,7 @@ def command(placement: Placement, address: str, port: int | str) -> list[str]:
 
 
 def host_words(placement: Placement, address: str, port: int | str) -> list[str]:
-    """Return the command on a host."""
+    """Return the command to run on a host."""
     world = json.dumps({host.name: list(host.devices) for host in placement.hosts})
     return [
         *(sys.executable, "-u", "-m", HOST),
@@ -160,7 +160,7 @@ def host_words(placement: Placement, address: str, port: int | str) -> list[str]
 
 
 def environment(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of `command`. Without ssh the ranks inherit it; else it holds nothing private."""
+    """Return the environment for `command`. Without ssh the ranks inherit it; else it has no private variables."""
     if placement.alone:
         return {**environ, **placement.travel.open, **placement.travel.private}
     public = {name: value for name, value in environ.items() if name not in placement.travel.private}
@@ -169,10 +169,11 @@ def environment(placement: Placement, environ: Mapping[str, str]) -> dict[str, s
 
 
 def address_of_first(hosts: Sequence[Host]) -> str:
-    """Return the address by which the other hosts reach the first one. Raises ConfigError: its name is not known."""
+    """Return the address by which the other hosts reach the first one. Raises ConfigError if its name has no
+    address."""
     first = _resolve(hosts[0].name)
     if first.startswith("127.") and len(hosts) > 1:
-        # Debian's /etc/hosts gives a host's own name 127.0.1.1: the other hosts see the address that faces them.
+        # Debian's /etc/hosts gives a host's own name 127.0.1.1: take the address from which it sends to another host.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((_resolve(hosts[1].name), 9))
@@ -192,12 +193,12 @@ def _resolve(name: str) -> str:
 
 
 def threads(placement: Placement, cores: Mapping[str, int]) -> int:
-    """Return OMP threads of each rank, so that the ranks of a host do not fight for its cores."""
+    """Return the number of OMP threads per rank with which the ranks of a host do not compete for its cores."""
     return max(1, min((cores[host.name] // host.slots for host in placement.hosts if host.name in cores), default=1))
 
 
 def describe(placement: Placement, options: Options, argv: Sequence[str]) -> str:
-    """Return the text of --dry-run, with names of variables but no values."""
+    """Return the text of --dry-run, which shows names of variables but no values."""
     hosts = units.counted(len(placement.hosts), "host")
     lines = [f"{hosts}, {units.counted(placement.world_size, 'rank')}"]
     width = max(len(host.name) for host in placement.hosts)
@@ -220,7 +221,7 @@ def describe(placement: Placement, options: Options, argv: Sequence[str]) -> str
 
 
 def place_lines(placement: Placement, ranks: list[dict[str, Any]]) -> list[str]:
-    """Return one line for each rank, with the hostfile's name and the host's own if they differ."""
+    """Return a line for each rank, with the hostfile's name of its host, and the host's own name if that differs."""
     lines = []
     for rank in ranks:
         name = host_of_rank(placement.hosts, rank["rank"]) or rank["host"]

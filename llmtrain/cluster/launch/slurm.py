@@ -1,6 +1,7 @@
-"""Slurm: the hosts from its variables, srun instead of ssh. As a program: the task that srun starts for each rank.
+"""Slurm: takes the hosts from its variables, and srun in place of ssh. As a program: the task that srun starts for each
+rank.
 
-No host is asked here: Slurm has started this on all of them, or it has not.
+Hosts are not asked before a start: either Slurm has started this program on all of them, or it has failed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _PIECE = re.compile(r"([^\[\],]*)(?:\[([^\[\]]*)\])?")
 
 
 def expand(nodelist: str) -> list[str]:
-    """Return the names in Slurm's list: `node[001-004,007],gpu-a`, `rack[1-2]n[01-16]`. Raises ConfigError."""
+    """Return the names in Slurm's list, such as `node[001-004,007],gpu-a` or `rack[1-2]n[01-16]`. Raises
+    ConfigError."""
     names: list[str] = []
     at = 0
     while at <= len(nodelist):
@@ -57,7 +59,7 @@ def expand(nodelist: str) -> list[str]:
 
 
 def _numbers(text: str, nodelist: str) -> list[str]:
-    """`001-003,7` -> 001 002 003 7."""
+    """Return the numbers in `001-003,7`: 001 002 003 7."""
     numbers: list[str] = []
     for part in text.split(","):
         matched = _RANGE.fullmatch(part)
@@ -72,11 +74,11 @@ def _numbers(text: str, nodelist: str) -> list[str]:
 
 def _wrong(nodelist: str, why: str) -> ConfigError:
     shown = nodelist if len(nodelist) <= 200 else f"{nodelist[:200]}..."
-    return ConfigError(f"SLURM_JOB_NODELIST={shown!a} {why}: it is Slurm's own; do not set it by hand")
+    return ConfigError(f"SLURM_JOB_NODELIST={shown!a} {why}: Slurm sets this variable; do not set it by hand")
 
 
 def tasks_per_node(text: str, nodes: int) -> list[int]:
-    """`8(x4),4` -> 8 8 8 8 4. Raises ConfigError for another number of nodes."""
+    """Return the counts in `8(x4),4`: 8 8 8 8 4. Raises ConfigError if their number is not `nodes`."""
     counts: list[int] = []
     for part in text.split(","):
         matched = _TASKS.fullmatch(part)
@@ -84,7 +86,7 @@ def tasks_per_node(text: str, nodes: int) -> list[int]:
             raise ConfigError(f"SLURM_TASKS_PER_NODE={text!a} has {part!a} instead of COUNT or COUNT(xNODES)")
         counts += [int(matched[1])] * int(matched[2] or 1)
     if len(counts) != nodes:
-        rule = f"has counts of {len(counts)} nodes, and SLURM_JOB_NODELIST names {nodes}"
+        rule = f"has counts for {len(counts)} nodes, but SLURM_JOB_NODELIST names {nodes}"
         raise ConfigError(f"SLURM_TASKS_PER_NODE={text!a} {rule}: give sbatch --nodes and --ntasks-per-node")
     return counts
 
@@ -94,7 +96,7 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[Host, ...]:
     missing = [name for name in ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE") if not environ.get(name)]
     if missing:
         raise ConfigError(
-            f"--launcher slurm: {missing[0]} is not set: start it within an allocation (salloc, or sbatch: "
+            f"--launcher slurm: {missing[0]} is not set: start launch within an allocation (salloc, or sbatch: "
             "`llmtrain init DIR` writes a script), with --ntasks-per-node"
         )
     names = expand(environ["SLURM_JOB_NODELIST"])
@@ -106,23 +108,23 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def command(hosts: Sequence[Host], words: Sequence[str], step: str) -> list[str]:
-    """Return the srun command for a process per rank, words and environment unchanged. `step`: a name for
-    `ask_to_leave`. Rank 0 is on SLURM_HOSTFILE's first host, regardless of Slurm's order."""
+    """Return the srun command that starts a process for each rank, with unchanged words and environment. `step`: the
+    name of the job step, for `ask_to_leave`. Rank 0 is on the first host of SLURM_HOSTFILE, whatever Slurm's order."""
     # srun waits until the step before has given back its cores and GPUs. A step that has lost a host never does so
     # (Slurm 22.05, sbatch --no-kill), and the step on the hosts that are left would wait for ever.
     fewer = len(hosts) < number_in("SLURM_JOB_NUM_NODES", 0)
     return [
         *("srun", f"--job-name={step}", f"--nodes={len(hosts)}", f"--ntasks={sum(host.slots for host in hosts)}"),
         *("--distribution=arbitrary", "--export=ALL", *(("--overlap",) if fewer else ())),
-        # An agent ends the job: at once, and with the reason.
+        # With an agent, it ends the job, and says why.
         *(f"--kill-on-bad-exit={0 if features.agent() else 1}", "--wait=0"),
         *(sys.executable, "-u", "-m", "llmtrain.cluster.launch.slurm", *words),
     ]
 
 
 def ask_to_leave(step: str) -> str | None:
-    """Send SIGTERM to the ranks of this job's step, not through srun, which would use SIGKILL (Slurm's srun_job.c,
-    _srun_signal_mgr). Returns the reason of a failure."""
+    """Send SIGTERM to the ranks of this job step; srun would send SIGKILL (Slurm's srun_job.c, _srun_signal_mgr).
+    Returns the reason of a failure, or None."""
     problem = ""
     for attempt in range(_TRIES):
         if attempt:
@@ -132,7 +134,7 @@ def ask_to_leave(step: str) -> str | None:
             steps = _slurm("squeue", "--noheader", "--steps", jobs, "--format=%i %j").splitlines()
             steps_of_run = [line.removesuffix(f" {step}") for line in steps if line.endswith(f" {step}")]
             if _slurm("squeue", "--noheader", jobs, "--format=%t").strip() == "CG":
-                return None  # cancelled, or out of time: Slurm has sent its own signal, and takes no other
+                return None  # cancelled, or out of time: Slurm has sent a signal, and sends no other
             if steps_of_run:
                 _slurm("scancel", "--signal=TERM", *steps_of_run)
                 return None
@@ -148,12 +150,12 @@ def _slurm(*words: str) -> str:
 
 
 def hostfile(hosts: Sequence[Host]) -> str:
-    """Return SLURM_HOSTFILE: a line for each rank."""
+    """Return the contents of SLURM_HOSTFILE: a line for each rank."""
     return "".join(f"{host.name}\n" * host.slots for host in hosts)
 
 
 def check_programs() -> None:
-    """Raises ConfigError without srun."""
+    """Raise ConfigError if there is no srun."""
     if shutil.which("srun") is None:
         raise ConfigError("--launcher slurm: no program `srun` on PATH: start it within a Slurm allocation")
 
@@ -173,7 +175,7 @@ def answering(hosts: Sequence[Host]) -> tuple[Host, ...]:
 
 
 def become_rank(environ: MutableMapping[str, str]) -> None:
-    """Turn Slurm's variables of a task into a rank's, like DeepSpeed's launcher. Raises ConfigError."""
+    """Set a rank's variables, as DeepSpeed's launcher does, from Slurm's variables of a task. Raises ConfigError."""
     try:
         nodes = int(environ["SLURM_STEP_NUM_NODES"])
         local = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"], nodes)
@@ -184,14 +186,14 @@ def become_rank(environ: MutableMapping[str, str]) -> None:
         environ["CROSS_RANK"], environ["CROSS_SIZE"] = environ["SLURM_NODEID"], str(nodes)
     except KeyError as error:
         raise ConfigError(
-            f"{error.args[0]} is not set: `llmtrain launch --launcher slurm` starts this by srun"
+            f"{error.args[0]} is not set: this program is started by srun, from `llmtrain launch --launcher slurm`"
         ) from None
     except (IndexError, ValueError) as error:
-        raise ConfigError(f"Slurm's variables of this task make no sense ({error}): start it by srun") from None
+        raise ConfigError(f"Slurm's variables of this task are not valid ({error}): start it by srun") from None
 
 
 def main(words: list[str]) -> int:
-    """Become the rank, so that Slurm's signals reach it."""
+    """Replace this process by the rank, so that Slurm's signals reach it."""
     become_rank(os.environ)
     os.execv(sys.executable, [sys.executable, "-u", "-m", *TRAIN, *words])
 
