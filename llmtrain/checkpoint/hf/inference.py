@@ -100,9 +100,9 @@ class Answerer:
             return wanted
         if prompt_tokens >= positions:
             raise ModelError(
-                f"the prompt has {prompt_tokens} tokens, and the model's context only {positions}. Shorten the prompt."
+                f"the prompt has {prompt_tokens} tokens, and the model only {positions} positions. Shorten the prompt."
             )
-        log.warn(f"generating at most {positions - prompt_tokens} tokens: the model's context has {positions}")
+        log.warn(f"generating at most {positions - prompt_tokens} tokens: the model has {positions} positions")
         return positions - prompt_tokens
 
 

@@ -91,7 +91,7 @@ def test_an_answer_that_the_limit_cuts_is_said_to_be(talker, chat, prompts, tmp_
     code, out, err = chat(["one"], few)
     assert (code, out) == (0, "h\n") and re.search(r"\[cut .*positions\]", err)
     code, out, err = chat(["longer"], few)
-    assert code == 2 and out == "" and f"the model's context only {room}" in err
+    assert code == 2 and out == "" and f"the model only {room} positions" in err
 
 
 def test_with_its_adapter_and_without(talker, tmp_path, chat):
