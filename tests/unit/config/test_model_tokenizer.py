@@ -113,7 +113,7 @@ def test_other_merges_are_refused(here: Path, trained: tuple[str, str], capsys: 
     told = json.loads(trained[0])
     told["model"]["merges"] = told["model"]["merges"][::-1]
     placed(here, trained[0], json.dumps(told))
-    assert check("model.pretrained") == 2 and "merges" in capsys.readouterr().err
+    assert check("model.pretrained") == 2 and " merges " in capsys.readouterr().err
 
 
 def test_what_changes_no_id_and_added_tokens_pass(here: Path, trained: tuple[str, str]) -> None:

@@ -229,7 +229,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_shard(corpus: Path, reference: P
 def test_a_complete_folder_is_left_alone(corpus: Path, reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in reference.rglob("*")}
     assert main(arguments(corpus, reference)) == 0
-    assert "complete" in capsys.readouterr().out
+    assert " complete" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in reference.rglob("*")} == before
 
 
@@ -262,7 +262,7 @@ def test_other_settings_or_another_source_are_refused(
     assert main(argv) == 2
     assert "source" in (error := capsys.readouterr().err) and "--out" in error
     assert main(["--source", *map(str, [source] * 50), *argv[2:]]) == 2
-    assert "47" in (error := capsys.readouterr().err) and len(error) < 1000
+    assert "47 others" in (error := capsys.readouterr().err) and len(error) < 1000
     assert main(["--source", str(corpus), "--out", str(tmp_path), "--vocab-size", "258"]) == 2
     assert f"--out {tmp_path}" in (error := capsys.readouterr().err) and "empty" in error
 
@@ -342,7 +342,7 @@ def test_the_output_may_lie_inside_the_source(tmp_path: Path, capsys: pytest.Cap
     argv = ["--source", str(tmp_path), "--out", str(tmp_path / "data" / "set"), "--vocab-size", "257"]
     assert main([*argv, "--validation-fraction", "0"]) == 0
     assert main([*argv, "--validation-fraction", "0"]) == 0
-    assert "complete" in capsys.readouterr().out
+    assert " complete" in capsys.readouterr().out
 
 
 def test_code_in_the_current_folder_is_read_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

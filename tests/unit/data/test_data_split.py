@@ -176,9 +176,9 @@ def test_validation_source_gives_the_validation_set_and_training_holds_nothing_o
     assert sorted(documents(tmp_path / "set1", "train")) == sorted(set(records) - set(held_out))
     # The tokenizer is trained on what is for training.
     assert prepare(texts, tmp_path / "set1", *given, "--shard-bytes", "5000") == 0
-    assert "complete" in capsys.readouterr().out
+    assert " complete" in capsys.readouterr().out
     assert prepare(texts, tmp_path / "set1", *given[:2], "--shard-bytes", "5000") == 2
-    assert "validation_source" in capsys.readouterr().err
+    assert " validation_source " in capsys.readouterr().err
     for wrong, said in (
         ((*given, "--validation-fraction", "0.1"), "--validation-fraction"),
         (("--validation-source", "no/such"), "--validation-source no/such:"),

@@ -134,7 +134,7 @@ def test_without_special_tokens_the_folder_is_that_of_a_tokenizer_that_has_none(
     assert main([*words, "--out", str(bare)]) == 2
     for more in ((str(bare),), (str(with_them), "--no-special-tokens")):
         assert main([*words, "--out", *more]) == 2
-        assert "special_tokens" in (said := capsys.readouterr().err) and "--no-special-tokens" in said
+        assert " special_tokens " in (said := capsys.readouterr().err) and "--no-special-tokens" in said
     assert main([*words, "--out", str(with_them)]) == 0
 
     one, other = (TrainData(DataConfig(path=str(each), sequence_length=T)) for each in (bare, with_them))

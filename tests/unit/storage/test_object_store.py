@@ -116,7 +116,7 @@ def test_a_size_that_a_listing_lacks_is_asked_for(store: Store, monkeypatch: pyt
     monkeypatch.setattr(store._files, "find", lambda *given, **more: {path: {} for path in find(*given, **more)})
     assert {name: stored.bytes for name, stored in store.files().items()} == {"a": 3}
     monkeypatch.setattr(store._files, "info", lambda path: {"name": path, "type": "file", "size": None})
-    with pytest.raises(StoreError, match="size"):
+    with pytest.raises(StoreError, match=" size of "):
         store.stat("a")
 
 
