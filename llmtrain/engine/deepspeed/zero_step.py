@@ -44,6 +44,8 @@ from llmtrain.models.transformers_private import storage_of
 LARGEST_GROUP = 500_000_000
 """Most elements of a parameter group: ZeRO 1 and 2 copy the gradients of one group at a time to fp32, 4 bytes an
 element. A larger tensor is a group of its own."""
+WIDENED = 2**17
+"""Most elements of a gradient that a CPU copies to fp64 at a time for the norm: the copy stays in its cache."""
 
 _LONG = 1 << 20
 """Elements: a stretch of a bucket with at least this many is sent without a copy; shorter stretches share a message."""
@@ -301,6 +303,8 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         for index in range(len(self.bit16_groups)):
             gradients = self._counted_gradients(index)
             if gradients:
+                if not _on_gpu(gradients[0]):
+                    gradients = [piece for g in gradients for piece in g.flatten().split(WIDENED)]
                 found = torch._foreach_norm(gradients, 2, dtype=get_norm_dtype())
                 if self._muon_update_lacks_loss_scale(index):
                     torch._foreach_mul_(found, self.loss_scale)
