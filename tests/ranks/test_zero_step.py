@@ -6,8 +6,9 @@ import contextlib
 import gc
 import math
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from llmtrain.base.errors import ConfigError
 from llmtrain.engine.deepspeed import optimizers, zero_step
 from llmtrain.engine.deepspeed.optimizers import parameter_groups
+from llmtrain.training.step import Session
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import (
     LLAMA,
@@ -28,6 +30,7 @@ from tests.helpers.training import (
     batches,
     make_engine,
     one_step,
+    plain_model,
     poisoned,
     resolved_run,
     train_steps,
@@ -131,6 +134,85 @@ def test_kernels_and_reads_of_a_step(pools, small_data, stage, sums, record_prop
     assert tensors == TENSORS
     assert sum(ran.values()) <= 400
     assert reads == 1
+
+
+def python_calls(run: Callable[[], Any]) -> int:
+    """Calls that Python makes while `run` runs, the hooks of a backward pass on a CPU included."""
+    made = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal made
+        made += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return made
+
+
+def costs(step: Callable[[], Any]) -> tuple[Counter[str], int]:
+    """(kernels by name, Python's calls) of a step after the first."""
+    step()
+    with Kernels() as mode:
+        step()
+    return mode.ran, python_calls(step)
+
+
+def own_step(case: Case) -> tuple[Counter[str], int, int]:
+    """`costs` of a run, and its tensors."""
+    engine, ranks = make_engine(case)
+    source = batches(case, (ranks.rank, ranks.world_size), case.accumulation)
+    degrees = engine.mesh.degrees
+    session = Session(engine, ranks, degrees, lambda step: 1.0, seed=0)
+    tensors = len(engine.module.local_parameters())
+    found = (*costs(lambda: session.step(next(source))), tensors)
+    source.close()
+    engine.close()
+    return found
+
+
+def plain_step(case: Case) -> tuple[Counter[str], int]:
+    """`costs` of plain PyTorch: one micro-batch after another, gradients added up by autograd."""
+    model = plain_model(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    source = batches(case, (0, 1), case.accumulation)
+
+    def step() -> None:
+        for micro in next(source).micro_batches:
+            logits = model(input_ids=micro.inputs, use_cache=False).logits
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro.labels.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = costs(step)
+    source.close()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (2, 2)])
+def test_a_layer_costs_what_it_costs_in_plain_pytorch(pools, small_data, stage, accumulation):
+    """Operators and calls of Python that two more layers add to a step of one rank in fp32. DeepSpeed's hooks, buckets
+    and copies of gradients were up to 3 operators and 115 calls for each tensor and micro-batch."""
+    fewer, more = (
+        Case(
+            data=small_data,
+            stage=stage,
+            accumulation=accumulation,
+            model={**FAMILIES["gpt2"], "n_layer": layers, "activation_function": "gelu_pytorch_tanh"},
+            extra={"zero_optimization": {"stage": stage, **BUCKETS}},
+        )
+        for layers in (2, 4)
+    )
+    run = pools(1).run
+    (few, few_calls, few_tensors), (many, many_calls, tensors) = (run(own_step, case)[0] for case in (fewer, more))
+    (plain_few, plain_few_calls), (plain_many, plain_calls) = (run(plain_step, case)[0] for case in (fewer, more))
+    assert many - few == plain_many - plain_few and "allreduce_" not in many, many
+    calls, plain_calls = ((many_calls - few_calls), (plain_calls - plain_few_calls))
+    print(f"{tensors - few_tensors} tensors: {calls} calls of Python here, {plain_calls} in plain PyTorch")
+    assert calls <= plain_calls
 
 
 @contextlib.contextmanager

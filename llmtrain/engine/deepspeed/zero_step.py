@@ -82,6 +82,8 @@ _KNOWN = {
     "flatten_dense_tensors_aligned": "aef957743682561c",
     "_get_compact_grad_partition_buffer": "b8ebde0e30418a0d",
     "_build_compact_grad_partition_buffer": "704790ecd5df04f0",
+    "finalize_gradient_accumulation_boundary": "dc6ed0d1812b48bd",
+    "create_gradient_handling_hooks": "062e9951e65350b9",
 }
 """Method of DeepSpeed's optimizer -> checksum of its code (`_checksum`) in DeepSpeed 0.19.8."""
 
@@ -135,7 +137,17 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     @functools.cached_property
     def _is_alone(self) -> bool:
-        return self._has_fp32_sums and dist.get_world_size(self.dp_process_group) == 1
+        """True if no other rank has gradients of these parameters: they go through no bucket. A gradient that DeepSpeed
+        would round to the dtype of a message goes through it on one rank, too."""
+        rounded = any(torch.promote_types(kind, self.dtype) != kind for kind in self.ipg_buckets)
+        exact = self._has_fp32_sums or (self.gradient_accumulation_dtype == self.dtype and not rounded)
+        return exact and dist.get_world_size(self.dp_process_group) == 1
+
+    @property
+    def needs_hooks(self) -> bool:
+        """False if nothing is done with a gradient before the backward pass of its micro-batch has ended."""
+        early = self.partition_gradients or self.overlap_comm or self.use_grad_accum_attribute
+        return self._has_fp32_sums if self._is_alone else bool(early)
 
     @functools.cached_property
     def _share(self) -> float:
@@ -148,7 +160,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         return 1.0 / ranks if self._has_fp32_sums and buckets and fp32 and ranks.bit_count() == 1 else 1.0
 
     def process_gradients(self, param: Any, i: int) -> None:
-        """Take a gradient of the backward pass; on a single rank add it to the sums at once."""
+        """Take a gradient of the backward pass; on a single rank add it to fp32 sums at once."""
         if not self._is_alone:
             super().process_gradients(param, i)
         elif param.numel() and (self.use_grad_accum_attribute or getattr(param, "ds_grad_is_ready", True)):
@@ -165,6 +177,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
         if self._is_alone:
             self.independent_gradient_partition_epilogue()
         else:
+            self.setup_buckets()
             super().reduce_gradients(pipeline_parallel)
 
     def _fill_param_grad_accum_attribute(self, param: Any) -> None:
@@ -213,9 +226,11 @@ class OneNormZero(DeepSpeedZeroOptimizer):
     def independent_gradient_partition_epilogue(self) -> None:
         """End a micro-batch: the device's next work waits for the reductions, the host continues at once."""
         if self._is_alone:
-            for index in range(len(self.bit16_groups)):
-                self._get_compact_grad_partition_buffer(index)  # makes zeros if no gradient has come
-            self._clear_param_grad_only()
+            if self.is_gradient_accumulation_boundary():
+                for index, parameters in () if self._has_fp32_sums else enumerate(self.params_in_partition):
+                    self.all_grad_tensors[index] = self.get_all_grad_tensors(parameters, self.dtype)
+                self.finalize_gradient_accumulation_boundary()
+                self._clear_param_grad_only()
             self._epilogue_ran_this_backward = True
             return
         if not self._overlaps:
@@ -380,6 +395,8 @@ def shorten_step(engine: DeepSpeedEngine) -> str:
         return note
     optimizer.__class__ = OneNormZero
     optimizer.flatten = joined
+    for hook in () if optimizer.needs_hooks else optimizer._grad_acc_hooks:
+        hook.remove()
     if optimizer._share != 1.0:
         optimizer.gradient_average = False
     return ""

@@ -174,6 +174,8 @@ class ConnectedRanks(Ranks):
         dist.broadcast(values, group=self.control, group_src=source)
 
     def agree(self, weight: int, asks: Sequence[int]) -> Callable[[], tuple[int, list[int]]]:
+        if self.world_size == 1:
+            return super().agree(weight, asks)
         message = torch.tensor([weight, *asks], dtype=torch.int64)
         work = dist.all_reduce(message, group=self.control, async_op=True)
 
