@@ -194,7 +194,9 @@ def serve(name: str, pipe: Connection, task: Task) -> None:
     if name in FP8:
         timed_run(clock, _write_yaml(task, name))
     else:
-        {"llmtrain": run_llmtrain, "plain": run_plain, "trainer": run_trainer}[name](clock, task)
+        {"llmtrain": run_llmtrain, "plain": run_plain, "trainer": run_trainer, "nanogpt": run_nanogpt}[name](
+            clock, task
+        )
     pipe.send("end")
 
 
@@ -217,6 +219,7 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
     from llmtrain.checkpoint.rundir import RunDirectory, find_folder
     from llmtrain.config.load import load
     from llmtrain.engine.deepspeed.build import join_process_group
+    from llmtrain.engine.process_memory import collected_by_hand
     from llmtrain.engine.ranks.stop_requests import StopRequests
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.examine import examine
@@ -269,7 +272,8 @@ def timed_run(clock: Clock, path: Path, after: Callable[[Engine], None] | None =
         launch.parts.extend([SkippedSteps(launch), Logging(launch), Evaluation(launch)])
         clock.compiled = is_compiled(session.engine.module)
         clock.ready()
-        train_steps(launch)
+        with collected_by_hand():  # else each of the loop's collections looks at all objects of the imports
+            train_steps(launch)
         tracker.close()
         if after is not None:
             after(session.engine)
@@ -301,7 +305,7 @@ def _write_yaml(task: Task, fp8: str | None = None) -> Path:
             "global_batch": batch,
             "micro_batch": task.micro_batch,
             "max_steps": task.total_steps,
-            "log_every": LOG_EVERY,
+            "log_every": max(LOG_EVERY, task.steps_per_round),
             "eval": False,
         },
     }
@@ -379,6 +383,76 @@ def run_plain(clock: Clock, task: Task, experts: str | None = None) -> None:
         clock.step_done(total)
 
 
+class NanoBlock(nn.Module):
+    """A layer of nanoGPT: without biases, GELU by its definition."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
+        )
+
+    def forward(self, hidden_BTH: Tensor) -> Tensor:
+        parts = self.queries_keys_values(self.before_attention(hidden_BTH)).chunk(3, dim=-1)
+        queries, keys, values = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        hidden_BTH = hidden_BTH + self.out(mixed.transpose(1, 2).flatten(2))
+        return hidden_BTH + self.mlp(self.before_mlp(hidden_BTH))
+
+
+class Nano(nn.Module):
+    """nanoGPT's model, written from its description, with the sizes of a GPT-2's fields."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        super().__init__()
+        width = fields["n_embd"]
+        self.positions = nn.Embedding(fields["n_positions"], width)
+        self.blocks = nn.Sequential(*(NanoBlock(width, fields["n_head"]) for _ in range(fields["n_layer"])))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, fields["vocab_size"], bias=False)
+        self.words = nn.Embedding(fields["vocab_size"], width)
+        self.words.weight = self.head.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, inputs_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        hidden_BTH = self.words(inputs_BT) + self.positions(torch.arange(inputs_BT.shape[1], device=inputs_BT.device))
+        logits_BTV = self.head(self.norm(self.blocks(hidden_BTH)))
+        return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=-100)
+
+
+def run_nanogpt(clock: Clock, task: Task) -> None:
+    """nanoGPT's loop, but for its draw of the sequences: those of a run; fused AdamW. It starts from other weights."""
+    torch.manual_seed(0)
+    model, data = Nano(task.model).to(task.device), Sequences(task)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    norms = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=BETAS, eps=EPS, fused=True)
+    clock.ready()
+    for first in range(0, len(data), task.micro_batch * task.accumulation):
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_LR
+        total = torch.zeros((), device=task.device)
+        for low in range(first, first + task.micro_batch * task.accumulation, task.micro_batch):
+            rows = [data[index] for index in range(low, low + task.micro_batch)]
+            inputs, labels = (
+                torch.stack([row[name] for row in rows]).to(task.device) for name in ("input_ids", "labels")
+            )
+            loss = model(inputs, labels) / task.accumulation
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.step_done(total)
+
+
 def run_trainer(clock: Clock, task: Task) -> None:
     """transformers.Trainer with the same DeepSpeed JSON and otherwise its own defaults."""
     import deepspeed
@@ -405,7 +479,7 @@ def run_trainer(clock: Clock, task: Task) -> None:
         bf16=task.bf16,
         train_sampling_strategy="sequential",
         remove_unused_columns=False,  # it would take shift_labels away, which the model does use
-        logging_steps=LOG_EVERY,
+        logging_steps=max(LOG_EVERY, task.steps_per_round),
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,

@@ -2,6 +2,7 @@
 
     python tools/bench/train_speed.py                        # CPU: a small Llama, one thread each
     python tools/bench/train_speed.py --preset 0.5b          # one GPU, bf16, sequence 4096
+    python tools/bench/train_speed.py --preset nanogpt --only llmtrain nanogpt plain   # CPU: sizes of nanoGPT
     python tools/bench/train_speed.py --preset 0.5b --sequence 128 --micro-batch 1 --accumulation 1
                                                              # a step so short that host time is all there is
 
@@ -52,6 +53,18 @@ SMALL = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
+# launch/recipes/shakespeare.yaml: nanoGPT's run on a CPU.
+NANOGPT = {
+    "model_type": "gpt2",
+    "vocab_size": 257,
+    "n_positions": 64,
+    "n_embd": 128,
+    "n_layer": 4,
+    "n_head": 4,
+    "activation_function": "gelu",
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "tie_word_embeddings": True,
+}
 # The shapes of Qwen2.5-0.5B.
 QWEN_HALF_B = {
     "model_type": "qwen2",
@@ -87,6 +100,7 @@ PRESETS = {
     "small": Preset(model=SMALL, sequence=256, micro_batch=4, accumulation=1, steps=4),
     # The head's share of the work grows with the vocabulary; most models of today have more than this.
     "small-32k": Preset(model={**SMALL, "vocab_size": 32768}, sequence=256, micro_batch=2, accumulation=1, steps=4),
+    "nanogpt": Preset(model=NANOGPT, sequence=64, micro_batch=12, accumulation=1, steps=60),
     "0.5b": Preset(
         model=QWEN_HALF_B,
         sequence=4096,
@@ -143,9 +157,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=(*NAMES, *FP8),
+        choices=(*NAMES, "nanogpt", *FP8),
         default=list(NAMES),
-        help="these contestants; rowwise and tensorwise are llmtrain with that model.fp8",
+        help="these contestants; rowwise and tensorwise are llmtrain with that model.fp8, nanogpt is the model and "
+        "loop of nanoGPT",
     )
     parser.add_argument("--json", type=Path, help="write the figures to this file, after each round")
     return parser.parse_args(argv)
