@@ -249,7 +249,9 @@ def build_checkpoint(
             from llmtrain.checkpoint.verify import verify
 
             if wrong := verify(folder.partial):
-                raise CheckpointError(f"{out}: the files differ when they are read back: {wrong[0]}. Nothing was kept.")
+                raise CheckpointError(
+                    f"{out} was not written: its files differ when they are read back: {wrong[0]}. Nothing was kept."
+                )
         return folder.commit()
 
 

@@ -305,7 +305,7 @@ def export_hf(
     with OutputFolder(target, _plan(checkpoint, files, check, merge=merge, weights=weights)) as folder:
         folder.need(files.bytes + _SPACE)
         rounded = _write_weights(folder, made, files, merged)
-        whose = f", with the values of {weights}" if weights is not None else ""
+        whose = f", with {weights} in place of what trains" if weights is not None else ""
         report.add("source", f"{len(layout.shapes)} checksums are those of the manifest{whose}")
         if merge:
             report.add("merged", f"{len(merged.paths)} maps, computed in fp32 and rounded once")
