@@ -26,6 +26,7 @@ from llmtrain.config.run import Run
 from llmtrain.config.schema import SHARED
 from llmtrain.config.topology import Degrees
 from llmtrain.data.stream.epoch import sequences_of_epoch
+from llmtrain.engine.process_memory import none_while_importing
 
 if TYPE_CHECKING:  # without torch at run time
     from llmtrain.data.stream.train_data import RunData
@@ -109,10 +110,11 @@ def main(argv: list[str]) -> int:
         print(f"# {run.config.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(run.deepspeed, indent=2)}\n")
         print(summary(run))
     else:
-        from llmtrain.training.examine import examine
-
         refuse_if_preempted(run.config, run.places)
-        run, spec, data = examine(with_base(run))
+        with none_while_importing():
+            from llmtrain.training.examine import examine  # imports torch
+
+            run, spec, data = examine(with_base(run))
         print(summary(run, spec.facts))
         if reads_data:
             print(_read_data(data))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from llmtrain.base.imports import once_loaded
 from llmtrain.base.rank.heartbeat import Heartbeat, heart
 
 _POLL_S = 0.25
@@ -102,9 +104,7 @@ def tell_compilation() -> None:
     global _warned
     if _warned:
         return
-    from torch._dynamo.callback import on_compile_end, on_compile_start
-
-    before = [heart.in_phase()]
+    callback, before = "torch._dynamo.callback", [heart.in_phase()]
 
     def starts(_: Any) -> None:
         before[0] = heart.in_phase()
@@ -113,6 +113,6 @@ def tell_compilation() -> None:
     def ends(_: Any) -> None:
         heart.phase(before[0])
 
-    on_compile_start(starts)
-    on_compile_end(ends)
+    once_loaded(callback, lambda: sys.modules[callback].on_compile_start(starts))
+    once_loaded(callback, lambda: sys.modules[callback].on_compile_end(ends))
     _warned = True

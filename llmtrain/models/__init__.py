@@ -2,7 +2,7 @@
 
 import logging
 
-from llmtrain.base.imports import keep_listing
+from llmtrain.base.imports import keep_listing, load_late
 
 # transformers and peft import torchao and bitsandbytes if they are installed. These warn in each process that kernels
 # for inference do not load, and torch warns that torchao is not written for the newest version.
@@ -11,3 +11,4 @@ for _name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 # DeepSpeed warns of optimizers that it does not know: these are plugins', and are proved before the run begins.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "untested optimizer" not in record.getMessage())
 keep_listing()
+load_late()

@@ -22,7 +22,7 @@ from llmtrain.models.layout import FolderLayout, Part, Placement
 from llmtrain.models.parameters import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.score import WEIGHT
 from llmtrain.models.skeleton import language_model
-from llmtrain.models.transformers_private import initialise
+from llmtrain.models.transformers_private import give_memory, initialise
 from llmtrain.storage.addresses import INDEX, SINGLE, leads_out
 from llmtrain.storage.pieces import DTYPE_OF, byte_view, pick, read_shared
 from llmtrain.storage.region import Region, shared
@@ -93,7 +93,7 @@ class RandomSource:
     @torch.no_grad()
     def _draw(self, block: str) -> dict[str, Tensor]:
         made = self._model.get_submodule(block)
-        module = copy.deepcopy(made).to_empty(device=self._device).float()
+        module = give_memory(copy.deepcopy(made), torch.empty, self._device).float()
         for parameter in module.parameters():
             parameter.fill_(float("nan"))  # to notice a weight that the model's code does not set
         for name, tensor in frozen_tensors(module).items():

@@ -174,6 +174,11 @@ def initialise(hf: PreTrainedModel, part: nn.Module) -> None:
     part.apply(hf._init_weights)
 
 
+def give_memory(part: nn.Module, make: Callable[..., Tensor], device: torch.device) -> nn.Module:
+    """nn.Module._apply, as `to_empty`, which imports sympy for tensors on the meta device."""
+    return part._apply(lambda old: make(old.shape, dtype=old.dtype, device=device))
+
+
 def takes_flash_attention(hf: PreTrainedModel) -> bool:
     """PreTrainedModel._supports_flash_attn."""
     return hf._supports_flash_attn

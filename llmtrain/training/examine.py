@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmtrain.base import units
 from llmtrain.base.errors import ConfigError, DataError, ModelError
-from llmtrain.base.imports import hide_torchao, name_cpu
+from llmtrain.base.imports import hide_torchao, load_late, name_cpu
 from llmtrain.config import plugins
 from llmtrain.config.deepspeed.read import deep_check
 from llmtrain.config.on_disk import starts_from_model
@@ -67,6 +67,7 @@ def examine(run: Run) -> Examined:
         feature.check_data(config, data)
     name_cpu()
     hide_torchao()
+    load_late()
     deep_check(run.deepspeed, config.deepspeed)
     from llmtrain.models.run.check import check_model, check_weights
 

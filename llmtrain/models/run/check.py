@@ -35,6 +35,7 @@ from llmtrain.models.structure.small_copy import probe_copy
 from llmtrain.models.transformers_private import (
     OperatorMode,
     attention_is,
+    give_memory,
     loads_as_causal_model,
     takes_flash_attention,
 )
@@ -300,9 +301,9 @@ _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flas
 _REHEARSED_TOKENS = 16  # for the rehearsal: wrong sizes show at any length
 _SHAPES = re.compile(
     r"must match|cannot be multiplied|is invalid for input of size|[Ss]izes of tensors|expected size"
-    r"|k not in range"
+    r"|k (not in|out of) range"
 )
-"""Parts of torch's errors about wrong sizes. Other errors on the meta device say nothing about the model."""
+"""Parts of torch's errors about wrong sizes. Other errors of a rehearsal say nothing about the model."""
 
 
 @quietly()
@@ -590,12 +591,13 @@ def why_not_varlen(spec: ModelSpec) -> str:
 
 
 def _rehearse(hf: PreTrainedModel, key: str, tokens: int) -> None:
-    """Run tokens through the model on the meta device to find sizes that do not fit. Raises ModelError."""
-    model: Any = hf  # transformers' own types of `to` and of a call say less
-    model.to("meta")
-    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    """Run tokens through the model, zeros or on the meta device, to find sizes that do not fit. Raises ModelError."""
+    small = sum(weight.numel() for weight in hf.parameters()) <= 1 << 24  # torch's meta device imports sympy, 0.9 s
+    model: Any = give_memory(hf, torch.zeros, torch.device("cpu" if small else "meta"))
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+    rng = torch.random.fork_rng(devices=[])
     try:
-        with torch.no_grad(), documents_in_rows(None), attention_is(hf.config, "eager"):
+        with torch.no_grad(), rng, documents_in_rows(None), attention_is(hf.config, "eager"):
             model(input_ids=ids, use_cache=False)
     except RuntimeError as error:
         if not isinstance(error, NotImplementedError) and _SHAPES.search(text := str(error).splitlines()[0]):
@@ -603,5 +605,5 @@ def _rehearse(hf: PreTrainedModel, key: str, tokens: int) -> None:
                 f"{key}: the sizes of this {type(hf).__name__} do not go together: a forward pass ends with: {text}. "
                 "Compare heads, widths and other sizes in its configuration with those of a published model."
             ) from error
-    except Exception:  # the model needs more than the meta device can do: no answer
+    except Exception:  # the model needs more than the meta device, or zeros, can do: no answer
         return
