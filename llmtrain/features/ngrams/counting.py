@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
+from llmtrain.base.files import cache_folder, content_of, replace_file
 from llmtrain.data.sequences import IGNORED, ends_in
 from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.token_stream import TokenStream
@@ -38,22 +44,42 @@ class _Counts:
 
 
 def tell(data: TrainData, tracker: Tracker) -> None:
-    """Log the losses, and write them as an event; nothing of data that takes long to count."""
+    """Log the losses, and write them as an event; nothing if the data takes long to count.
+
+    The cache folder keeps the losses: a run over the same data counts nothing.
+    """
     train_tokens = sum(stream.tokens for stream in data.streams("train"))
     if train_tokens > _MOST_TOKENS:
         return
-    length = data.sequence_length
     # Independent of train.eval_sequences: two runs on the same data report equal figures.
-    sequences = min(data.validation_sequences, max(1, _VALIDATION_TOKENS // length))
-    unigram, bigram = ngram_baselines(data, sequences=sequences)
-    counted = sum(int((data.validation_sequence(index)[1] != IGNORED).sum()) for index in range(sequences))
-    seen = {"train_tokens": train_tokens, "validation_tokens": counted}
-    tracker.event("baselines", unigram_loss=unigram, bigram_loss=bigram, **seen)
+    sequences = min(data.validation_sequences, max(1, _VALIDATION_TOKENS // data.sequence_length))
+    masked = "masked" if data.mask_document_starts else "unmasked"
+    kept = cache_folder() / "baselines" / f"{data.order}-{masked}-{sequences}.json"
+    losses = _read(kept)
+    if losses is None:
+        unigram, bigram = ngram_baselines(data, sequences=sequences)
+        counted = sum(int((data.validation_sequence(index)[1] != IGNORED).sum()) for index in range(sequences))
+        losses = {"unigram_loss": unigram, "bigram_loss": bigram, "validation_tokens": counted}
+        with contextlib.suppress(OSError):  # then the next run counts again
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(kept, json.dumps(losses).encode())
+    tracker.event("baselines", train_tokens=train_tokens, **losses)
     log.info(
-        f"for comparison: a unigram model {unigram:.4f} nats/token, a bigram model {bigram:.4f} nats/token "
-        f"(counts of the same {units.count(train_tokens)} training tokens, measured on the first "
-        f"{units.count(counted)} counted validation tokens)"
+        f"for comparison: a unigram model {losses['unigram_loss']:.4f} nats/token, a bigram model "
+        f"{losses['bigram_loss']:.4f} nats/token (counts of the same {units.count(train_tokens)} training tokens, "
+        f"measured on the first {units.count(losses['validation_tokens'])} counted validation tokens)"
     )
+
+
+def _read(kept: Path) -> dict[str, Any] | None:
+    """Return the kept losses; None: there are none, or the file is damaged."""
+    try:
+        losses = json.loads(content_of(kept))
+        whole = isinstance(losses["validation_tokens"], int)
+        finite = all(math.isfinite(losses[name]) for name in ("unigram_loss", "bigram_loss"))
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return losses if whole and finite else None
 
 
 def ngram_baselines(data: TrainData, *, sequences: int) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -55,12 +56,23 @@ def test_baselines_equal_a_naive_count(data: TrainData) -> None:
     assert ngram_baselines(data, sequences=6) == pytest.approx(naive_bigram(data, 6), rel=1e-12)
 
 
-def test_baselines_say_how_many_tokens_they_count(data: TrainData, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {}
+def test_baselines_are_counted_once_for_the_same_data(
+    data: TrainData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[dict[str, Any]] = []
+    tracker = cast(Any, SimpleNamespace(event=lambda kind, **more: events.append(more)))
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr(counting, "_VALIDATION_TOKENS", 6 * data.sequence_length)
-    counting.tell(data, cast(Any, SimpleNamespace(event=lambda kind, **more: told.update(more))))
+    counting.tell(data, tracker)
     counted = sum(int((data.validation_sequence(index)[1] != IGNORED).sum()) for index in range(6))
-    assert told["validation_tokens"] == counted < 6 * data.sequence_length
+    assert events[0]["validation_tokens"] == counted < 6 * data.sequence_length
+    (kept,) = (tmp_path / "baselines").iterdir()
+    with monkeypatch.context() as without:
+        without.setattr(counting, "ngram_baselines", None)
+        counting.tell(data, tracker)
+    kept.write_text('{"unigram_loss": 1')  # damaged: counted again
+    counting.tell(data, tracker)
+    assert events[0] == events[1] == events[2] and kept.read_text().endswith("}")
 
 
 @pytest.mark.parametrize(
