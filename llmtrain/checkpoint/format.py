@@ -147,7 +147,7 @@ def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
 
 
 def _chain(regions: Sequence[Region], total: int) -> str | None:
-    """Return the fault of contiguous pieces, each of which must begin where another ends; None: there is none."""
+    """Check that the regions cover elements 0 to `total` without gap or overlap; return the fault, or None."""
     end = 0
     for start, numel in sorted([(region.start, region.numel) for region in regions]):
         if start != end:

@@ -18,7 +18,7 @@ _LEFT_OUT = (".png", ".jsonl")
 """Suffixes of figures and raw results, which a clone has and a wheel does not."""
 _NEXT = """\
 launch/recipes/   a YAML for each run: copy one and change it
-ds_configs/       DeepSpeed JSON; README.md there says which to take
+ds_configs/       DeepSpeed JSON; its README.md says which to take
 launch/           train.py (for `deepspeed` by hand), examples of hostfile and environment; Slurm, Kubernetes, SkyPilot
 examples/         objectives, callbacks, trackers of your own (docs/extend.md)
 docs/             the pages: README.md lists them, quickstart.md comes first, configuration.md has every key

@@ -207,7 +207,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
         if manifest.data_fingerprint != data_fingerprint(
             manifest.dtype, manifest.vocab_size, manifest.separator_id, tokenizer, manifest.shards, first
         ):
-            raise ValueError("its data_fingerprint is of other shards, another order of them, separator or tokenizer")
+            raise ValueError("its data_fingerprint does not match its shards, their order, dtype, tokens or tokenizer")
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{name}: is not a manifest of prepared data ({error}); prepare the folder again") from error

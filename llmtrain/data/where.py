@@ -179,7 +179,10 @@ class Where:
                 yield f"  {shown_origin(data, member, origin)}"
 
     def of_source(self, file: str, record: int) -> Iterator[str]:
-        """Yield a line for each step that read a document of the record. Raises DataError: it has no document."""
+        """Yield for each document of the record its place, the steps that read it, and those that left it out.
+
+        Raises DataError: the record gave no document, or the run has not read the folder.
+        """
         first = next((found for span in self._spans if (found := self._data(span)) is not None), None)
         if first is None:
             raise DataError(f"{self._folder}: the run {self._run} has not read it")

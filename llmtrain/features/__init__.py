@@ -324,7 +324,7 @@ def reads_json(tree: Any, refuse: Callable[[str, Any, str, str], None]) -> set[s
 
 @contextmanager
 def building(run: Any, spec: Any, ranks: Any) -> Iterator[Any]:
-    """Enter each feature's context. Raises AgreedError."""
+    """Enter the `building` context of each feature, and yield the run as they have changed it. Raises AgreedError."""
     with ExitStack() as stack:
         for feature in features().values():
             run = stack.enter_context(feature.building(run, spec, ranks))

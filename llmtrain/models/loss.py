@@ -145,8 +145,8 @@ def _fused(logits_CV: Tensor, labels: Labels, about: About, wants_gradient: bool
 def _kept(
     most_C1: Tensor, sum_C1: Tensor, chosen_C1: Tensor, labels: Labels, about: About
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (the losses [C, 1], with a z-loss [C, 2] with the squares of log Z; the factor of the exponentials in the
-    gradient of the logits; the number to subtract from that gradient at the label).
+    """Return the losses [C, 1] (for a z-loss [C, 2], with log Z squared), the factor of the exponentials in the logits'
+    gradient [C, 1], and what to subtract from this gradient at the label [C, 1].
 
     `sum_C1`: sum of this rank's exponentials, of logits less `most_C1`. `chosen_C1`: the label's logit less `most_C1`;
     any number if the label is another rank's.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of the paper on lists of tensors: on a GPU four kernels for each group."""
+    """Algorithm 2 of the paper on lists of tensors: five foreach operators for each group."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         """`groups`: parameter groups; each has `lr`, `betas` and `weight_decay` (decoupled)."""

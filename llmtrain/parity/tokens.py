@@ -21,7 +21,7 @@ class Tokens(TrainData):
     one, repeat an earlier one or are random, so that embedding, layers and attention all learn in a few steps."""
 
     def __init__(self, config: DataConfig, vocab_size: int, top_k: int | None = None) -> None:
-        """`top_k`: add a random teacher's column with `top_k` tokens for each label."""
+        """`top_k`: give each label a random teacher's probabilities for `top_k` tokens; None: no teacher."""
         assert vocab_size >= 8 and (top_k is None or top_k < vocab_size), (vocab_size, top_k)
         self.kind = RowKind.of("text")
         self.sequence_length = config.sequence_length

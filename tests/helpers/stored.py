@@ -24,8 +24,9 @@ def machine() -> str:
     lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
     cpu = {key.strip(): value.strip() for key, _, value in lines}
     kind = " ".join(cpu.get(key, "?") for key in ("vendor_id", "cpu family", "model"))
+    matrices = ["AMX"] if "amx_bf16" in cpu.get("flags", "").split() else []  # a virtual machine may hide it
     changed = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
-    return ", ".join([kind, torch.backends.cpu.get_cpu_capability(), f"torch {torch.__version__}", *changed])
+    return ", ".join([kind, torch.backends.cpu.get_cpu_capability(), *matrices, f"torch {torch.__version__}", *changed])
 
 
 def magnitude(key: str, row: Mapping[str, Any]) -> float:

@@ -39,7 +39,7 @@ def choose_interfaces(backend: str) -> str | None:
 
 
 def _alike(chosen: str, interfaces: Iterable[str]) -> list[str]:
-    """Return further interfaces for NCCL's data: cards of equal speed that are up and have an address. None with
+    """Return further interfaces for NCCL's data: cards of equal speed that are up and have an address. Empty with
     InfiniBand or RoCE, which carries the data, or if the speed is unknown (a virtual machine's cards may lead
     elsewhere)."""
     speed = _speed(chosen)

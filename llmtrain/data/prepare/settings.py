@@ -174,7 +174,7 @@ class PrepareSettings:
             if value is not None and value < least:
                 raise DataError(f"--{name.replace('_', '-')} {value}: must be at least {least}; {remedy}")
         if not self.special_tokens and not self.is_text:
-            raise DataError(f"--no-special-tokens: is for text; --format {self.format} decides itself: leave it out")
+            raise DataError(f"--no-special-tokens: --format {self.format} has tokens of its own; leave the flag out")
         if self.max_rejected < 0:
             raise DataError(f"--max-rejected {self.max_rejected}: must be at least 0")
 

@@ -251,7 +251,7 @@ class PickleFile:
 
     @contextmanager
     def _open(self) -> Iterator[BinaryIO]:
-        """Open the file for one use: a thousand of these files may be in use."""
+        """Open the file for this block only, because a checkpoint may have more files than a process may open."""
         try:
             handle = open_file(self.path)
         except OSError as error:

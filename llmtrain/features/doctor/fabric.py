@@ -221,8 +221,10 @@ def without_doubt(findings: Sequence[Finding], hosts: Collection[str]) -> list[F
 
 
 def too_slow(pairs: Sequence[Pair], sent_bytes: float | None, patience_s: float) -> list[Finding]:
-    """Return the finding about the slowest pair, by a run's bytes per step, else by SLOW_LINK. Red if sending alone
-    takes longer than the run waits for progress."""
+    """Return a finding if the slowest pair takes too long for the `sent_bytes` of a step (None: is below SLOW_LINK).
+
+    The finding is red if sending alone takes longer than `patience_s`, which a run waits for progress.
+    """
     good = [pair for pair in pairs if pair.error is None and pair.rate > 0]
     if not good:
         return []

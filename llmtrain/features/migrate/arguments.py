@@ -423,7 +423,7 @@ def _evaluation(given: Given, draft: Draft, asked: Asked) -> None:
 
 
 def unpacked(draft: Draft, option: str) -> None:
-    """Answer that records are not packed."""
+    """Set data.pack to false."""
     draft.set("data.pack", False, option)
 
 

@@ -269,8 +269,10 @@ def _kind(name: str) -> str:
 
 
 def have_values(args: Sequence[Any]) -> bool:
-    """True if there are tensors and all are real, not fake or meta: in a rehearsal the batch, and what is computed from
-    it alone."""
+    """Return True if `args` has tensors and none of them is fake or meta.
+
+    In a rehearsal only the batch, and what is computed from it alone, are such tensors.
+    """
     items = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     tensors = [item for item in items if isinstance(item, Tensor)]
     return bool(tensors) and not any(map(is_without_memory, tensors))

@@ -108,7 +108,8 @@ def refuse_without_room(run: Run, memory: int, *, on_gpu: bool) -> None:
     if planned is None:
         raise stop(key, margin, "this host's cache has no plan of the run", "make one with `llmtrain plan`")
     if memory - planned.peak - planned.more_at_least < margin * memory:
-        raise stop(key, margin, f"the device has {size(memory)}, the plan is {planned.text()}", planned.remedy)
+        rule = f"less than this share of the device's {size(memory)} would stay free: the plan is {planned.text()}"
+        raise stop(key, margin, rule, planned.remedy)
 
 
 def summary(run: Run) -> Iterator[str]:

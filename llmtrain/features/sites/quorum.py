@@ -253,9 +253,9 @@ def leader_of(
 ) -> tuple[PeerStatus | None, dict[str, str]]:
     """Choose the site whose state counts in this round.
 
-    A training site keeps its own state, unless more than half of the sites in `known`, or one in `trusted`, report a
-    state that is ahead. A site that joins takes the state that more than half of the training sites report; if no site
-    trains yet, it takes the state that is furthest.
+    A training site keeps its own state, unless more than half of the other training sites in `known`, or one in
+    `trusted`, report a state that is ahead. A site that joins takes the furthest state that more than half of the
+    training sites, or one in `trusted`, report; if no site trains yet, it takes the state that is furthest.
 
     Args:
         impossible: returns why a peer cannot be where it says; empty: it can.

@@ -106,7 +106,7 @@ class Record(Part):
         passes.leave_out = lambda norm: self.detector.outlier(mean, norm, limit) is not None
 
     def _shares(self, sums: Sequence[Tensor], count: int) -> list[list[float]]:
-        """Return the losses of `count` steps for each data-parallel group. Waits for the device."""
+        """Return the loss sums of `count` steps, [count][data-parallel rank]. Waits for the device."""
         place = self._degrees.place(self._ranks.rank)
         shares = torch.zeros(count, self._degrees.data, dtype=torch.float64)
         if place.tensor == 0:  # the ranks of a tensor-parallel group have the same loss

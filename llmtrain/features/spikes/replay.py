@@ -448,8 +448,8 @@ def _compare(asked: Asked, original: Path, *, exact: bool) -> dict[str, Any]:
 
 
 def modules_of(looked: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The modules whose largest output or gradient at a step is more than twice that of all other steps, the largest
-    factor first; and the first that was not finite."""
+    """Return the first module that was not finite, and then up to ten modules, the largest factor first, whose largest
+    output or gradient at a step is more than twice that of any other step."""
     entries, names = [], dict.fromkeys(name for row in looked.values() for name in row["largest"])
     for (kind, what), (order, name) in product(enumerate(("output", "gradient of the output")), enumerate(names)):
         values = {step: float(row["largest"].get(name, (0.0, 0.0))[kind]) for step, row in looked.items()}

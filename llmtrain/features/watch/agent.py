@@ -270,7 +270,7 @@ class _Notes:
         self._open.append((process, time.monotonic()))
 
     def reap(self) -> None:
-        """End processes that have finished or exceeded their time, with their children. Must be called often."""
+        """Reap processes that have finished, and kill late ones, with all their children. Must be called often."""
         still = []
         for process, began_s in self._open:
             if process.poll() is None and time.monotonic() - began_s < _NOTE_WITHIN_S:

@@ -286,5 +286,8 @@ def names(hosts: Sequence[HostFacts]) -> str:
 
 
 def first_words(error: str) -> str:
-    """Return the error without the parts that differ between two equal ones: addresses, ports, process ids."""
+    """Return the error's first line, at most 160 characters, with # for addresses, ports and process ids.
+
+    So repetitions of an error are equal.
+    """
     return re.sub(r"0x[0-9a-f]+|\[[^]]*\]:?\d*|\b\d{4,}\b", "#", error.splitlines()[0] if error else "")[:160]

@@ -80,7 +80,7 @@ def test_folders_that_are_no_disk_of_the_host(tmp_path: Path, monkeypatch: pytes
             check_folder(KEY, str(tmp_path / name))
         assert refused.value.keys == {KEY}
 
-    for name, reason in {"missing": "no such folder", "file": "no folder", "/dev/shm": "tmpfs"}.items():
+    for name, reason in {"missing": "no such folder", "file": "not a folder", "/dev/shm": "tmpfs"}.items():
         refuses(name, reason)
     with monkeypatch.context() as patch:
         patch.setattr(disks, "file_system", lambda _: "nfs4")

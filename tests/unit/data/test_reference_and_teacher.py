@@ -130,7 +130,7 @@ def test_a_column_of_something_else_is_refused(config: DataConfig) -> None:
     made = folder / f"{stem}.json"
     text = made.read_text()
     made.write_text(text.replace(json.loads(text)["data"], "0" * 32))
-    assert f"{made}: is of other data" in refused(config)
+    assert f"{made}: was made from other data" in refused(config)
     made.write_text(text[:-20])
     assert f"{made}: cannot be read" in refused(config)
     made.write_text(text.replace('"top_k": 3', '"top_k": "3"'))

@@ -20,6 +20,8 @@ ELSEWHERE = {
     "parity/plain.py": {"_model_mapping", "_supports_sdpa"},  # it shares no more code with a run than it must
     "data/chat/rendering.py": {"_compile_jinja_template"},  # the environment of a chat template, whose clock is set
     "optim/lion.py": {"_foreach_mul_", "_foreach_sign", "_foreach_add_", "_foreach_lerp", "_foreach_lerp_"},
+    # of two versions of torch, whose code load_late was written for; others load as always
+    "base/imports.py": {"_disable_dynamo", "_use_grad_for_differentiable", "__dynamo_disable"},
     "engine/progress.py": {"_C", "_distributed_c10d", "_dump_nccl_trace_json"},  # the flight recorder has no other name
 }
 """What may be named outside, and why."""
