@@ -25,7 +25,7 @@ def test_a_run_goes_on_from_what_each_host_has(lab3: Lab, small_data: str, tmp_p
     words = ("doctor", "--quick", "--json", "--hostfile", str(lab3.hostfile()), "--config", str(recipe))
     report = json.loads(lab3.hosts[0].run([sys.executable, "-m", "llmtrain", *words], cwd=REPO).stdout)
     assert not [each for each in report["findings"] if each["check"] == "shared"]
-    assert any("files" in note for note in report["notes"]), report["notes"]
+    assert any("each host keeps the files" in note for note in report["notes"]), report["notes"]
 
     with Launched(lab3, recipe, "--max-restarts", "1") as run:
         run.run_dir, run.checkpoints = lab3.hosts[0].tmp / "run", lab3.hosts[0].tmp / "checkpoints"

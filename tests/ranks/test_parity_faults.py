@@ -31,4 +31,4 @@ def test_a_fault_is_caught(pools: Any, name: str) -> None:
     assert not outcome.verdict.passed
     assert fault.words in outcome.hint, outcome.hint
     text = "\n".join(report("fp32", outcome.verdict, outcome.hint))
-    assert "FAIL" in text and re.search(r"step \d+:", text) and fault.words in text
+    assert "FAIL" in text and re.search(r"first parts at step \d+:", text) and fault.words in text

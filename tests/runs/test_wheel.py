@@ -117,7 +117,7 @@ def test_the_wheel_alone_prepares_trains_and_launches(place: tuple[Path, dict[st
     assert done.returncode == 2 and "`llmtrain prepare --max-tokens`" in done.stderr, done.stderr
     (folder / "launch/train.py").unlink()  # it is for a start by hand
     told = say("llmtrain", "launch", "--", recipe, *SMALL, "--train.max_steps", "4")
-    assert "runs/quickstart/checkpoints/step-00000002" in told
+    assert "resumed from runs/quickstart/checkpoints/step-00000002" in told
     assert [row["step"] for row in rows(folder / "runs/quickstart") if "loss" in row] == [1, 2, 3, 4]
     script = json.loads((folder / "runs/quickstart/environment.json").read_text())["argv"][0]
     assert script.endswith("site-packages/llmtrain/__main__.py") and script.startswith(env["PATH"].split("/bin:")[0])

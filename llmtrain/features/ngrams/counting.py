@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain.base import log, units
+from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import cache_folder, content_of, replace_file
 from llmtrain.data.sequences import IGNORED, ends_in
@@ -21,6 +21,8 @@ from llmtrain.tracking.tracker import Tracker
 
 _MOST_TOKENS = 20_000_000
 """Counting n-grams of more training tokens than this would hold up the end of a run."""
+_METHOD = 1
+"""Raise it with a change of the losses: those in the cache folder are then counted again."""
 _VALIDATION_TOKENS = 262_144
 _MAX_TRAIN_TOKENS = 16 << 20  # about 2 s and 0.5 GiB; the counts of frequent pairs do not change beyond
 _BLOCK_TOKENS = 1 << 20
@@ -54,15 +56,15 @@ def tell(data: TrainData, tracker: Tracker) -> None:
     # Independent of train.eval_sequences: two runs on the same data report equal figures.
     sequences = min(data.validation_sequences, max(1, _VALIDATION_TOKENS // data.sequence_length))
     masked = "masked" if data.mask_document_starts else "unmasked"
-    kept = cache_folder() / "baselines" / f"{data.order}-{masked}-{sequences}.json"
-    losses = _read(kept)
+    file = cache_folder() / "baselines" / f"{_METHOD}-{data.order}-{masked}-{sequences}.json"
+    losses = _read(file)
     if losses is None:
         unigram, bigram = ngram_baselines(data, sequences=sequences)
         counted = sum(int((data.validation_sequence(index)[1] != IGNORED).sum()) for index in range(sequences))
         losses = {"unigram_loss": unigram, "bigram_loss": bigram, "validation_tokens": counted}
         with contextlib.suppress(OSError):  # then the next run counts again
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(kept, json.dumps(losses).encode())
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, json.dumps(losses).encode())
     tracker.event("baselines", train_tokens=train_tokens, **losses)
     log.info(
         f"for comparison: a unigram model {losses['unigram_loss']:.4f} nats/token, a bigram model "
@@ -71,10 +73,10 @@ def tell(data: TrainData, tracker: Tracker) -> None:
     )
 
 
-def _read(kept: Path) -> dict[str, Any] | None:
+def _read(file: Path) -> dict[str, Any] | None:
     """Return the kept losses; None: there are none, or the file is damaged."""
     try:
-        losses = json.loads(content_of(kept))
+        losses = untrusted.loads(content_of(file))
         whole = isinstance(losses["validation_tokens"], int)
         finite = all(math.isfinite(losses[name]) for name in ("unigram_loss", "bigram_loss"))
     except (OSError, ValueError, LookupError, TypeError):

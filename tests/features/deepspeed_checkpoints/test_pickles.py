@@ -123,7 +123,7 @@ def test_the_gadgets_do_run_elsewhere(tmp_path):
 )
 def test_no_claim_of_a_tensor_is_believed(tmp_path, claim):
     file = PickleFile(archive(tmp_path / "bad.pt", pickled({"a": claim}), b"\0" * 16))
-    with pytest.raises(CheckpointError, match="record"):
+    with pytest.raises(CheckpointError, match="fit the record"):
         file.tensor(file.tree["a"])
 
 

@@ -210,7 +210,7 @@ def errors(
     case = case_of(cell, data, folder)
     real, run = pools(RANKS).run(counted, cell, case, imbalance), run_of(cell, case)
     plans = list(rehearse(run, list(kinds(run[0].mix.degrees)), RANKS, imbalance=imbalance))
-    for _ in range(2):  # on a busy machine gloo's threads may hold what they have sent until the peak
+    for _ in range(2):  # a rank once held 0.7 % more at its peak, for a cause not found (gloo's threads?)
         if all(planned.peak > 0.999 * real[planned.rank][0] for planned in plans):
             break
         real = pools(RANKS).run(counted, cell, case, imbalance)

@@ -65,7 +65,7 @@ def test_a_host_that_falls_silent_is_lost(
     says_hello = "import sys, time; print('{\"hello\": 1}', flush=True); time.sleep(99)"
     silent = Place(partial(Link, "node-2", [sys.executable, "-c", says_hello]), workers=None, starts=2)
     never = lambda *_: pytest.fail("nothing was done")  # noqa: E731
-    with pytest.raises(DataError, match="host"):
+    with pytest.raises(DataError, match="no host is left"):
         pools.run_units([Unit(index=0, pieces=())], settings_in(tmp_path), [silent], never, never)
     said = capsys.readouterr()
     assert (said.out + said.err).count("node-2 has said nothing for") == 2

@@ -60,3 +60,30 @@ def test_another_version_in_the_same_place_has_a_listing_of_its_own(
     assert imports._listing_of(tmp_path) != first
     monkeypatch.setattr(imports, "version", lambda _: "5.24.0.dev0")  # its files change under one version
     assert imports._structure(lambda *given: given, tmp_path, tmp_path, "models") == (tmp_path, "models")
+
+
+LATE = """
+import ast, importlib, sys
+import llmtrain.models
+from llmtrain.base.imports import _Late, hide_torchao
+hide_torchao()
+from transformers import LlamaForCausalLM
+assert not {"torch._dynamo", "torch.distributed.tensor", "sympy"} & sys.modules.keys()
+count = 0
+for module in [module for name, module in sys.modules.items() if name.startswith("transformers.")]:
+    names = {name: value._place for name, value in vars(module).items() if type(value) is _Late}
+    for node in ast.walk(ast.parse(open(module.__file__).read())) if names else ():
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+            assert not {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)} & names.keys()
+    for place, name in names.values():
+        getattr(importlib.import_module(place), name)
+    count += len(names)
+import torch
+assert torch.compile(lambda x: x * 2, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+print(count)
+"""
+
+
+def test_names_that_load_late_are_those_of_their_modules_and_no_classes_to_ask_for() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout) > 20, done.stderr
